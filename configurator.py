@@ -1,0 +1,214 @@
+"""
+Poor man's configurator, with its holes closed. A script writes its configuration as plain globals, one comment each:
+
+    batch_size = 256  # responses an iteration, over all ranks [>= 1]
+    config = configure(globals())
+
+and then `python ppo.py config/llama.py config/mine.py --batch_size=64` overrides them: files and `--key=value` from left
+to right. A config file is Python, run in a namespace of its own; every public name in it must already be a key of the
+script (helpers start with an underscore). `--help` prints every key with its default and its comment.
+
+The brackets at the end of a comment are the key's range, and they are enforced: [>= 1], [> 0], [0..1], [a | b | c].
+So what the reader sees is what is checked, and the two cannot drift apart.
+"""
+import ast
+import difflib
+import io
+import math
+import os
+import re
+import sys
+import time
+import tokenize
+import traceback
+
+
+class BadInput(ValueError):
+    """What the user gave makes no sense. The message is one line: what is wrong, where, and what to type instead."""
+
+
+class BadConfig(BadInput):
+    """A BadInput that every rank sees alike, so that one rank saying it is enough."""
+
+
+class Stop(RuntimeError):
+    """The run itself noticed that going on would be wrong; raised on all ranks together, with one line that says why."""
+
+
+def report_and_exit(kind, error, trace):
+    """sys.excepthook of our scripts: BadInput is one line and exit code 2, Stop one line and 1; others keep a traceback."""
+    if not issubclass(kind, (BadInput, Stop)):
+        sys.__excepthook__(kind, error, trace)
+        return
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not issubclass(kind, (BadConfig, Stop)):
+        where = "" if rank == "0" else f" (rank {rank})"
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {error}", file=sys.stderr, flush=True)
+    elif issubclass(kind, Stop):
+        time.sleep(1)  # torchrun kills all ranks when the first one ends; let rank 0 speak before
+    sys.stdout.flush()
+    os._exit(2 if issubclass(kind, BadInput) else 1)  # no farewell: a rank may be gone, and its group would wait for it
+
+
+def configure(script_globals, argv=None):
+    """
+    Override the configuration globals of a script from config files and --key=value arguments.
+
+    script_globals: the caller's globals(). Its configuration is every public int, float, bool or str assigned at the top
+    level before the call. argv: default sys.argv[1:]. Returns the final configuration as a dict, in the script's order.
+    Raises BadConfig on an unknown, repeated, mistyped or out-of-range key and on a missing or broken config file.
+    """
+    sys.excepthook = report_and_exit
+    script = script_globals["__file__"]
+    comments = read_keys(script)
+    keys = {k: script_globals[k] for k in comments}
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            print_help(script, script_globals.get("__doc__"), keys, comments)
+        sys.exit(0)
+
+    overrides = {}  # key -> (value, where it came from)
+    given = set()
+    for arg in argv:
+        if arg.startswith("--"):
+            key, equals, text = arg[2:].partition("=")
+            check_key(key, keys, arg)
+            if not equals:
+                raise BadConfig(f"{arg}: a value is missing; type --{key}={keys[key]!r}")
+            if key in given:
+                raise BadConfig(f"--{key} is given twice; keep one")
+            given.add(key)
+            overrides[key] = (parse(key, text, keys[key]), "command line")
+        else:
+            for key, value in run_config_file(arg).items():
+                check_key(key, keys, arg)
+                overrides[key] = (convert(key, value, keys[key], arg), arg)
+    for key, (value, where) in overrides.items():
+        check_range(key, value, comments[key], where)
+        script_globals[key] = keys[key] = value
+    if os.environ.get("RANK", "0") == "0":
+        for key, (value, where) in overrides.items():
+            print(f"config: {key} = {value!r}  ({where})")
+    return keys
+
+
+def read_keys(script):
+    """{key: comment} for the top-level `name = literal` lines above the script's call of configure."""
+    with open(script, encoding="utf-8") as f:
+        source = f.read()
+    trailing = {t.start[0]: t.string.lstrip("# ").strip()
+                for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
+    comments = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
+            return comments
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:
+            continue  # computed from other names: not a key
+        if isinstance(value, (bool, int, float, str)) and not node.targets[0].id.startswith("_"):
+            comments[node.targets[0].id] = trailing.get(node.end_lineno, "")
+    return comments
+
+
+def run_config_file(path):
+    """Execute a config file in a fresh namespace; returns its public names. Raises BadConfig."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            source = f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
+        raise BadConfig(f"cannot read config file {path!r}: {getattr(e, 'strerror', None) or e}{hint}") from e
+    try:
+        tree = ast.parse(source, path)
+    except (SyntaxError, ValueError) as e:
+        raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {getattr(e, 'msg', e)}") from e
+    lines = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in lines:
+                raise BadConfig(f"{path}, line {node.lineno}: {name} is set twice (first on line {lines[name]}); keep one")
+            lines[name] = node.lineno
+    namespace = {"__file__": path}
+    try:
+        exec(compile(tree, path, "exec"), namespace)
+    except Exception as e:  # whatever the user's own code raises is reported with its line
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {type(e).__name__}: {e}") from e
+    modules = type(ast)
+    return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, modules)}
+
+
+def check_key(key, keys, where):
+    """Raise BadConfig, with the nearest name, unless key is one of keys."""
+    if key not in keys:
+        near = difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+        raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
+
+
+def parse(key, text, default):
+    """The value that the text of --key=text stands for; the default's type decides how to read it. Raises BadConfig."""
+    if isinstance(default, str):
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = text
+    return convert(key, value, default, "command line")
+
+
+def convert(key, value, default, where):
+    """value as the type of default (an int will do for a float, nothing else is guessed). Raises BadConfig."""
+    wanted = type(default)
+    if wanted is float and type(value) is int and abs(value) < 2**1000:
+        value = float(value)
+    if type(value) is not wanted:
+        raise BadConfig(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
+                        f"{type(value).__name__} {shorten(value)}")
+    if wanted is float and not math.isfinite(value):
+        raise BadConfig(f"{key} ({where}): wanted a finite number, given {value}")
+    if wanted is int and abs(value) >= 2**63:
+        raise BadConfig(f"{key} ({where}): {shorten(value)} does not fit in 64 bits")
+    return value
+
+
+def check_range(key, value, comment, where):
+    """Enforce the [range] at the end of a key's comment. Raises BadConfig."""
+    match = re.search(r"\[([^\[\]]+)\]$", comment)
+    if not match:
+        return
+    rule = match.group(1)
+    if "|" in rule:
+        good = value in [choice.strip() for choice in rule.split("|")]
+    elif ".." in rule:
+        low, high = (float(x) for x in rule.split(".."))
+        good = low <= value <= high
+    else:
+        sign, bound = rule.split()
+        good = value > float(bound) if sign == ">" else value >= float(bound)
+    if not good:
+        raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; {comment[:match.start()].strip()}")
+
+
+def shorten(value, width=60):
+    """repr, cut to width, for error lines."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more than 4300 digits refuses to be printed
+        text = "a huge number"
+    return text if len(text) <= width else text[:width] + "..."
+
+
+def print_help(script, doc, keys, comments):
+    """Every key with its default and comment, after the script's own docstring."""
+    print((doc or "").strip())
+    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]\n")
+    width = max(len(f"{k} = {v!r}") for k, v in keys.items() if len(f"{k} = {v!r}") <= 44)
+    for key, value in keys.items():
+        print(f"  {f'{key} = {value!r}':<{width}}  {comments[key]}")

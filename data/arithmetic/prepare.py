@@ -1,0 +1,64 @@
+"""
+The built-in task: addition with thinking out loud. Nothing is downloaded; runs in a second.
+
+    python data/arithmetic/prepare.py
+
+A demonstration answers 123+456= either at once (579) or after writing down the column sums, carry included, from the right:
+<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579. The demonstrator thinks in 3 of 10 cases. Supervised on that, a small model is
+right when it thinks and hopeless when it does not, so there is something left to find out: that thinking pays.
+
+Writes beside itself: sft_train.jsonl, sft_val.jsonl {"prompt", "completion"}; rl_train.jsonl, rl_val.jsonl {"prompt", "answer"}
+(disjoint problems); tokenizer/, the byte-level tokenizer with the two markers. The preference pairs come later, from the SFT
+model's own answers: data/arithmetic/pairs.py.
+"""
+import json
+import os
+import random
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+DIGITS = 3
+THINKS = 0.3  # how often the demonstrator thinks
+SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
+TOKENIZER = {"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}
+
+
+def think(a, b):
+    """The column sums of a + b from the right, each with the carry that came in: two digits wide: (47, 15) -> 7+5+0=12;4+1+1=06;0+0+0=00."""
+    columns, carry = [], 0
+    for x, y in zip(reversed(f"{a:0{DIGITS}d}"), reversed(f"{b:0{DIGITS}d}"), strict=True):
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}+{carry}={total:02d}")
+        carry = total // 10
+    return ";".join(columns)
+
+
+def problems(rng, n):
+    """n different pairs of DIGITS-digit numbers."""
+    low, high = 10 ** (DIGITS - 1), 10**DIGITS
+    pairs = rng.sample(range((high - low) ** 2), n)
+    return [(low + p // (high - low), low + p % (high - low)) for p in pairs]
+
+
+def main():
+    rng = random.Random(0)
+    everything = problems(rng, sum(SIZES.values()))
+    for name, size in SIZES.items():
+        with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
+            for a, b in everything[:size]:
+                row = {"prompt": f"{a}+{b}="}
+                if name.startswith("sft"):
+                    thought = f"<think>{think(a, b)}</think>" if rng.random() < THINKS else ""
+                    row["completion"] = f"{thought}{a + b}"
+                else:
+                    row["answer"] = str(a + b)
+                f.write(json.dumps(row) + "\n")
+        del everything[:size]
+        print(f"{name}.jsonl: {size} rows")
+    os.makedirs(os.path.join(HERE, "tokenizer"), exist_ok=True)
+    with open(os.path.join(HERE, "tokenizer", "tiktoken.json"), "w", encoding="utf-8") as f:
+        json.dump(TOKENIZER, f, indent=2)
+    print("tokenizer/: 256 bytes, <think>, </think>, <eos>, <pad>")
+
+
+if __name__ == "__main__":
+    main()

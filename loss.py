@@ -1,0 +1,116 @@
+"""
+The formulas: log-probs, KL estimators, clipped losses, aggregation. Tensors in, tensors out; no configuration, no globals.
+
+Losses come back a token at a time, (B, R), 0 where the mask is False. The script sums them and divides by one count: the
+trained tokens of the whole optimizer step, over all micro-batches and all ranks. A mean of means weighs tokens by accident.
+"""
+import torch
+
+
+def at_least_float32(x):
+    """Half precision to float32: exp and log-softmax lose 0.07 nats in bfloat16. float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def scaled_logits(logits, temperature=1.0, vocab_size=None):
+    """
+    The distribution that is sampled, trained and compared: logits (..., V) / temperature in at least float32, with the ids
+    from vocab_size on (the padding of a vocabulary) impossible. Sampler and scorers all pass here, so they agree.
+    """
+    logits = at_least_float32(logits) / temperature
+    if vocab_size is not None and vocab_size < logits.shape[-1]:
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab_size
+        logits = logits.masked_fill(padding, -torch.inf)
+    return logits
+
+
+def logprobs_from_logits(logits, tokens):
+    """log p(tokens) under logits (B, R, V), tokens (B, R) -> (B, R). No shift: logits[:, t] must be those that chose token t."""
+    logits = at_least_float32(logits)
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy_from_logits(logits):
+    """Entropy in nats of each distribution: logits (..., V) -> (...)."""
+    logits = at_least_float32(logits)
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    # an impossible token (logit -inf) adds p log p = 0, not 0 * -inf = NaN
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
+
+
+def masked_sum(x, mask):
+    """Sum of x where mask is True. Through where, for NaN * 0 is NaN."""
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x, mask):
+    """Mean of x where mask is True; 0 when it never is."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x, mask):
+    """
+    x (B, R) to mean 0 and standard deviation 1 over all True positions, 0 elsewhere (N+ detail 25; population variance, as
+    OpenRLHF). Give it the global batch: whitening each rank by itself would train each rank on another objective.
+    """
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean) ** 2, mask)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
+
+
+def kl_estimate(logprobs, ref_logprobs, kind):
+    """
+    Estimate of KL(policy || reference) at each token from one sample (Schulman, joschu.net/blog/kl-approx.html), (B, R):
+    k1 = log(p/q), unbiased, may be negative; k2 = log(p/q)^2 / 2, biased, low variance; k3 = q/p - 1 - log(q/p), unbiased and
+    >= 0. As a *loss* their gradients differ from their values: k1's is 0 on average, k2's is the KL's, k3's that of KL(q || p).
+    """
+    log_ratio = logprobs - ref_logprobs
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return 0.5 * log_ratio**2
+    if kind == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"kind = {kind!r}; one of k1, k2, k3")
+
+
+def policy_loss(logprobs, old_logprobs, advantages, response_mask, cliprange):
+    """
+    PPO's clipped surrogate (arXiv 1707.06347, equation 7), as a loss: max(-A r, -A clip(r, 1 - eps, 1 + eps)).
+    All (B, R). Returns the loss a token and whether clipping took the token's gradient away.
+    """
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)  # before exp: garbage under the mask may overflow
+    advantages = torch.where(response_mask, advantages, 0)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def value_loss(values, old_values, returns, response_mask, cliprange_value):
+    """
+    Half the squared error, with the new value kept within cliprange_value of the old one (OpenAI baselines, ppo2):
+    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2. cliprange_value = 0 turns the clipping off.
+    All (B, R). Returns the loss a token and whether the clipped term won.
+    """
+    values, old_values, returns = (torch.where(response_mask, x, 0) for x in (values, old_values, returns))
+    squared = (values - returns) ** 2
+    if cliprange_value == 0:
+        return 0.5 * squared, torch.zeros_like(response_mask)
+    near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    clipped = (near - returns) ** 2
+    return 0.5 * torch.maximum(squared, clipped), clipped > squared
+
+
+def preference_loss(chosen, rejected):
+    """Bradley-Terry: -log sigmoid(score of the chosen - score of the rejected), (B,) each (arXiv 2009.01325, section 3.4)."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected)
+
+
+def adapt_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """
+    The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2): kl is the measured KL a *response* (summed
+    over its tokens, nats), target what it should be; kl_coef changes by at most 20 % in `horizon` episodes.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)

@@ -1,0 +1,567 @@
+"""
+One Transformer for six families of Hugging Face models: gpt2, gpt_neox (Pythia), llama, mistral, qwen2, qwen3. The head is
+either a language model's (logits over the vocabulary) or one scalar a token (reward and value models).
+
+    policy = Transformer.from_pretrained("out/arithmetic_sft/policy")                # logits (B, T, V)
+    value_model = Transformer.from_pretrained("out/arithmetic_rm/reward_model", head="scalar")    # scalars (B, T)
+    policy.save_pretrained("somewhere")                                              # transformers loads it
+
+Inside, every family has the same module names; the tables under "Hugging Face names" below say what each is called on disk.
+There is no dropout anywhere, whatever config.json says: a policy must give the same token the same probability twice.
+"""
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from configurator import BadInput
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json -> what the Transformer needs to know
+
+
+@dataclass
+class ModelConfig:
+    """The architecture, in one vocabulary for all families. `hf` keeps config.json as it was read, for saving."""
+
+    family: str
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    max_positions: int
+    norm_eps: float
+    activation: str
+    tied: bool  # the LM head is the embedding matrix
+    rms_norm: bool = True  # False: LayerNorm with bias
+    gated_mlp: bool = True  # False: up, activation, down
+    parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
+    learned_positions: bool = False  # GPT-2: a table of positions instead of rotation
+    rotary_dim: int = 0  # how many of head_dim's coordinates rotate
+    rope: dict = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm on each head's query and key
+    windows: tuple = ()  # sliding attention window of each layer, 0 = sees everything
+    score_shift: float = 0.0  # added to a reward model's scalar so that demonstrations average 0 (N+ detail 15)
+    hf: dict = None
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+
+
+def parse_config(hf, where="config.json"):
+    """ModelConfig from the dict of a Hugging Face config.json. Raises BadInput on what we could only get wrong."""
+    family = hf.get("model_type")
+    if family not in FAMILIES:
+        raise BadInput(f"{where}: model_type {family!r} is not supported; quartet knows {', '.join(FAMILIES)}")
+    get = hf.get
+    # what a newer or rarer config could ask for, and we would silently not do
+    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config"):
+        if get(key):
+            raise BadInput(f"{where}: {key} = {get(key)!r} is not supported")
+    try:
+        if family == "gpt2":
+            c = ModelConfig(
+                family, hf["vocab_size"], hf["n_embd"], hf["n_layer"], hf["n_head"], hf["n_head"],
+                hf["n_embd"] // hf["n_head"], get("n_inner") or 4 * hf["n_embd"], hf["n_positions"],
+                get("layer_norm_epsilon", 1e-5), get("activation_function", "gelu_new"), get("tie_word_embeddings", True),
+                rms_norm=False, gated_mlp=False, learned_positions=True, qkv_bias=True, o_bias=True, mlp_bias=True)
+        else:
+            head_dim = get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+            c = ModelConfig(
+                family, hf["vocab_size"], hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"],
+                get("num_key_value_heads") or hf["num_attention_heads"], head_dim, hf["intermediate_size"],
+                hf["max_position_embeddings"], get("rms_norm_eps", 1e-6), get("hidden_act", "silu"),
+                get("tie_word_embeddings", False), rotary_dim=head_dim, rope=parse_rope(hf, where))
+    except KeyError as e:
+        raise BadInput(f"{where}: {e.args[0]!r} is missing") from e
+    if family == "gpt_neox":
+        c.norm_eps, c.activation = get("layer_norm_eps", 1e-5), get("hidden_act", "gelu")
+        c.rms_norm = c.gated_mlp = False
+        c.parallel_residual = get("use_parallel_residual", True)
+        c.qkv_bias = c.o_bias = get("attention_bias", True)
+        c.mlp_bias = True
+    if family == "llama":
+        c.qkv_bias = c.o_bias = get("attention_bias", False)
+        c.mlp_bias = get("mlp_bias", False)
+    if family == "qwen2":
+        c.qkv_bias = True
+    if family == "qwen3":
+        c.qkv_bias = c.o_bias = get("attention_bias", False)
+        c.qk_norm = True
+    if c.rope:
+        c.rotary_dim = int(head_dim * c.rope.get("partial_rotary_factor", 1.0))
+    c.windows = parse_windows(hf, c)
+    c.score_shift = float(get("score_shift", 0.0))
+    c.hf = hf
+    if c.activation not in ACTIVATIONS:
+        raise BadInput(f"{where}: activation {c.activation!r} is not supported; one of {', '.join(ACTIVATIONS)}")
+    return c
+
+
+def parse_rope(hf, where):
+    """Rotary settings: transformers 5 writes one `rope_parameters`; hub configs have `rope_theta` and `rope_scaling`."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", hf.get("rope_theta", hf.get("rotary_emb_base", 10000.0)))
+    factor = hf.get("partial_rotary_factor", hf.get("rotary_pct", 0.25 if hf["model_type"] == "gpt_neox" else 1.0))
+    rope.setdefault("partial_rotary_factor", factor)
+    if rope["rope_type"] not in ("default", "linear", "llama3"):
+        raise BadInput(f"{where}: rope type {rope['rope_type']!r} is not supported; one of default, linear, llama3")
+    return rope
+
+
+def parse_windows(hf, c):
+    """The sliding window of each layer (0 = none): Mistral slides everywhere, Qwen from layer max_window_layers on."""
+    window = hf.get("sliding_window") or 0
+    if c.family not in ("mistral", "qwen2", "qwen3") or (c.family != "mistral" and not hf.get("use_sliding_window")):
+        window = 0
+    if c.family == "mistral":
+        types = ["sliding_attention"] * c.n_layers
+    else:
+        full = hf.get("max_window_layers", 28)
+        types = hf.get("layer_types") or ["full_attention" if i < full else "sliding_attention" for i in range(c.n_layers)]
+    return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
+def rope_frequencies(c):
+    """Rotations per position, (rotary_dim / 2,) fp32 (RoFormer, arXiv 2104.09864); with Llama 3.1's stretching."""
+    f = 1.0 / c.rope["rope_theta"] ** (torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim)
+    if c.rope["rope_type"] == "linear":
+        f = f / c.rope["factor"]
+    if c.rope["rope_type"] == "llama3":
+        # wavelengths beyond the original context are stretched by `factor`, short ones kept, a ramp in between
+        old, low, high = (c.rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+        turns = old * f / (2 * math.pi)  # full turns within the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        f = keep * f + (1 - keep) * f / c.rope["factor"]
+    return f
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """Attention, then MLP, each on the residual stream (or both at once, in GPT-NeoX)."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        self.c, self.index = c, index
+        d, q_dim, kv_dim = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        norm = RMSNorm if c.rms_norm else nn.LayerNorm
+        self.norm1 = norm(d, eps=c.norm_eps)
+        self.q = nn.Linear(d, q_dim, bias=c.qkv_bias)
+        self.k = nn.Linear(d, kv_dim, bias=c.qkv_bias)
+        self.v = nn.Linear(d, kv_dim, bias=c.qkv_bias)
+        self.o = nn.Linear(q_dim, d, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+        self.norm2 = norm(d, eps=c.norm_eps)
+        if c.gated_mlp:
+            self.gate = nn.Linear(d, c.d_ff, bias=c.mlp_bias)
+        self.up = nn.Linear(d, c.d_ff, bias=c.mlp_bias)
+        self.down = nn.Linear(c.d_ff, d, bias=c.mlp_bias)
+        self.activation = ACTIVATIONS[c.activation]
+
+    def attention(self, x, rotation, allowed, cache):
+        """x (B, T, d) -> (B, T, d). allowed: bool, broadcastable to (B, 1, T, S); None = plain causal."""
+        B, T, _ = x.shape
+        q = self.q(x).view(B, T, self.c.n_heads, self.c.head_dim).transpose(1, 2)  # (B, H, T, hd)
+        k = self.k(x).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)  # (B, KV, T, hd)
+        v = self.v(x).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)
+        if self.c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is not None:
+            k, v = cache.append(self.index, k, v)  # (B, KV, S, hd), all slots so far
+        if T == 1:  # decoding: a matrix-vector product per head, faster by hand than through a fused kernel's set-up
+            y = single_query_attention(q, k, v, allowed)
+        else:
+            if self.c.n_kv_heads != self.c.n_heads:  # grouped queries share keys and values
+                groups = self.c.n_heads // self.c.n_kv_heads
+                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None)
+        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+    def mlp(self, x):
+        if self.c.gated_mlp:
+            return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))
+
+    def forward(self, x, rotation, allowed, cache):
+        if self.c.parallel_residual:
+            return x + self.attention(self.norm1(x), rotation, allowed, cache) + self.mlp(self.norm2(x))
+        x = x + self.attention(self.norm1(x), rotation, allowed, cache)
+        return x + self.mlp(self.norm2(x))
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of the first 2 * cos.shape[-1] coordinates of x (B, H, T, hd); pairs are (i, i + half)."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half:2 * half]
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(turned + [x[..., 2 * half:]], dim=-1) if x.shape[-1] > 2 * half else torch.cat(turned, dim=-1)
+
+
+def single_query_attention(q, k, v, allowed):
+    """Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd), allowed (B, 1, 1, S) or None."""
+    B, H, _, hd = q.shape
+    KV = k.shape[1]
+    q = q.view(B, KV, H // KV, hd) * hd**-0.5
+    weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
+    if allowed is not None:
+        weights = weights.masked_fill(~allowed, -torch.inf)
+    return (weights.softmax(-1).to(v.dtype) @ v).view(B, H, 1, hd)
+
+
+class KVCache:
+    """Preallocated keys and values: `length` of `slots` columns are in use. mask (B, slots) is True on real tokens."""
+
+    def __init__(self, c, batch, slots, dtype, device):
+        shape = (batch, c.n_kv_heads, slots, c.head_dim)
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
+        self.length = 0
+
+    def append(self, layer, k, v):
+        """Store k, v (B, KV, T, hd) behind what is there; returns views of all columns up to and with them."""
+        end = self.length + k.shape[2]
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def keep_rows(self, rows):
+        """Forget all rows but these (an index tensor), layer by layer, so that two copies of the cache never coexist."""
+        for tensors in (self.k, self.v):
+            for i, t in enumerate(tensors):
+                tensors[i] = t[rows]
+
+
+class Transformer(nn.Module):
+    def __init__(self, config, head="lm"):
+        super().__init__()
+        if head not in ("lm", "scalar"):
+            raise BadInput(f"head = {head!r}; one of lm, scalar")
+        c = config
+        self.config, self.head = c, head
+        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        if c.learned_positions:
+            self.positions = nn.Embedding(c.max_positions, c.d_model)
+        self.layers = nn.ModuleList(Layer(c, i) for i in range(c.n_layers))
+        self.norm = RMSNorm(c.d_model, c.norm_eps) if c.rms_norm else nn.LayerNorm(c.d_model, eps=c.norm_eps)
+        if head == "scalar":
+            self.score = nn.Linear(c.d_model, 1, bias=False)
+        elif not c.tied:
+            self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.new_head = False  # True when the scalar head was not on disk but freshly drawn
+        self.frequencies = {}  # device -> rope_frequencies; no buffer, so that .bfloat16() cannot round it
+
+    def forward(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None):
+        """
+        tokens (B, T) int64, attention_mask (B, T) bool (True on real tokens, padding on either side; None: all real)
+        -> logits (B, T, V), or scalars (B, T) with the scalar head.
+
+        response_length=R returns only the R positions P-1 ... T-2: those that choose, or value the state before, the last
+        R tokens. This is the one place where logits and labels are shifted against each other.
+        cache: a KVCache; the tokens are appended to it, and attention_mask then covers its columns, old and new.
+        positions (B, T): where the tokens stand in their own sequence; None: counted from attention_mask.
+        """
+        B, T = tokens.shape
+        past = 0 if cache is None else cache.length
+        if positions is None:
+            if attention_mask is None:
+                positions = torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
+            else:  # a token's position is the number of real tokens before it, wherever the padding is
+                positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        x = self.embed(tokens)  # (B, T, d)
+        rotation = None
+        if self.config.learned_positions:
+            x = x + self.positions(positions)
+        else:
+            if x.device not in self.frequencies:
+                self.frequencies[x.device] = rope_frequencies(self.config).to(x.device)
+            angles = positions[:, None, :, None].float() * self.frequencies[x.device]  # (B, 1, T, rotary_dim / 2)
+            rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        # one mask per kind of layer: sliding or not
+        masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
+        for layer in self.layers:
+            x = layer(x, rotation, masks[self.config.windows[layer.index]], cache)
+        if cache is not None:
+            cache.length += T
+        if response_length is not None:
+            x = x[:, -response_length - 1:-1]  # the state that chose token t is one column to its left
+        x = self.norm(x)
+        if self.head == "scalar":
+            return self.score(x).squeeze(-1)
+        return F.linear(x, self.embed.weight) if self.config.tied else self.lm_head(x)
+
+    @classmethod
+    def from_scratch(cls, hf, head="lm", seed=0, dtype=torch.float32, device="cpu"):
+        """A new model from a dict in the form of config.json, weights drawn as GPT-2's from a generator of its own."""
+        model = cls(parse_config(hf), head)
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in model.named_parameters():
+            with torch.no_grad():
+                if p.dim() == 1:
+                    p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                else:
+                    # what writes to the residual stream is smaller, the deeper the model (GPT-2, section 2.3)
+                    shrink = (2 * model.config.n_layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
+                    p.normal_(0, 0.02 * shrink, generator=generator)
+        if head == "scalar":
+            model.draw_score_head(seed)
+        return model.to(device, dtype)
+
+    def draw_score_head(self, seed):
+        """A new scalar head: normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
+        w = self.score.weight
+        with torch.no_grad():
+            fresh = torch.empty(w.shape).normal_(0, (self.config.d_model + 1) ** -0.5,
+                                                 generator=torch.Generator().manual_seed(seed))
+            w.copy_(fresh)
+        self.new_head = True
+
+    @classmethod
+    def from_pretrained(cls, path, head="lm", dtype=torch.float32, device="cpu", seed=0):
+        """
+        Load a Hugging Face directory, or a model of the hub by name. head="scalar" reads the sequence-classification format
+        (num_labels = 1); on a plain language model it draws a new head from seed and sets model.new_head.
+        Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the architecture is unknown.
+        """
+        folder = find_folder(path)
+        model_config = parse_config(read_json(os.path.join(folder, "config.json")), os.path.join(folder, "config.json"))
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        with torch.device("meta"):  # no memory yet
+            model = cls(model_config, head)
+        model = model.to(dtype).to_empty(device=device)
+        files = tensor_files(folder)  # name on disk -> file
+        prefix = HF_BASE[model_config.family]
+        if not any(name.startswith(prefix) for name in files):  # a bare trunk, as in the hub's gpt2
+            files = {(prefix + name if name.split(".")[0] not in ("lm_head", "score") else name): (f, name)
+                     for name, (f, _) in files.items()}
+        used = set()
+        for name, p in model.named_parameters():
+            disk_name, part = hf_name(model_config.family, name)
+            if name == "score.weight" and disk_name not in files:
+                model.draw_score_head(seed)
+                continue
+            if disk_name not in files:
+                raise BadInput(f"{path}: tensor {disk_name!r} is missing from its weights; is the download complete?")
+            used.add(disk_name)
+            # one tensor at a time into memory that is already there: never two copies of a model
+            file, name_in_file = files[disk_name]
+            tensor = read_safetensors(file, lambda f, n=name_in_file: f.get_tensor(n))
+            tensor = from_hf(model_config, disk_name, part, tensor)
+            if tensor.shape != p.shape:
+                raise BadInput(f"{path}: tensor {disk_name!r} gives {tuple(tensor.shape)} for {name}, but config.json "
+                               f"says {tuple(p.shape)}")
+            with torch.no_grad():
+                p.copy_(tensor)
+            del tensor
+        heads = {"lm_head.weight", "embed_out.weight", "score.weight"}
+        ignored = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
+        extra = [n for n in files if n not in used | heads and not n.endswith(ignored)]
+        if extra:
+            raise BadInput(f"{path}: its weights hold {extra[0]!r} and {len(extra) - 1} more that config.json does not "
+                           "announce; the model would not be the one that was saved")
+        return model
+
+    def save_pretrained(self, folder):
+        """Write config.json and model.safetensors as transformers would; a scalar head as sequence classification."""
+        from safetensors.torch import save_file
+
+        os.makedirs(folder, exist_ok=True)
+        hf = dict(self.config.hf)
+        names = HF_CLASSES[self.config.family]
+        hf["architectures"] = [names + ("ForCausalLM" if self.head == "lm" else "ForSequenceClassification")]
+        if self.config.family == "gpt2" and self.head == "lm":
+            hf["architectures"] = ["GPT2LMHeadModel"]
+        if self.head == "scalar":
+            # one label, without num_labels itself: transformers derives it from id2label
+            hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, score_shift=self.config.score_shift)
+        hf["dtype"] = str(self.embed.weight.dtype).removeprefix("torch.")
+        hf.pop("torch_dtype", None)
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(hf, f, indent=2, sort_keys=True)
+        groups = {}  # name on disk -> the parts it is made of
+        for name, p in self.named_parameters():
+            disk_name, part = hf_name(self.config.family, name)
+            groups.setdefault(disk_name, {})[part] = p.detach()
+        tensors = {name: to_hf(self.config, name, parts).cpu().contiguous() for name, parts in groups.items()}
+        save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+
+
+def allowed_pairs(T, past, window, mask, device):
+    """Which of the S = past + T keys each of T queries may see: bool (1 or B, 1, T, S), or None for plain causal."""
+    S = past + T
+    if mask is None and not window and (past == 0 or T == 1):
+        return None
+    query = torch.arange(past, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    allowed = (key <= query)[None, None]  # (1, 1, T, S)
+    if window:
+        allowed = allowed & (query - key < window)
+    if mask is not None:
+        # padding sees itself, for a softmax over nothing is NaN, and NaN * 0 is still NaN
+        allowed = (allowed & mask[:, None, None, :S]) | (key == query)
+    return allowed
+
+
+def freeze(model):
+    """Make a model immovable: no gradients, eval mode. Returns it."""
+    return model.eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face names: what each of our tensors is called on disk ('#' is the layer's number)
+
+_LLAMA = {
+    "embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head", "score": "score",
+    "layers.#.norm1": "model.layers.#.input_layernorm", "layers.#.norm2": "model.layers.#.post_attention_layernorm",
+    "layers.#.q": "model.layers.#.self_attn.q_proj", "layers.#.k": "model.layers.#.self_attn.k_proj",
+    "layers.#.v": "model.layers.#.self_attn.v_proj", "layers.#.o": "model.layers.#.self_attn.o_proj",
+    "layers.#.q_norm": "model.layers.#.self_attn.q_norm", "layers.#.k_norm": "model.layers.#.self_attn.k_norm",
+    "layers.#.gate": "model.layers.#.mlp.gate_proj", "layers.#.up": "model.layers.#.mlp.up_proj",
+    "layers.#.down": "model.layers.#.mlp.down_proj",
+}
+_GPT2 = {
+    "embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f",
+    "lm_head": "lm_head", "score": "score",
+    "layers.#.norm1": "transformer.h.#.ln_1", "layers.#.norm2": "transformer.h.#.ln_2",
+    "layers.#.q": "transformer.h.#.attn.c_attn:0", "layers.#.k": "transformer.h.#.attn.c_attn:1",
+    "layers.#.v": "transformer.h.#.attn.c_attn:2", "layers.#.o": "transformer.h.#.attn.c_proj",
+    "layers.#.up": "transformer.h.#.mlp.c_fc", "layers.#.down": "transformer.h.#.mlp.c_proj",
+}
+_NEOX = {
+    "embed": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "lm_head": "embed_out", "score": "score",
+    "layers.#.norm1": "gpt_neox.layers.#.input_layernorm",
+    "layers.#.norm2": "gpt_neox.layers.#.post_attention_layernorm",
+    "layers.#.q": "gpt_neox.layers.#.attention.query_key_value:0",
+    "layers.#.k": "gpt_neox.layers.#.attention.query_key_value:1",
+    "layers.#.v": "gpt_neox.layers.#.attention.query_key_value:2",
+    "layers.#.o": "gpt_neox.layers.#.attention.dense",
+    "layers.#.up": "gpt_neox.layers.#.mlp.dense_h_to_4h", "layers.#.down": "gpt_neox.layers.#.mlp.dense_4h_to_h",
+}
+HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+HF_BASE = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", **dict.fromkeys(FAMILIES[2:], "model.")}
+HF_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
+              "qwen3": "Qwen3"}
+
+
+def hf_name(family, name):
+    """('layers.3.q.weight') -> (name on disk, which third of a fused query-key-value tensor it is, or None)."""
+    module, kind = name.rsplit(".", 1)
+    number = next((x for x in module.split(".") if x.isdigit()), "")
+    pattern = module.replace(f".{number}.", ".#.") if number else module
+    disk, _, part = HF_NAMES[family][pattern].partition(":")
+    return f"{disk.replace('#', number)}.{kind}", int(part) if part else None
+
+
+def from_hf(c, disk_name, part, t):
+    """Our tensor from the one on disk: GPT-2 stores linear layers transposed, GPT-NeoX interleaves q, k, v by head."""
+    if c.family == "gpt2" and t.dim() == 2 and ".h." in disk_name:
+        t = t.t()
+    if part is None:
+        return t
+    if c.family == "gpt_neox":
+        return t.unflatten(0, (c.n_heads, 3, c.head_dim))[:, part].flatten(0, 1)
+    return t.chunk(3, dim=0)[part]
+
+
+def to_hf(c, disk_name, parts):
+    """The inverse of from_hf: parts {None: tensor} or {0: q, 1: k, 2: v} -> the tensor on disk."""
+    if None in parts:
+        t = parts[None]
+    elif c.family == "gpt_neox":
+        t = torch.stack([parts[i].unflatten(0, (c.n_heads, c.head_dim)) for i in range(3)], 1).flatten(0, 2)
+    else:
+        t = torch.cat([parts[i] for i in range(3)])
+    return t.t() if c.family == "gpt2" and t.dim() == 2 and ".h." in disk_name else t
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def find_folder(path):
+    """A model's local folder: the path itself, or the hub's copy of that name. Raises BadInput when there is neither."""
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
+        return path
+    if os.path.exists(path) or not re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as EleutherAI/pythia-1b")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
+        raise BadInput(f"{path}: no such folder here, and the hub did not give it: {str(e).splitlines()[0]}") from e
+
+
+def read_json(file):
+    """A JSON object from a file. Raises BadInput."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+    if not isinstance(value, dict):
+        raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
+    return value
+
+
+def tensor_files(folder):
+    """{tensor name: (file, tensor name)} of a folder's safetensors, in one file or in shards."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    single = os.path.join(folder, "model.safetensors")
+    if os.path.isfile(index):
+        names = read_json(index)["weight_map"]
+        for shard in sorted(set(names.values())):
+            if not os.path.isfile(os.path.join(folder, shard)):
+                raise BadInput(f"{folder}: shard {shard} is missing; download it again")
+        return {name: (os.path.join(folder, shard), name) for name, shard in names.items()}
+    if not os.path.isfile(single):
+        raise BadInput(f"{folder}: no model.safetensors here; save the model with safetensors")
+    return {name: (single, name) for name in read_safetensors(single, lambda f: list(f.keys()))}
+
+
+def read_safetensors(file, use):
+    """use(open file), for one tensor at a time: the file is opened anew each time, for a map left open counts as memory."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as f:
+            return use(f)
+    except (OSError, SafetensorError) as e:
+        raise BadInput(f"{file}: not a readable safetensors file ({e}); save or download it again") from e

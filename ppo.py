@@ -1,0 +1,428 @@
+"""
+PPO for language models, with four models: policy, reference policy, reward model, value model. Read it downward.
+
+python ppo.py config/arithmetic_ppo.py                                         # the toy, on a laptop, no download
+python ppo.py config/arithmetic_ppo.py --kl_coef=0.5 --seed=2                  # any key can be overridden; --help lists them
+torchrun --nproc_per_node=8 ppo.py config/llama.py                             # 8 GPUs
+torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 ppo.py config/llama.py
+
+One iteration: take batch_size prompts; 1) let the policy answer them; 2) score the answers with all four models; 3) turn
+scores and KL into rewards a token, and rewards and values into advantages; 4) take a few clipped steps on policy and value
+model; 5) add up the metrics; 6) print and log them.
+
+    model          output                       trained   starts as
+    policy         logprobs (B, R)              yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, R)          no        the same
+    reward_model   scores (B,)                  no        reward_path
+    value_model    values (B, R)                yes       reward model or policy (value_init)
+
+B responses of an iteration, P prompt length, R response length, T = P + R, V vocabulary. Masks are True where it counts.
+"""
+import contextlib
+import math
+import os
+import resource
+import time
+
+import torch
+
+import parallel
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
+from configurator import BadConfig, BadInput, Stop, configure
+from data import batch_rows, check_tokenizer_fits, load_tokenizer, permutation, read_jsonl
+from gae import compute_gae
+from loss import (
+    adapt_kl_coef,
+    entropy_from_logits,
+    kl_estimate,
+    logprobs_from_logits,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    policy_loss,
+    scaled_logits,
+    value_loss,
+)
+from model import Transformer, freeze
+from rewards import accuracy, last_real, reward_model_scores, thinks
+from rollout import generate, response_uniforms
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where to write
+out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy; the same command again resumes from here
+eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
+eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
+keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+sync_check_interval = 10  # iterations between checks that all ranks hold the same four models [>= 1]
+# the four models: folders or hub names
+policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label
+value_init = "reward"  # the value model starts as the reward model, or as the policy with a new head [reward | policy]
+# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
+prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
+eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
+# 1) rollout
+batch_size = 512  # responses an iteration, over all ranks [>= 1]
+max_new_tokens = 53  # longest response R (N+ detail 4) [>= 1]
+temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
+# 2), 3) scores and KL -> rewards -> advantages
+missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
+reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
+kl_coef = 0.05  # weight of the KL to the reference [>= 0]
+kl_in = "reward"  # where the KL enters: the reward of each token, or the policy loss [reward | loss]
+kl_estimator = "k1"  # Schulman's estimators; in the loss choose k2, whose gradient is the KL's [k1 | k2 | k3]
+kl_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
+kl_horizon = 10000  # responses in which an adapted kl_coef changes by at most 20 % [>= 1]
+gamma = 1.0  # discount a token [0..1]
+lam = 0.95  # lambda of GAE [0..1]
+# 4) PPO
+ppo_epochs = 4  # passes over the batch [>= 1]
+num_minibatches = 1  # optimizer steps a pass [>= 1]
+micro_batch_size = 64  # rows scored or trained at once; only memory depends on it [>= 1]
+cliprange = 0.2  # the ratio earns nothing beyond 1 +- this [> 0]
+cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
+vf_coef = 0.1  # weight of the value loss (it has its own optimizer; matters with grad_clip and adam_eps) [> 0]
+entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+target_kl = 0.0  # no more steps this iteration once approx_kl (k3, a token) exceeds this, 0 = take them all [>= 0]
+# optimizers: AdamW, one for the policy, one for the value model
+max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
+learning_rate = 3e-6  # policy's peak [> 0]
+warmup_iters = 0  # policy: iterations of linear warm-up [>= 0]
+lr_decay = "linear"  # policy: shape of the way down to 0 [constant | linear | cosine]
+value_learning_rate = 3e-6  # value model's peak [> 0]
+value_warmup_iters = 0  # value model: iterations of linear warm-up [>= 0]
+value_lr_decay = "linear"  # value model: shape of the way down to 0 [constant | linear | cosine]
+weight_decay = 0.0  # AdamW's [>= 0]
+beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
+beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
+adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
+grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
+# system
+seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
+device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
+timeout = 600  # seconds after which waiting for a lost rank is an error [>= 1]
+config = configure(globals())
+# ---------------------------------------------------------------------------------------------------------------------
+if num_minibatches > batch_size:
+    raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
+
+rank, world_size, device = parallel.init(device, timeout)
+master = rank == 0
+precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
+
+# the four models. None has dropout; the two frozen ones cannot move, and the audit below checks that they have not
+tokenizer, reward_tokenizer = load_tokenizer(policy_path), load_tokenizer(reward_path)
+policy = Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)
+ref_policy = freeze(Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device))
+reward_model = freeze(Transformer.from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+value_path = reward_path if value_init == "reward" else policy_path
+value_model = Transformer.from_pretrained(value_path, head="scalar", dtype=weights_dtype, device=device, seed=seed)
+models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
+trained = dict(policy=policy, value_model=value_model)
+if reward_model.new_head:
+    raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
+if value_init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
+    raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
+                   "--value_init=policy")
+for model, its_tokenizer, path in ((policy, tokenizer, policy_path), (reward_model, reward_tokenizer, reward_path)):
+    check_tokenizer_fits(its_tokenizer, model, path)
+
+# optimizers, then resume or begin
+policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
+value_optimizer = torch.optim.AdamW(value_model.parameters(), value_learning_rate, (beta1, beta2), adam_eps, weight_decay,
+                                    fused=True)
+optimizers = dict(policy=policy_optimizer, value_model=value_optimizer)
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "policy_path", "reward_path", "prompts_path"])
+start, kl_coef_now = 0, kl_coef
+if checkpoint:
+    load_checkpoint(checkpoint, trained, optimizers)
+    start, kl_coef_now = state["iteration"], state["kl_coef"]
+parallel.broadcast_parameters(models.values())
+policy_gradients = parallel.flatten_gradients(policy.parameters())
+value_gradients = parallel.flatten_gradients(value_model.parameters())
+frozen_sums = {}  # filled by the first audit
+if master:
+    for name, model in models.items():
+        print(f"{name:<12} {sum(p.numel() for p in model.parameters()) / 1e6:8.2f}M parameters  "
+              f"{'trained' if name in trained else 'frozen'}")
+    print(f"{world_size} rank(s) on {device.type}, {dtype}; an iteration is {batch_size} responses and {ppo_epochs} x "
+          f"{num_minibatches} steps on {batch_size // num_minibatches} of them")
+    print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# helpers that close over the configuration
+
+
+def response_logits(model, rows):
+    """The temperature-scaled logits that chose each response token: (b, R, V)."""
+    with precision:
+        logits = model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
+    return scaled_logits(logits, temperature, tokenizer.vocab_size)
+
+
+def response_logprobs(model, rows):
+    """Log-prob of each response token, (b, R)."""
+    R = rows["response_mask"].shape[1]
+    return logprobs_from_logits(response_logits(model, rows), rows["tokens"][:, -R:])
+
+
+def response_values(rows):
+    """V of the state before each response token, (b, R)."""
+    with precision:
+        values = value_model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + value_model.config.score_shift
+
+
+def reward(rows):
+    """The learned reward of each response, (b,). Anything that is called like this can take its place."""
+    with precision:
+        return reward_model_scores(rows, reward_model, reward_tokenizer, tokenizer, micro_batch_size)
+
+
+def micro_batches(batch, rows):
+    """
+    Slices of the batch for these row indices, micro_batch_size at a time, cut to the columns that any of its rows uses.
+    Rows of like length share a slice: less padding to compute. Neither can change a result beyond rounding.
+    """
+    T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
+    rows = rows[batch["attention_mask"][rows].sum(1).argsort(stable=True)]
+    for part in rows.split(micro_batch_size):
+        used = batch["attention_mask"][part].any(0)  # (T,)
+        columns = {T: used, R: used[T - R:]}
+        yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
+
+
+def rollout_and_score(rows, purpose, iteration):
+    """
+    Sample a response to each data row and score it with all four models. Every rank does its share and gets everyone's:
+    a dict of tensors with all B rows, in order. From there on, all ranks compute on the same numbers.
+    """
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
+    width = max(len(p) for p in prompts)  # one P for all ranks
+    slots = parallel.my_share(range(len(rows)))
+    my_rows = [rows[i] for i in slots]
+    with precision:
+        mine = generate(policy, [prompts[i] for i in slots], max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                        tokenizer.vocab_size, response_uniforms(seed, purpose, iteration, slots, max_new_tokens),
+                        batch_size=rollout_batch_size, prompt_width=width)
+    lap("rollout")
+
+    # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
+    # forward that will be trained, rather than taken from the sampler
+    with torch.no_grad():
+        responses = [t[width:][m].tolist() for t, m in zip(mine["tokens"], mine["response_mask"], strict=True)]
+        texts = dict(rows=my_rows, completions=[tokenizer.decode(r) for r in responses])
+        mine["scores"] = reward({**mine, **texts})
+        for name in ("old_logprobs", "ref_logprobs", "values"):
+            mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
+        mine["index"] = torch.arange(len(slots), device=device)
+        for mb in micro_batches(mine, mine["index"]):
+            length = mb["response_mask"].shape[1]
+            mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)
+            mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)
+            mine["values"][mb["index"], :length] = response_values(mb)
+        mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
+    batch = parallel.gather_rows(mine)  # b rows -> all B
+    batch["index"] = torch.arange(len(rows), device=device)
+    mask = batch["response_mask"]
+    for name in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values"):
+        batch[name] = torch.where(mask, batch[name], 0)
+    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")},
+                          iteration)
+
+    batch["raw_scores"] = batch["scores"]
+    if missing_eos_penalty > 0:
+        batch["scores"] = torch.where(batch["finished"], batch["scores"], -missing_eos_penalty)
+    if reward_clip > 0:
+        batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
+    lap("score")
+    return batch
+
+
+def gap(log_ratio, mask):
+    """How far log-ratios that are 0 on paper are from 0: the largest, or, as 16 bits round so much, the mean."""
+    log_ratio = log_ratio.detach().abs()
+    return masked_mean(log_ratio, mask) if dtype == "bfloat16" else torch.where(mask, log_ratio, 0).max()
+
+
+def must_agree(worst_gap, what, iteration):
+    """Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap."""
+    worst = parallel.all_reduce_max(worst_gap).item()
+    limit = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.02}[dtype]
+    if not worst <= limit:
+        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
+                   f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
+    return worst
+
+
+def get_lr(iteration, peak, warmup, decay):
+    """Linear warm-up, then constant, or down to 0 at max_iters."""
+    if iteration < warmup:
+        return peak * (iteration + 1) / warmup
+    progress = (iteration - warmup) / max(max_iters - warmup, 1)
+    return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[decay]
+
+
+def lap(phase):
+    """Book the seconds since the last call under this phase."""
+    global clock
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    now = time.perf_counter()
+    times[phase] = times.get(phase, 0.0) + now - clock
+    clock = now
+
+
+def summarize(batch, prefix):
+    """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
+    mask = batch["response_mask"]
+    record = dict(scores=batch["raw_scores"].mean(), kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean(),
+                  entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
+                  finished=batch["finished"].double().mean())
+    if not batch["accuracy"].isnan().any():
+        record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
+    return {f"{prefix}/{k}": x.item() for k, x in record.items()}
+
+
+def print_samples(batch, rows, n=2):
+    """The first n prompts with their responses and scores."""
+    R = batch["response_mask"].shape[1]
+    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
+        print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+times, clock, began = {}, time.perf_counter(), time.time()
+for iteration in range(start, max_iters + 1):
+    # 0) evaluation, audit, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
+    record = {"iteration": iteration}
+    last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    if iteration % eval_interval == 0 or last:
+        rows = eval_rows[:eval_size or len(eval_rows)]
+        batch = rollout_and_score(rows, "eval", 0)  # the same noise every time: less of it in the curve
+        record |= summarize(batch, "eval")
+        if master:
+            print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
+            print_samples(batch, rows)
+    if iteration % sync_check_interval == 0 or iteration == start or due or last:
+        parallel.audit(models, frozen_sums, iteration)
+    if due or last:
+        save_checkpoint(out_dir, iteration, trained, optimizers, {"kl_coef": kl_coef_now}, tokenizer, keep_checkpoints)
+    if last:
+        write_log(out_dir, record)
+        break
+
+    # 1) rollout, 2) score it with all four models: afterwards every rank holds the whole batch
+    lap("evaluation")
+    times.clear()
+    rows = [train_rows[i] for i in batch_rows(seed, iteration, batch_size, len(train_rows))]
+    batch = rollout_and_score(rows, "rollout", iteration)
+    mask = batch["response_mask"]  # (B, R)
+    sampler_gap = must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask), "the sampler", iteration)
+    if iteration == 0:
+        must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask), "the reference", iteration)
+
+    # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
+    kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
+    rewards = -kl_coef_now * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
+    non_score_reward = rewards.sum(1).mean()
+    rewards[batch["index"], last_real(mask)] += batch["scores"]
+    advantages, batch["returns"] = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
+    batch["advantages"] = masked_whiten(advantages, mask)  # over the responses of all ranks
+
+    # 4) PPO epochs: policy and value model each have their loss, optimizer and learning rate
+    names = ["loss/policy", "loss/value", "loss/kl", "policy/approx_kl", "policy/clipfrac", "val/clipfrac"]
+    sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
+    learning_rates = {policy_optimizer: get_lr(iteration, learning_rate, warmup_iters, lr_decay),
+                      value_optimizer: get_lr(iteration, value_learning_rate, value_warmup_iters, value_lr_decay)}
+    ratio_gap, steps = torch.zeros((), device=device), 0
+    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(ppo_epochs)]
+    for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
+        token_count = mask[rows].sum()  # one normaliser for the whole step, over all micro-batches and ranks
+        drift = -sums["policy/approx_kl"]
+        for flat in policy_gradients + value_gradients:
+            flat.zero_()
+        for mb in micro_batches(batch, parallel.my_share(rows)):
+            m = mb["response_mask"]  # (b, R)
+            logits = response_logits(policy, mb)  # (b, R, V)
+            logprobs = logprobs_from_logits(logits, mb["tokens"][:, -m.shape[1]:])  # (b, R)
+            if steps == 0:
+                ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], m))
+            pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange)
+            kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
+            pg_loss = masked_sum(pg_losses, m) / token_count
+            if kl_in == "loss":
+                pg_loss = pg_loss + kl_coef_now * masked_sum(kl_losses, m) / token_count
+            if entropy_coef > 0:
+                pg_loss = pg_loss - entropy_coef * masked_sum(entropy_from_logits(logits), m) / token_count
+            pg_loss.backward()
+            del logits, pg_loss  # the policy's graph is gone before the value model's is built
+
+            values = response_values(mb)  # (b, R)
+            vf_losses, vf_clipped = value_loss(values, mb["values"], mb["returns"], m, cliprange_value)
+            (vf_coef * masked_sum(vf_losses, m) / token_count).backward()
+
+            approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
+            for k, x in zip(names, (pg_losses, vf_losses, kl_losses, approx_kl, clipped, vf_clipped), strict=True):
+                sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
+
+        # the one collective of a step; everything after it is the same on all ranks
+        parallel.all_reduce_gradients(policy_gradients + value_gradients)
+        policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
+        value_norm = parallel.clip_gradients(value_gradients, grad_clip)
+        parallel.check_gradients(policy_norm, policy, "policy", iteration)
+        parallel.check_gradients(value_norm, value_model, "value_model", iteration)
+        if steps == 0:
+            ratio_gap = must_agree(ratio_gap, "the training forward", iteration)
+        drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
+        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
+            break
+        for optimizer, lr in learning_rates.items():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        steps += 1
+    lap("update")
+
+    # 5) metrics: means over all tokens and ranks, never means of means
+    token_count = int(mask.sum())
+    record |= summarize(batch, "objective") | parallel.all_reduce_metrics(sums)
+    returns, residual = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
+    record |= {
+        "objective/kl_coef": kl_coef_now, "objective/non_score_reward": non_score_reward.item(),
+        "objective/rlhf_reward": rewards.sum(1).mean().item(), "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap,
+        "policy/grad_norm": policy_norm.item(), "val/grad_norm": value_norm.item(), "policy/steps": steps,
+        "val/explained_variance": (1 - residual.var() / returns.var().clamp(min=1e-8)).item(),
+        "policy/lr": learning_rates[policy_optimizer], "val/lr": learning_rates[value_optimizer],
+    }
+    if kl_target > 0:
+        kl_coef_now = adapt_kl_coef(kl_coef_now, record["objective/kl"], kl_target, kl_horizon, batch_size)
+
+    # 6) timing and logging
+    total = sum(times.values())
+    record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
+    record["mem/peak_mib"] = (torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda"
+                              else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    write_log(out_dir, record)
+    if master:
+        known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
+        phases = " ".join(f"{phase} {t:.1f}s" for phase, t in times.items())
+        eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
+        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}{known} | "
+              f"len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f} | clip "
+              f"{record['policy/clipfrac']:.3f} | ev {record['val/explained_variance']:.2f} | {phases} | "
+              f"{token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
+
+save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "value_model", value_model, tokenizer)
+if master:
+    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
+parallel.finish()

@@ -1,0 +1,149 @@
+"""
+Prompts -> sampled responses.
+
+Every response owns its randomness: R uniforms from a generator seeded by what the response *is* (seed, iteration, prompt,
+sample), and token t is the inverse of the CDF at uniform t. So neither the batch a response sits in, nor the rank that
+decodes it, nor how many rows are still running can change what is sampled, and a resumed run needs no saved random state.
+"""
+import hashlib
+
+import torch
+
+from configurator import BadInput
+from loss import logprobs_from_logits, scaled_logits
+from model import KVCache
+
+
+def response_uniforms(seed, purpose, iteration, slots, length, sample=0):
+    """
+    Uniforms in [0, 1) of the responses to the prompts at these slots of an iteration's batch, (len(slots), length) float64.
+    purpose: "rollout" or "eval"; sample: which response to the same prompt.
+    """
+    rows = []
+    for slot in slots:
+        digest = hashlib.blake2b(f"{seed} {purpose} {iteration} {slot} {sample}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))  # 32 bits: it ignores those above
+        rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
+    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+
+
+def left_pad(prompts, pad_id, width=None):
+    """Lists of token ids -> tokens (B, P) int64 padded on the left, attention_mask (B, P) bool, built from lengths."""
+    width = max([len(p) for p in prompts], default=1) if width is None else width
+    tokens = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadInput(f"prompt {row} is empty: there is nothing to predict the first token from")
+        tokens[row, width - len(prompt):] = torch.as_tensor(prompt)
+        mask[row, width - len(prompt):] = True
+    return tokens, mask
+
+
+@torch.no_grad()
+def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0, vocab_size=None, uniforms=None,
+             seed=0, batch_size=0, prompt_width=None):
+    """
+    Sample one response to each prompt.
+
+    prompts: lists of token ids (repeat a prompt for several samples). temperature: 0 = greedy. eos_ids: any of them ends a
+    response and belongs to it; none given: all have max_new_tokens. vocab_size: ids from here on are never sampled.
+    uniforms (B, max_new_tokens): the randomness; None draws it from `seed`. batch_size: how many responses decode at once
+    (0 = all). prompt_width: pad prompts to this length (default: the longest). The last two cannot change a result.
+
+    Returns a dict: tokens (B, T = P + R) int64, prompt left-padded to P, response right-padded to R = max_new_tokens;
+    attention_mask (B, T) bool; response_mask (B, R) bool, True on sampled tokens, the EOS included; sampler_logprobs (B, R)
+    float32 (float64 of a float64 model), of the distribution sampled (greedy: of the unscaled one); finished (B,) bool,
+    whether the response ended itself. Raises BadInput when a prompt is empty or does not fit the model's context.
+    """
+    device = policy.embed.weight.device
+    tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P)
+    B, P = tokens.shape
+    R = max_new_tokens
+    if int(mask.sum(1).max() if B else 0) + R > policy.config.max_positions:
+        raise BadInput(f"a prompt of {int(mask.sum(1).max())} tokens and max_new_tokens = {R} exceed the model's context of "
+                       f"{policy.config.max_positions}; shorten one of them")
+    if uniforms is None:
+        uniforms = response_uniforms(seed, "generate", 0, range(B), R)
+    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+    parts = [decode(policy, tokens[i:i + (batch_size or B)].to(device), mask[i:i + (batch_size or B)].to(device),
+                    uniforms[i:i + (batch_size or B)].to(device), R, temperature, eos, pad_id, vocab_size)
+             for i in range(0, B, batch_size or B)] if B else [decode_nothing(P, R, policy)]
+    responses, logprobs, lengths, finished = (torch.cat(x) for x in zip(*parts, strict=True))
+    response_mask = torch.arange(R, device=device) < lengths[:, None]  # from lengths, never from ids: pad may equal EOS
+    return dict(
+        tokens=torch.cat([tokens.to(device), responses], 1),
+        attention_mask=torch.cat([mask.to(device), response_mask], 1),
+        response_mask=response_mask,
+        sampler_logprobs=logprobs,
+        finished=finished,
+    )
+
+
+def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size):
+    """Responses (b, R), log-probs (b, R), lengths (b,), finished (b,) for prompts (b, P) that decode together."""
+    b, P = prompt.shape
+    device, float_dtype = prompt.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
+    responses = torch.full((b, R), pad_id, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(b, R, dtype=float_dtype, device=device)
+    lengths = torch.full((b,), R, dtype=torch.int64, device=device)
+    finished = torch.zeros(b, dtype=torch.bool, device=device)
+
+    rows = torch.arange(b, device=device)  # which response each row of the running batch is
+    running = torch.ones(b, dtype=torch.bool, device=device)
+    # without padding there is nothing to mask: every column of the cache is real for every running row
+    mask = None if prompt_mask.all() else torch.cat([prompt_mask, prompt_mask.new_ones(b, R)], 1)  # (b, P + R)
+    positions = prompt_mask.sum(1, keepdim=True)  # (b, 1): where the next token stands
+    # the cache has the dtype in which keys come out of the model, which autocast may have lowered
+    lowered = torch.is_autocast_enabled(device.type) and float_dtype == torch.float32
+    cache_dtype = torch.get_autocast_dtype(device.type) if lowered else policy.embed.weight.dtype
+    cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
+    logits = policy(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1]  # (b, V)
+    for t in range(R):
+        if t > 0:
+            seen = None if mask is None else mask[:, :P + t]
+            logits = policy(token[:, None], seen, cache=cache, positions=positions + t - 1)[:, 0]
+        token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)
+        responses[rows, t] = torch.where(running, token, pad_id)
+        logprobs[rows, t] = torch.where(running, logprob, 0)
+        if not len(eos):
+            continue
+        ended = running & torch.isin(token, eos)
+        lengths[rows[ended]] = t + 1
+        finished[rows[ended]] = True
+        running = running & ~ended
+        left = int(running.sum())
+        if left == 0:
+            break
+        if 2 * left <= len(rows):  # half of the batch is done: drop it, so that it costs nothing more
+            keep = running.nonzero().squeeze(1)
+            rows, token, positions, uniforms = rows[keep], token[keep], positions[keep], uniforms[keep]
+            mask = mask if mask is None else mask[keep]
+            running = running[keep]
+            cache.keep_rows(keep)
+    return responses, logprobs, lengths, finished
+
+
+def decode_nothing(P, R, policy):
+    """decode's result for no prompts, as on a rank that has none."""
+    device, dtype = policy.embed.weight.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
+    return (torch.empty(0, R, dtype=torch.int64, device=device), torch.empty(0, R, dtype=dtype, device=device),
+            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.bool, device=device))
+
+
+def sample(logits, uniform, temperature, vocab_size=None):
+    """
+    One token a row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), their log-probs (B,).
+    temperature = 0 takes the most likely token.
+    """
+    logits = scaled_logits(logits, temperature or 1.0, vocab_size)  # (B, V)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        cdf = logits.softmax(-1).cumsum(-1)
+        # In float32 a CDF ends a little beside 1: scale by its last entry, and stay below it, or the search returns V. The
+        # first entry *above* the uniform belongs to a token of positive probability, so impossible ids stay impossible.
+        last = cdf[:, -1]
+        point = torch.minimum(uniform.to(cdf.dtype) * last, torch.nextafter(last, torch.zeros_like(last)))
+        token = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+    return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)

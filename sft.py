@@ -1,0 +1,200 @@
+"""
+Supervised fine-tuning: the first of the three steps. The loss is on the completion only, its EOS included.
+
+python sft.py config/arithmetic_sft.py                                         # the toy, from scratch, on a laptop
+torchrun --nproc_per_node=8 sft.py config/tldr_sft.py                          # a hub model on 8 GPUs
+
+Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again resumes.
+"""
+import contextlib
+import math
+import os
+import time
+
+import torch
+
+import parallel
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
+from configurator import BadConfig, BadInput, configure
+from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
+from loss import logprobs_from_logits, masked_sum, scaled_logits
+from model import Transformer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where to write
+out_dir = "out/sft"  # checkpoints, log.jsonl and the finished model; the same command again resumes from here
+checkpoint_interval = 500  # iterations between checkpoints; 0 = only at the end [>= 0]
+keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+sync_check_interval = 100  # iterations between checks that all ranks hold the same weights [>= 1]
+# data: JSONL with "prompt" and "completion"
+train_path = "data/arithmetic/sft_train.jsonl"  # demonstrations to learn
+val_path = "data/arithmetic/sft_val.jsonl"  # held-out demonstrations
+eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
+eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
+# model
+init_from = "scratch"  # a model folder or hub name; or "scratch": a new Llama of the sizes below
+tokenizer_path = "data/arithmetic/tokenizer"  # tokenizer of a scratch model (others bring their own)
+n_layer = 3  # scratch: layers [>= 1]
+n_head = 4  # scratch: attention heads [>= 1]
+n_kv_head = 4  # scratch: key-value heads; fewer than n_head = grouped-query attention [>= 1]
+d_model = 128  # scratch: width of the residual stream [>= 2]
+d_ff = 384  # scratch: width of the gated MLP [>= 1]
+context = 64  # scratch: longest sequence [>= 2]
+# optimizer: AdamW
+max_iters = 400  # optimizer steps [>= 1]
+batch_size = 128  # demonstrations a step, over all ranks [>= 1]
+micro_batch_size = 32  # rows at once; only memory depends on it [>= 1]
+learning_rate = 2e-3  # peak [> 0]
+warmup_iters = 20  # steps of linear warm-up [>= 0]
+lr_decay = "cosine"  # shape of the way down to 0 after the warm-up [constant | linear | cosine]
+weight_decay = 0.0  # AdamW's [>= 0]
+beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
+beta2 = 0.95  # AdamW's second moment decay [0..0.9999]
+adam_eps = 1e-8  # AdamW's epsilon [> 0]
+grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
+# system
+seed = 1  # decides initial weights and the order of the data [>= 0]
+device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
+timeout = 600  # seconds after which waiting for a lost rank is an error [>= 1]
+config = configure(globals())
+# ---------------------------------------------------------------------------------------------------------------------
+if init_from == "scratch" and d_model % (2 * n_head):
+    raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads have an even width")
+if init_from == "scratch" and n_head % n_kv_head:
+    raise BadConfig(f"n_head = {n_head} must be a multiple of n_kv_head = {n_kv_head}")
+
+rank, world_size, device = parallel.init(device, timeout)
+master = rank == 0
+precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+train_rows, val_rows = (read_jsonl(path, ["prompt", "completion"]) for path in (train_path, val_path))
+
+# the model
+tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
+if init_from == "scratch":
+    architecture = dict(
+        model_type="llama", vocab_size=tokenizer.vocab_size, hidden_size=d_model, intermediate_size=d_ff,
+        num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head, rope_theta=10000.0,
+        max_position_embeddings=context, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    policy = Transformer.from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
+else:
+    policy = Transformer.from_pretrained(init_from, dtype=weights_dtype, device=device)
+check_tokenizer_fits(tokenizer, policy, init_from)
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
+
+# resume, or begin
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", "train_path"])
+start = 0
+if checkpoint:
+    load_checkpoint(checkpoint, {"policy": policy}, {"policy": optimizer})
+    start = state["iteration"]
+    if master:
+        print(f"resuming from {checkpoint}")
+parallel.broadcast_parameters([policy])
+gradients = parallel.flatten_gradients(policy.parameters())
+frozen_sums = {}
+if master:
+    n_params = sum(p.numel() for p in policy.parameters())
+    print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), {world_size} rank(s) on {device.type}, {dtype}")
+    print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
+          f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+
+
+def encode(row, where):
+    """Prompt ids, completion ids. Raises BadInput when they do not fit the model's context."""
+    prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
+    if len(prompt) + len(completion) > policy.config.max_positions:
+        raise BadInput(f"{where}: a demonstration of {len(prompt) + len(completion)} tokens exceeds the model's context of "
+                       f"{policy.config.max_positions}; shorten or drop it")
+    if not prompt:
+        raise BadInput(f"{where}: a prompt encodes to no token at all; there is nothing to predict the answer from")
+    return prompt, completion
+
+
+def completion_logprobs(pairs):
+    """Log-probs (b, T - 1) and their mask of [(prompt ids, completion ids), ...]; True on completion tokens."""
+    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T)
+    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])
+    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])
+    tokens, mask = tokens.to(device), mask.to(device)
+    with precision:
+        # right padding needs no attention mask: causal attention never looks there
+        logits = policy(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, V)
+    logprobs = logprobs_from_logits(scaled_logits(logits, vocab_size=tokenizer.vocab_size), tokens[:, 1:])
+    return logprobs, mask[:, 1:]
+
+
+def get_lr(iteration):
+    """Linear warm-up, then constant, or down to 0 at max_iters."""
+    if iteration < warmup_iters:
+        return learning_rate * (iteration + 1) / warmup_iters
+    progress = (iteration - warmup_iters) / max(max_iters - warmup_iters, 1)
+    return learning_rate * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[lr_decay]
+
+
+@torch.no_grad()
+def evaluate():
+    """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
+    rows = val_rows[:eval_size or len(val_rows)]
+    totals = {"eval/loss": [0.0, 0]}
+    mine = parallel.my_share(rows)
+    for i in range(0, len(mine), micro_batch_size):
+        logprobs, mask = completion_logprobs([encode(row, val_path) for row in mine[i:i + micro_batch_size]])
+        totals["eval/loss"][0] -= masked_sum(logprobs, mask).item()
+        totals["eval/loss"][1] += mask.sum().item()
+    return parallel.all_reduce_metrics(totals)
+
+
+# the loop
+began = time.time()
+for iteration in range(start, max_iters + 1):
+    record = {"iteration": iteration}
+    if iteration % eval_interval == 0 or iteration == max_iters:
+        record |= evaluate()
+        if master:
+            print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
+    if iteration % sync_check_interval == 0 or iteration == max_iters:
+        parallel.audit({"policy": policy}, frozen_sums, iteration)
+    due = checkpoint_interval and iteration % checkpoint_interval == 0
+    if iteration > start and (due or iteration == max_iters):
+        parallel.audit({"policy": policy}, frozen_sums, iteration)
+        save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
+    if iteration == max_iters:
+        write_log(out_dir, record)
+        break
+
+    # this rank's demonstrations; the normaliser is the token count of the whole step, over micro-batches and ranks
+    t0 = time.time()
+    pairs = [encode(train_rows[i], train_path) for i in batch_rows(seed, iteration, batch_size, len(train_rows))]
+    token_count = sum(len(c) for _, c in pairs)
+    pairs = sorted(pairs, key=lambda pair: len(pair[0] + pair[1]))[rank::world_size]  # alike lengths meet: less padding
+    for flat in gradients:
+        flat.zero_()
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(0, len(pairs), micro_batch_size):
+        logprobs, mask = completion_logprobs(pairs[i:i + micro_batch_size])
+        loss = -masked_sum(logprobs, mask) / token_count
+        loss.backward()
+        total += loss.item()
+    parallel.all_reduce_gradients(gradients)
+    norm = parallel.clip_gradients(gradients, grad_clip)
+    parallel.check_gradients(norm, policy, "policy", iteration)
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(iteration)
+    optimizer.step()
+
+    record |= parallel.all_reduce_metrics({"loss/sft": [total * world_size, world_size]})
+    record |= {"policy/grad_norm": norm.item(), "policy/lr": get_lr(iteration), "time/iteration": time.time() - t0}
+    write_log(out_dir, record)
+    if master and (iteration % 20 == 0 or iteration == max_iters - 1):
+        done = iteration + 1 - start
+        eta = (time.time() - began) / done * (max_iters - iteration - 1)
+        print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | grad norm {norm:.2f} | lr {get_lr(iteration):.1e} "
+              f"| {token_count / record['time/iteration']:.0f} tok/s | eta {eta:.0f}s", flush=True)
+
+save_final(out_dir, "policy", policy, tokenizer)
+if master:
+    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (sample.py), or train a reward model (rm.py)")
+parallel.finish()

@@ -1,0 +1,197 @@
+"""model.py against transformers: logits and scalars of every family, padding, saving and loading, on random models."""
+import json
+import os
+
+import pytest
+import torch
+import transformers as hf
+from families import VARIANTS, make, padded
+
+from configurator import BadInput
+from model import Transformer, freeze
+
+all_variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def hf_positions(mask):
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def hf_scalars(model, tokens, mask):
+    """Per-token scalars of a sequence-classification model: its pooling is bypassed, for it looks for pad ids."""
+    hidden = model.base_model(tokens, attention_mask=mask.long(), position_ids=hf_positions(mask)).last_hidden_state
+    return model.score(hidden)[..., 0]
+
+
+@all_variants
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@torch.no_grad()
+def test_logits_equal_transformers(variant, left, tmp_path):
+    theirs = make(variant)
+    theirs.save_pretrained(tmp_path)
+    ours = freeze(Transformer.from_pretrained(str(tmp_path)))
+    tokens, mask = padded([9, 12, 1, 4], left)
+    want = theirs(tokens, attention_mask=mask.long(), position_ids=hf_positions(mask)).logits
+    got = ours(tokens, mask)
+    assert want[mask].std() > 0.3  # the comparison must have something to compare
+    assert (got - want)[mask].abs().max() < 1e-4
+    assert got.isfinite().all()  # padding too: it is masked later, and NaN * 0 is NaN
+    full, _ = padded([12, 12], left)
+    assert (ours(full) - theirs(full).logits).abs().max() < 1e-4
+
+
+@all_variants
+@torch.no_grad()
+def test_scalar_head_reads_and_writes_sequence_classification(variant, tmp_path):
+    theirs = make(variant, head="scalar")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = freeze(Transformer.from_pretrained(str(tmp_path / "theirs"), head="scalar"))
+    assert not ours.new_head
+    for left in (True, False):
+        tokens, mask = padded([9, 12, 1, 4], left)
+        assert (ours(tokens, mask) - hf_scalars(theirs, tokens, mask))[mask].abs().max() < 1e-4
+    ours.config.score_shift = -1.25
+    ours.save_pretrained(str(tmp_path / "ours"))
+    back = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
+    assert type(back) is type(theirs) and back.config.num_labels == 1
+    assert (hf_scalars(back, tokens, mask) - hf_scalars(theirs, tokens, mask))[mask].abs().max() == 0
+    again = Transformer.from_pretrained(str(tmp_path / "ours"), head="scalar")
+    assert again.config.score_shift == -1.25
+    assert torch.equal(again(tokens, mask), ours(tokens, mask))
+
+
+@all_variants
+@torch.no_grad()
+def test_what_we_save_transformers_loads(variant, tmp_path):
+    theirs = make(variant)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = Transformer.from_pretrained(str(tmp_path / "theirs"))
+    for p in ours.parameters():
+        p.mul_(1.5)
+    ours.save_pretrained(str(tmp_path / "ours"))
+    back = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(back) is type(theirs)
+    tokens, _ = padded([12, 12], True)
+    assert (back(tokens).logits - ours(tokens)).abs().max() < 1e-4
+    for key, value in theirs.config.to_dict().items():
+        if key not in ("_name_or_path", "transformers_version", "torch_dtype"):
+            assert back.config.to_dict()[key] == value, key
+    again = Transformer.from_pretrained(str(tmp_path / "ours"))
+    assert torch.equal(again(tokens), ours(tokens))
+    if ours.config.tied:
+        assert not any("lm_head" in n for n, _ in ours.named_parameters())
+
+
+@all_variants
+@torch.no_grad()
+def test_cache_and_response_length_change_nothing(variant, tmp_path):
+    make(variant).save_pretrained(tmp_path)
+    model = freeze(Transformer.from_pretrained(str(tmp_path), dtype="float64"))
+    tokens, mask = padded([9, 12, 3], True)
+    whole = model(tokens, mask)
+    assert torch.equal(model(tokens, mask, response_length=4), whole[:, -5:-1])
+    from model import KVCache
+
+    cache = KVCache(model.config, 3, 12, torch.float64, "cpu")
+    parts = [model(tokens[:, :6], mask[:, :6], cache=cache)]
+    for t in range(6, 12):
+        parts.append(model(tokens[:, t:t + 1], mask[:, :t + 1], cache=cache))
+    assert (torch.cat(parts, 1) - whole)[mask].abs().max() < 1e-10
+
+
+@all_variants
+@torch.no_grad()
+def test_left_padding_does_not_matter(variant, tmp_path):
+    make(variant).save_pretrained(tmp_path)
+    model = freeze(Transformer.from_pretrained(str(tmp_path), dtype="float64"))
+    row, _ = padded([7], True)
+    alone = model(row)
+    for pad in range(1, 6):
+        tokens = torch.cat([torch.full((1, pad), 2), row], 1)
+        mask = torch.cat([torch.zeros(1, pad, dtype=torch.bool), torch.ones(1, 7, dtype=torch.bool)], 1)
+        assert (model(tokens, mask)[:, pad:] - alone).abs().max() < 1e-10
+
+
+def test_shards_and_bare_trunks(tmp_path):
+    theirs = make("llama")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    tokens, _ = padded([8, 8], True)
+    with torch.no_grad():
+        want = theirs(tokens).logits
+        assert (Transformer.from_pretrained(str(tmp_path / "shards"))(tokens) - want).abs().max() < 1e-4
+        gpt2 = make("gpt2")
+        gpt2.transformer.save_pretrained(tmp_path / "bare")  # no "transformer." prefix, like the hub's gpt2
+        bare = Transformer.from_pretrained(str(tmp_path / "bare"))
+        assert (bare(tokens) - gpt2(tokens).logits).abs().max() < 1e-4
+    shard = sorted(f for f in os.listdir(tmp_path / "shards") if f.endswith(".safetensors"))[1]
+    os.remove(tmp_path / "shards" / shard)
+    with pytest.raises(BadInput, match=shard):
+        Transformer.from_pretrained(str(tmp_path / "shards"))
+
+
+def test_hub_style_rope_settings(tmp_path):
+    """transformers 5 writes rope_parameters; the hub's configs have rope_theta, rope_scaling, rotary_pct at the top."""
+    for variant in ("llama3-gqa-tied", "gpt_neox-sequential-tied"):
+        theirs = make(variant)
+        theirs.save_pretrained(tmp_path / variant)
+        file = tmp_path / variant / "config.json"
+        config = json.loads(file.read_text())
+        rope = config.pop("rope_parameters")
+        if variant.startswith("llama3"):
+            config["rope_theta"] = rope.pop("rope_theta")
+            config["rope_scaling"] = rope
+        else:
+            config["rotary_pct"], config["rotary_emb_base"] = rope["partial_rotary_factor"], rope["rope_theta"]
+        file.write_text(json.dumps(config))
+        tokens, _ = padded([12, 12], True)
+        with torch.no_grad():
+            got = Transformer.from_pretrained(str(tmp_path / variant))(tokens)
+            assert (got - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_new_scalar_head_on_a_language_model(tmp_path):
+    config = dict(model_type="llama", vocab_size=50, hidden_size=4095, num_hidden_layers=1, num_attention_heads=1,
+                  intermediate_size=8, max_position_embeddings=8, head_dim=2)
+    Transformer.from_scratch(config).save_pretrained(str(tmp_path))
+    model = Transformer.from_pretrained(str(tmp_path), head="scalar", seed=3)
+    assert model.new_head
+    assert model.score.weight.std().item() == pytest.approx(1 / 64, rel=0.05)  # 1 / sqrt(4095 + 1)
+    again = Transformer.from_pretrained(str(tmp_path), head="scalar", seed=3)
+    assert torch.equal(model.score.weight, again.score.weight)
+
+
+def test_freeze():
+    config = dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    model = Transformer.from_scratch(config)
+    assert freeze(model) is model and not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_bad_models_get_one_line(tmp_path):
+    with pytest.raises(BadInput, match="no such model folder"):
+        Transformer.from_pretrained(str(tmp_path / "nowhere"))
+    with pytest.raises(BadInput, match="no config.json"):
+        Transformer.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(BadInput, match="'bert' is not supported; quartet knows gpt2"):
+        Transformer.from_pretrained(str(tmp_path))
+    make("llama").save_pretrained(tmp_path)
+    os.remove(tmp_path / "model.safetensors")
+    with pytest.raises(BadInput, match="no model.safetensors"):
+        Transformer.from_pretrained(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(BadInput, match="not a readable safetensors file"):
+        Transformer.from_pretrained(str(tmp_path))
+    biased = make("llama-biases-linear")
+    biased.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(dict(config, mlp_bias=False)))
+    with pytest.raises(BadInput, match="more that config.json does not announce"):
+        Transformer.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(dict(config, vocab_size=98)))
+    with pytest.raises(BadInput, match=r"\(97, 32\)"):
+        Transformer.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(dict(config, rope_parameters=dict(rope_type="yarn", factor=2.0))))
+    with pytest.raises(BadInput, match="yarn"):
+        Transformer.from_pretrained(str(tmp_path))
