@@ -327,7 +327,7 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_scratch(cls, hf, head="lm", seed=0, dtype=torch.float32, device="cpu"):
-        """A new model from a dict in the form of config.json, weights drawn as GPT-2's from a generator of its own."""
+        """A new model from a dict in the form of config.json, with normal weights of std 1 / sqrt(d) from seed."""
         model = cls(parse_config(hf), head)
         generator = torch.Generator().manual_seed(seed)
         for name, p in model.named_parameters():
@@ -337,7 +337,7 @@ class Transformer(nn.Module):
                 else:
                     # what writes to the residual stream is smaller, the deeper the model (GPT-2, section 2.3)
                     shrink = (2 * model.config.n_layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
-                    p.normal_(0, 0.02 * shrink, generator=generator)
+                    p.normal_(0, shrink * model.config.d_model**-0.5, generator=generator)
         if head == "scalar":
             model.draw_score_head(seed)
         return model.to(device, dtype)

@@ -416,10 +416,10 @@ for iteration in range(start, max_iters + 1):
         known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
         phases = " ".join(f"{phase} {t:.1f}s" for phase, t in times.items())
         eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
-        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}{known} | "
-              f"len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f} | clip "
-              f"{record['policy/clipfrac']:.3f} | ev {record['val/explained_variance']:.2f} | {phases} | "
-              f"{token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
+        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}{known}"
+              f" | len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f}"
+              f" | clip {record['policy/clipfrac']:.3f} | ev {record['val/explained_variance']:.2f} | {phases}"
+              f" | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)
 save_final(out_dir, "value_model", value_model, tokenizer)

@@ -100,27 +100,23 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
     logits = policy(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1]  # (b, V)
     for t in range(R):
-        if t > 0:
-            seen = None if mask is None else mask[:, :P + t]
-            logits = policy(token[:, None], seen, cache=cache, positions=positions + t - 1)[:, 0]
         token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)
         responses[rows, t] = torch.where(running, token, pad_id)
         logprobs[rows, t] = torch.where(running, logprob, 0)
-        if not len(eos):
-            continue
         ended = running & torch.isin(token, eos)
         lengths[rows[ended]] = t + 1
         finished[rows[ended]] = True
         running = running & ~ended
-        left = int(running.sum())
-        if left == 0:
+        left = int(running.sum()) if len(eos) else len(rows)
+        if left == 0 or t == R - 1:
             break
         if 2 * left <= len(rows):  # half of the batch is done: drop it, so that it costs nothing more
             keep = running.nonzero().squeeze(1)
-            rows, token, positions, uniforms = rows[keep], token[keep], positions[keep], uniforms[keep]
-            mask = mask if mask is None else mask[keep]
-            running = running[keep]
+            rows, token, positions, uniforms, running = (x[keep] for x in (rows, token, positions, uniforms, running))
+            mask = None if mask is None else mask[keep]
             cache.keep_rows(keep)
+        seen = None if mask is None else mask[:, :P + t + 1]
+        logits = policy(token[:, None], seen, cache=cache, positions=positions + t)[:, 0]  # (b, V)
     return responses, logprobs, lengths, finished
 
 

@@ -32,13 +32,13 @@ val_path = "data/arithmetic/sft_val.jsonl"  # held-out demonstrations
 eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
 # model
-init_from = "scratch"  # a model folder or hub name; or "scratch": a new Llama of the sizes below
+init_from = "scratch"  # a model folder or hub name; or "scratch": a new one of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # tokenizer of a scratch model (others bring their own)
-n_layer = 3  # scratch: layers [>= 1]
+family = "gpt2"  # scratch: the architecture [gpt2 | llama]
+n_layer = 2  # scratch: layers [>= 1]
 n_head = 4  # scratch: attention heads [>= 1]
-n_kv_head = 4  # scratch: key-value heads; fewer than n_head = grouped-query attention [>= 1]
 d_model = 128  # scratch: width of the residual stream [>= 2]
-d_ff = 384  # scratch: width of the gated MLP [>= 1]
+d_ff = 512  # scratch: width inside the MLP [>= 1]
 context = 64  # scratch: longest sequence [>= 2]
 # optimizer: AdamW
 max_iters = 400  # optimizer steps [>= 1]
@@ -61,8 +61,6 @@ config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if init_from == "scratch" and d_model % (2 * n_head):
     raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads have an even width")
-if init_from == "scratch" and n_head % n_kv_head:
-    raise BadConfig(f"n_head = {n_head} must be a multiple of n_kv_head = {n_kv_head}")
 
 rank, world_size, device = parallel.init(device, timeout)
 master = rank == 0
@@ -73,11 +71,13 @@ train_rows, val_rows = (read_jsonl(path, ["prompt", "completion"]) for path in (
 # the model
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
 if init_from == "scratch":
-    architecture = dict(
-        model_type="llama", vocab_size=tokenizer.vocab_size, hidden_size=d_model, intermediate_size=d_ff,
-        num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head, rope_theta=10000.0,
-        max_position_embeddings=context, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    ids = dict(vocab_size=tokenizer.vocab_size, bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    if family == "gpt2":
+        architecture = dict(model_type="gpt2", n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff, n_positions=context,
+                            tie_word_embeddings=False, **ids)
+    else:
+        architecture = dict(model_type="llama", hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
+                            intermediate_size=d_ff, max_position_embeddings=context, tie_word_embeddings=False, **ids)
     policy = Transformer.from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
 else:
     policy = Transformer.from_pretrained(init_from, dtype=weights_dtype, device=device)

@@ -23,7 +23,7 @@ TOKENIZER = {"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}
 
 
 def think(a, b):
-    """The column sums of a + b from the right, each with the carry that came in: two digits wide: (47, 15) -> 7+5+0=12;4+1+1=06;0+0+0=00."""
+    """The column sums of a + b from the right, each with the carry that came in: (147, 215) -> 7+5+0=12;4+1+1=06;1+2+0=03."""
     columns, carry = [], 0
     for x, y in zip(reversed(f"{a:0{DIGITS}d}"), reversed(f"{b:0{DIGITS}d}"), strict=True):
         total = int(x) + int(y) + carry

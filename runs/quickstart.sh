@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The whole pipeline on a laptop, without a download: data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
+#   bash runs/quickstart.sh [seed]
+# Every step is the plain command that you would type; it is echoed before it runs.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+seed="${1:-1}"
+case "$seed" in *[!0-9]*) echo "quickstart.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;; esac
+# Small operations suffer when two threads share a core: one thread per core, each pinned to its own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+
+step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+
+# A second run with the same seed would find everything done; with another it would be refused. So: start over.
+rm -rf out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo
+began=$SECONDS
+step data/arithmetic/prepare.py
+step sft.py config/arithmetic_sft.py --seed="$seed"
+step data/arithmetic/pairs.py --seed="$seed"
+step rm.py config/arithmetic_rm.py --seed="$seed"
+echo; echo "Before PPO:"
+step sample.py --model=out/arithmetic_sft/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+    --reward_model=out/arithmetic_rm/reward_model --seed="$seed"
+step ppo.py config/arithmetic_ppo.py --seed="$seed"
+echo; echo "After PPO, the same prompts and the same noise:"
+step sample.py --model=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+    --reward_model=out/arithmetic_rm/reward_model --seed="$seed"
+step plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
+cat <<END
+
+Done in $((SECONDS - began)) s. The first line of the table is the SFT model, the last one the policy after PPO, on held-out problems.
+Next:
+  python sample.py --model=out/arithmetic_ppo/policy                  talk to it: type 123+456=
+  python ppo.py config/arithmetic_overoptimize.py                     watch the score rise while the truth falls
+  python plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/overoptimize.png
+  torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks   the same run on two processes
+  less ppo.py                                                         the algorithm, to be read downward
+(python is $PYTHON)
+END

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# The whole test suite, in an environment of its own: no network after the install, no GPU, under 5 minutes on two cores.
+#   bash runs/test.sh [pytest options]
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" requirements-dev.txt
+"$PYTHON" -m ruff check .
+"$PYTHON" -m pytest -q tests "$@"

@@ -1,0 +1,89 @@
+"""
+Talk to a model: any saved by these scripts, or any of the hub that model.py knows.
+
+python sample.py --model=out/arithmetic_ppo/policy                             # chat: type a prompt, get a response
+python sample.py --model=out/arithmetic_ppo/policy --prompt="123+456=" --samples=4
+python sample.py --model=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=5 \\
+                 --reward_model=out/arithmetic_rm/reward_model                 # with the score of each response
+
+Chat keeps no memory: with a chat template each line is a conversation of its own, else it is continued as plain text.
+"""
+import contextlib
+import sys
+
+import torch
+
+from configurator import BadConfig, configure
+from data import check_tokenizer_fits, load_tokenizer, read_jsonl
+from model import Transformer, freeze
+from rewards import reward_model_scores
+from rollout import generate, response_uniforms
+
+# ---------------------------------------------------------------------------------------------------------------------
+model = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
+prompt = ""  # one prompt; empty: see prompts
+prompts = ""  # JSONL file with "prompt"; empty as well: chat, one prompt a line from standard input
+limit = 0  # how many prompts of the file, 0 = all [>= 0]
+samples = 1  # responses to each prompt [>= 1]
+reward_model = ""  # folder or hub name of a reward model; its score is printed beside each response
+max_new_tokens = 48  # longest response [>= 1]
+temperature = 1.0  # 0 = always the most likely token [>= 0]
+batch_size = 64  # responses that decode at once [>= 1]
+seed = 1  # decides the responses [>= 0]
+device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
+config = configure(globals())
+# ---------------------------------------------------------------------------------------------------------------------
+if prompt and prompts:
+    raise BadConfig("prompt and prompts are both given; keep one")
+device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+tokenizer = load_tokenizer(model)
+policy = freeze(Transformer.from_pretrained(model, dtype=weights_dtype, device=device))
+check_tokenizer_fits(tokenizer, policy, model)
+if reward_model:
+    scorer_tokenizer = load_tokenizer(reward_model)
+    scorer = freeze(Transformer.from_pretrained(reward_model, head="scalar", dtype=weights_dtype, device=device))
+    if scorer.new_head:
+        raise BadConfig(f"reward_model {reward_model!r} has no score head, it is a plain language model; train one with rm.py")
+
+
+def answer(rows, first):
+    """Print `samples` responses to each row's prompt; first: the number of the first prompt, which decides its noise."""
+    rows = [row for row in rows for _ in range(samples)]
+    uniforms = torch.cat([response_uniforms(seed, "sample", 0, [first + i // samples], max_new_tokens, i % samples)
+                          for i in range(len(rows))])
+    with precision:
+        batch = generate(policy, [tokenizer.encode_prompt(row["prompt"]) for row in rows], max_new_tokens, temperature,
+                         tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms, batch_size=batch_size)
+        texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
+                 for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
+        scores = [None] * len(rows)
+        if reward_model:
+            batch |= dict(rows=rows, completions=texts)
+            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size).tolist()
+    for i, (row, text, score) in enumerate(zip(rows, texts, scores, strict=True)):
+        if i % samples == 0 and (prompt or prompts):
+            print(f"> {row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']}")
+        cut = "" if batch["finished"][i] else " [cut off at max_new_tokens]"
+        print(text + cut + ("" if score is None else f"   (score {score:.2f})"), flush=True)
+
+
+def as_row(text):
+    """A line of text as a data row: a chat message where the model has a chat template."""
+    chat = getattr(getattr(tokenizer, "backend", None), "chat_template", None)
+    return {"prompt": [{"role": "user", "content": text}] if chat else text}
+
+
+if prompts:
+    rows = read_jsonl(prompts, ["prompt"])
+    answer(rows[:limit or len(rows)], 0)
+elif prompt:
+    answer([as_row(prompt)], 0)
+else:
+    if sys.stdin.isatty():
+        print("type a prompt and press Enter; Ctrl-D ends")
+    for number, line in enumerate(sys.stdin):
+        if line.strip():
+            answer([as_row(line.rstrip("\n"))], number)
