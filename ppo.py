@@ -19,6 +19,7 @@ model; 5) add up the metrics; 6) print and log them.
 B responses of an iteration, P prompt length, R response length, T = P + R, V vocabulary. Masks are True where it counts.
 """
 import contextlib
+import hashlib
 import math
 import os
 import resource
@@ -394,6 +395,7 @@ for iteration in range(start, max_iters + 1):
 
     # 5) metrics: means over all tokens and ranks, never means of means
     token_count = int(mask.sum())
+    record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
     record |= summarize(batch, "objective") | parallel.all_reduce_metrics(sums)
     returns, residual = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
     record |= {
@@ -416,8 +418,8 @@ for iteration in range(start, max_iters + 1):
         known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
         phases = " ".join(f"{phase} {t:.1f}s" for phase, t in times.items())
         eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
-        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}{known}"
-              f" | len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f}"
+        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}"
+              f"{known} | len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f}"
               f" | clip {record['policy/clipfrac']:.3f} | ev {record['val/explained_variance']:.2f} | {phases}"
               f" | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
 

@@ -1,0 +1,24 @@
+"""
+Reward hacking on purpose: arithmetic_ppo.py with next to no KL penalty and larger, longer steps. The learned score keeps
+rising while the true accuracy collapses: past some distance from the SFT model, the policy is only better at pleasing the
+reward model (Goodhart's law; Gao et al., arXiv 2210.10760). Two CPU cores, about a minute.
+"""
+out_dir = "out/arithmetic_overoptimize"
+policy_path = "out/arithmetic_sft/policy"
+reward_path = "out/arithmetic_rm/reward_model"
+prompts_path = "data/arithmetic/rl_train.jsonl"
+eval_path = "data/arithmetic/rl_val.jsonl"
+batch_size = 256
+max_new_tokens = 48
+temperature = 1.0
+kl_coef = 0.02
+ppo_epochs = 4
+num_minibatches = 2
+micro_batch_size = 64
+max_iters = 40
+eval_interval = 2
+learning_rate = 5e-4
+value_learning_rate = 5e-4
+lr_decay = "constant"
+value_lr_decay = "constant"
+vf_coef = 1.0

@@ -1,0 +1,424 @@
+"""configurator.py on a made-up script: what overrides what, every refusal in one line; and the real scripts' configurations."""
+import ast
+import glob
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+from conftest import ROOT
+
+from configurator import BadConfig, check_range, configure, read_keys
+
+SCRIPT = f'''"""A toy script."""
+import os
+import sys
+
+sys.path.insert(0, {ROOT!r})
+from configurator import configure
+
+# where to write
+out_dir = "out/toy"  # the run's folder
+count = 3  # how many = any [>= 1]
+rate = 0.5  # how fast [> 0]
+share = 0.25  # part of all [0..1]
+shape = "flat"  # which way [flat | round]
+flag = False  # whether at all
+offset = 0  # any integer
+drift = 0.0  # any number
+_hidden = 5  # no key
+computed = count * 2  # no key
+pair = (1, 2)  # no key
+config = configure(globals())
+late = 1  # no key
+print("ran", sorted(config.items()))
+'''
+DEFAULTS = dict(out_dir="out/toy", count=3, rate=0.5, share=0.25, shape="flat", flag=False, offset=0, drift=0.0)
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """Runs configure for the toy script in a folder of its own: toy("--count=4") -> the script's globals."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure sets it
+    (tmp_path / "toy.py").write_text(SCRIPT)
+
+    def run(*argv):
+        script_globals = dict(DEFAULTS, __file__=str(tmp_path / "toy.py"), __doc__="A toy script.", __name__="__main__",
+                              os=os, sys=sys, _hidden=5, computed=6, pair=(1, 2))
+        before = dict(script_globals)
+        keys = configure(script_globals, list(argv))
+        assert keys == {k: script_globals[k] for k in DEFAULTS} and list(keys) == list(DEFAULTS)
+        assert {k: v for k, v in script_globals.items() if k not in DEFAULTS} == {
+            k: v for k, v in before.items() if k not in DEFAULTS}
+        return keys
+
+    return run
+
+
+def refused(toy, *argv):
+    """The one line with which configure refuses these arguments."""
+    with pytest.raises(BadConfig) as caught:
+        toy(*argv)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 300
+    return message
+
+
+def write(name, text):
+    with open(name, "w", encoding="utf-8") as f:
+        f.write(text)
+
+
+def test_no_arguments_no_change(toy, capsys):
+    assert toy() == DEFAULTS
+    assert capsys.readouterr().out == ""
+
+
+def test_later_wins(toy):
+    write("one.py", "count = 10\nrate = 10.0\noffset = 10\n")
+    write("two.py", "rate = 20.0\noffset = 20\n")
+    assert toy("one.py") == dict(DEFAULTS, count=10, rate=10.0, offset=10)
+    assert toy("one.py", "two.py", "--offset=30") == dict(DEFAULTS, count=10, rate=20.0, offset=30)
+    assert toy("two.py", "one.py", "--offset=30") == dict(DEFAULTS, count=10, rate=10.0, offset=30)
+
+
+def test_values_of_each_type(toy):
+    keys = toy("--count=7", "--rate=2", "--drift=-1e-5", "--share=1", "--flag=True", "--offset=-3", "--out_dir=a=b=c")
+    assert keys == dict(DEFAULTS, count=7, rate=2.0, drift=-0.00001, share=1.0, flag=True, offset=-3, out_dir="a=b=c")
+    assert [type(keys[k]) for k in ("count", "rate", "drift", "share", "flag")] == [int, float, float, float, bool]
+    write("c.py", "rate = 3\ndrift = 1e-5\nflag = True\nout_dir = 'x'\n")
+    keys = toy("c.py")
+    assert keys == dict(DEFAULTS, rate=3.0, drift=0.00001, flag=True, out_dir="x") and type(keys["rate"]) is float
+
+
+@pytest.mark.parametrize("text, value", [
+    ("7", "7"), ("1e-5", "1e-5"), ("True", "True"), ("None", "None"), ("", ""), ("[1]", "[1]"), ("'quoted'", "quoted"),
+    ('"a b"', "a b"), ("it's", "it's"), ("'", "'"), ("--x", "--x")])
+def test_a_string_key_takes_the_text(toy, text, value):
+    assert toy(f"--out_dir={text}")["out_dir"] == value
+
+
+@pytest.mark.parametrize("arg, near", [("--cuont=3", "count"), ("--outdir=x", "out_dir"), ("--rates=1", "rate"),
+                                       ("--shapes=flat", "shape")])
+def test_unknown_key_names_the_nearest(toy, arg, near):
+    message = refused(toy, arg)
+    assert arg[2:].split("=")[0] in message and f"did you mean '{near}'?" in message
+    write("c.py", f"{arg[2:].split('=')[0]} = 3\n")
+    message = refused(toy, "c.py")
+    assert "c.py" in message and f"did you mean '{near}'?" in message
+
+
+@pytest.mark.parametrize("key", ["__name__", "__file__", "os", "sys", "configure", "_hidden", "computed", "pair", "late",
+                                 "config", "", "zzzzzz", "out_dir "])
+def test_only_keys_can_be_set(toy, key):
+    assert repr(key) in refused(toy, f"--{key}=x")
+
+
+@pytest.mark.parametrize("arg, wanted, given", [
+    ("--count=2.5", "int like 3", "float 2.5"), ("--count=1e3", "int like 3", "float 1000.0"),
+    ("--count=True", "int like 3", "bool True"), ("--count=many", "int like 3", "str 'many'"),
+    ("--count=", "int like 3", "str ''"), ("--count=None", "int like 3", "NoneType None"),
+    ("--rate=fast", "float like 0.5", "str 'fast'"), ("--rate=False", "float like 0.5", "bool False"),
+    ("--rate=1j", "float like 0.5", "complex 1j"), ("--rate=[1]", "float like 0.5", "list [1]"),
+    ("--flag=1", "bool like False", "int 1"), ("--flag=true", "bool like False", "str 'true'"),
+    ("--flag=yes", "bool like False", "str 'yes'"), ("--flag=0", "bool like False", "int 0")])
+def test_wrong_type_names_key_wanted_and_given(toy, arg, wanted, given):
+    message = refused(toy, arg)
+    assert message == f"{arg[2:].split('=')[0]} (command line): wanted {wanted}, given {given}"
+
+
+@pytest.mark.parametrize("line, wanted, given", [
+    ("count = 2.5", "int like 3", "float 2.5"), ("count = '3'", "int like 3", "str '3'"),
+    ("rate = True", "float like 0.5", "bool True"), ("flag = 1", "bool like False", "int 1"), ("out_dir = 7", "str like 'out/toy'", "int 7"),
+    ("out_dir = None", "str like 'out/toy'", "NoneType None"), ("count = [1]", "int like 3", "list [1]")])
+def test_wrong_type_in_a_file(toy, line, wanted, given):
+    write("c.py", line)
+    assert refused(toy, "c.py") == f"{line.split()[0]} (c.py): wanted {wanted}, given {given}"
+
+
+def test_duplicates(toy):
+    assert "--count is given twice" in refused(toy, "--count=4", "--rate=1", "--count=4")
+    write("c.py", "count = 4\n\nrate = 1.0\ncount = 5\n")
+    message = refused(toy, "c.py")
+    assert "c.py, line 4" in message and "count is set twice" in message and "line 1" in message
+
+
+@pytest.mark.parametrize("arg, hint", [("--count", "--count=3"), ("--out_dir", "--out_dir='out/toy'")])
+def test_a_missing_value(toy, arg, hint):
+    assert hint in refused(toy, arg, "4")
+
+
+@pytest.mark.parametrize("arg", ["nowhere.py", "-count=4", "count=4", "folder"])
+def test_a_missing_file(toy, arg):
+    os.makedirs("folder")
+    message = refused(toy, arg)
+    assert repr(arg) in message
+    assert ("--key=value" in message) == (not arg.endswith(".py"))
+
+
+@pytest.mark.parametrize("text, line, what", [
+    ("count = 4\nrate = = 2\n", 2, "invalid syntax"), ("count = 4\n\nrate = (1\n", 3, "never closed"),
+    ("count = 4\nrate = 1 / 0\n", 2, "ZeroDivisionError"),
+    ("import os\n\nout_dir = os.environ['NO_SUCH_NAME']\n", 3, "KeyError"),
+    ("def _f():\n    return _g()\n\ncount = _f()\n", 2, "NameError"), ("import no_such_module_at_all\n", 1, "ModuleNotFoundError"),
+    ("count = 4\nraise ValueError('no')\n", 2, "ValueError: no"),
+    ("raise ValueError('two\\nlines')\n", 1, "ValueError: two"), ("raise ValueError\n", 1, "ValueError")])
+def test_a_broken_file_names_the_line(toy, text, line, what):
+    write("c.py", text)
+    message = refused(toy, "c.py")
+    assert f"c.py, line {line}:" in message and what in message
+
+
+def test_a_file_that_is_no_text(toy):
+    with open("c.py", "wb") as f:
+        f.write(b"count = 4  # \xff\n")
+    assert "c.py" in refused(toy, "c.py")
+
+
+def test_helpers_and_imports_in_a_file(toy):
+    write("c.py", '"""Doc."""\nimport math\nimport os.path as p\n\n_half = 2\n\n\ndef _double(x):\n    return 2 * x\n\n\n'
+                  'count = _double(_half) + int(math.sqrt(9))\nout_dir = p.join("a", "b")\n')
+    assert toy("c.py") == dict(DEFAULTS, count=7, out_dir=os.path.join("a", "b"))
+    write("c.py", "half = 2\ncount = half\n")
+    assert "'half'" in refused(toy, "c.py")
+
+
+@pytest.mark.parametrize("key, good, bad", [
+    ("count", ["1", "2", "1000"], ["0", "-1"]), ("rate", ["1e-300", "0.1", "7"], ["0", "0.0", "-1e-300"]),
+    ("share", ["0", "0.0", "1", "0.999"], ["-0.001", "1.001", "2"]),
+    ("shape", ["flat", "round"], ["", "Flat", "flat ", "flat | round"]),
+    ("offset", ["0", "-5", str(2**63 - 1)], [str(2**63), str(-2**64), "1" + "0" * 400]),
+    ("drift", ["-1e300", "1" + "0" * 300], ["1e999", "-1e999", "nan", "inf", "1" + "0" * 400])])
+def test_ranges(toy, key, good, bad):
+    quote = "'" if key == "shape" else ""
+    for text in good + bad:
+        write("c.py", f"{key} = {quote}{text}{quote}\n")
+        for arg in (f"--{key}={text}", "c.py"):
+            if text in good:
+                assert str(toy(arg)[key]) == text or toy(arg)[key] == float(text)
+            elif (arg, text) == ("c.py", "nan") or (arg, text) == ("c.py", "inf"):
+                assert "NameError" in refused(toy, arg)
+            else:
+                message = refused(toy, arg)
+                assert key in message and ("c.py" if arg == "c.py" else "command line") in message
+
+
+def test_out_of_range_shows_the_rule_and_the_comment(toy):
+    assert refused(toy, "--count=0") == "count = 0 (command line) is out of range: [>= 1]; how many = any"
+    assert refused(toy, "--share=1.5") == "share = 1.5 (command line) is out of range: [0..1]; part of all"
+    assert refused(toy, "--shape=square") == "shape = 'square' (command line) is out of range: [flat | round]; which way"
+
+
+def test_an_override_that_is_overridden_is_not_checked_against_the_range(toy):
+    write("c.py", "count = 0\n")
+    assert toy("c.py", "--count=2")["count"] == 2
+
+
+@pytest.mark.parametrize("expression", ["float('nan')", "float('inf')", "-float('inf')", "1e400"])
+def test_only_finite_numbers_in_a_file(toy, expression):
+    for key in ("rate", "drift"):
+        write("c.py", f"{key} = {expression}\n")
+        assert "finite" in refused(toy, "c.py")
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000, 100_000])
+def test_huge_integers(toy, digits):
+    for key in ("count", "offset", "rate", "flag"):
+        if key == "rate" and digits == 20:
+            continue
+        assert key in refused(toy, f"--{key}={'9' * digits}")
+        write("c.py", f"{key} = 10 ** {digits}\n")
+        assert key in refused(toy, "c.py")
+
+
+def test_prints_overrides_on_rank_0_only(toy, monkeypatch, capsys):
+    write("c.py", "count = 4\nout_dir = 'o'\n")
+    for rank in (None, "0"):
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        toy("c.py", "--rate=2", "--count=3")
+        lines = sorted(capsys.readouterr().out.splitlines())
+        assert lines == ["config: count = 3  (command line)", "config: out_dir = 'o'  (c.py)",
+                         "config: rate = 2.0  (command line)"]
+    monkeypatch.setenv("RANK", "1")
+    toy("c.py", "--rate=2", "--count=3")
+    with pytest.raises(SystemExit):
+        toy("--help")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--count=5", "--help"]])
+def test_help(toy, argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        toy(*argv)
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "A toy script." in out
+    for row in ("out_dir = 'out/toy'  the run's folder", "count = 3 +how many = any \\[>= 1\\]", "rate = 0.5 +how fast \\[> 0\\]",
+                "flag = False +whether at all", "shape = 'flat' +which way \\[flat \\| round\\]"):
+        assert re.search(rf"^ +{row}$", out, re.MULTILINE), row
+    assert not re.search("_hidden|computed|late", out)
+
+
+def script(*argv, rank="0"):
+    """Runs the toy script in a process of its own."""
+    return subprocess.run([sys.executable, "toy.py", *argv], capture_output=True, text=True, env=dict(os.environ, RANK=rank))
+
+
+def test_as_a_script(toy):
+    done = script("--count=4", "--flag=True")
+    want = sorted(dict(DEFAULTS, count=4, flag=True).items())
+    assert (done.returncode, done.stderr) == (0, "") and f"ran {want}" in done.stdout
+    done = script("--cuont=4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "toy.py: error: unknown key 'cuont' (--cuont=4); did you mean 'count'?\n"
+    done = script("--cuont=4", rank="1")  # rank 0 says it
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    done = script("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "how fast [> 0]" in done.stdout and "ran" not in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fuzz
+
+
+PIECES = ["1", "0", "-", "+", ".", "e", "E", "_", "0x", "0b1", "1e", "9" * 30, "9" * 5000, "j", "nan", "inf", "None", "True",
+          "False", "'", '"', "\\", "(", ")", "[", "]", "{", "}", ":", ",", " ", "\t", "\n", "\0", "#", "=", "*", "**", "flat",
+          "round", "b'", "f'", "\u0663", "\uff11", "\U0001f600", "\udcff", "[]", "{[]:1}", "{{}}", "(" * 300, "-" * 2000,
+          "lambda:0", "...", "is", "or"]
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_fuzz_gives_the_right_type_or_bad_config(toy, key):
+    rng = random.Random(f"fuzz {key}")
+    texts = PIECES + ["".join(rng.choices(PIECES, k=rng.randint(1, 5))) for _ in range(150)]
+    texts += [repr(rng.uniform(-2, 2) * 10 ** rng.randint(-9, 9)) for _ in range(60)]
+    texts += [str(rng.randint(-10, 10) * 10 ** rng.randint(0, 25)) for _ in range(60)]
+    good = 0
+    for text in texts:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = toy(f"--{key}={text}")[key]
+        except BadConfig as e:
+            assert "\n" not in str(e) and len(str(e)) < 300, text
+            continue
+        good += 1
+        assert type(value) is type(DEFAULTS[key]), text
+        assert not isinstance(value, float) or math.isfinite(value), text
+        assert not isinstance(value, int) or abs(value) < 2**63, text
+        if key == "count":
+            assert value >= 1
+        elif key == "rate":
+            assert value > 0
+        elif key == "share":
+            assert 0 <= value <= 1
+        elif key == "shape":
+            assert value in ("flat", "round")
+    assert good == len(texts) if key == "out_dir" else 2 <= good < len(texts)
+
+
+VALUES = {"None": "", "True": "flag", "...": "", "[]": "", "{}": "", "()": "", "b''": "", "1j": "", "object()": "", "int": "",
+          "lambda: 0": "", "2": "count offset rate drift", "0.5": "rate share drift", "'flat'": "out_dir shape", "''": "out_dir",
+          "10**30": "rate drift", "10**5000": "", "-10**5000": "", "1e-320": "rate share drift", "float('-inf')": "",
+          "type('n', (int,), {})(5)": "", "type('s', (str,), {})('flat')": ""}
+
+
+@pytest.mark.parametrize("expression", VALUES)
+def test_any_value_in_a_file(toy, expression):
+    for key in DEFAULTS:
+        write("c.py", f"{key} = {expression}\n")
+        if key in VALUES[expression].split():
+            value = toy("c.py")[key]
+            assert type(value) is type(DEFAULTS[key]) and value == type(value)(eval(expression))
+        else:
+            assert key in refused(toy, "c.py")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the real scripts
+
+
+def source_of(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
+SCRIPTS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "*.py"))
+                 if re.search(r"^config = configure\(globals\(\)\)$", source_of(p), re.MULTILINE))
+CONFIGS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "config", "*.py")))
+real_scripts = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def real_keys(name):
+    """{key: (default, comment)} of a script of ours, by reading its lines up to configure."""
+    keys = {}
+    for line in source_of(os.path.join(ROOT, name)).split("config = configure(globals())")[0].splitlines():
+        match = re.fullmatch(r"([a-z]\w*) = (.*?)(?:  # (.*))?", line)
+        if match:
+            keys[match[1]] = (ast.literal_eval(match[2]), match[3] or "")
+    return keys
+
+
+def script_of(config):
+    """The script that a file of config/ is for."""
+    stem = config.removesuffix(".py")
+    return next((f"{s}.py" for s in ("sft", "rm") if stem.endswith(f"_{s}")), "ppo.py")
+
+
+def test_the_scripts_are_found():
+    assert {"ppo.py", "sft.py", "rm.py"} <= set(SCRIPTS)
+    assert CONFIGS
+
+
+@real_scripts
+def test_every_key_has_a_comment(name):
+    keys = real_keys(name)
+    assert {k: comment for k, (_, comment) in keys.items()} == read_keys(os.path.join(ROOT, name))
+    assert keys
+    for key, (_, comment) in keys.items():
+        assert len(re.sub(r"\[[^\[\]]*\]$", "", comment).strip()) >= 3, f"{name}: {key} has no comment"
+
+
+@real_scripts
+def test_every_key_is_used(name):
+    reads = [node.id for node in ast.walk(ast.parse(source_of(os.path.join(ROOT, name))))
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    unused = [key for key in real_keys(name) if key not in reads]
+    assert not unused, f"{name} never reads {unused}"
+
+
+@real_scripts
+def test_every_default_is_in_its_range(name):
+    for key, (default, comment) in real_keys(name).items():
+        check_range(key, default, comment, name)
+        if isinstance(default, (int, float)) and not isinstance(default, bool):
+            assert re.search(r"\[(>=? \S+|\S+\.\.\S+)\]$", comment), f"{name}: {key} is a number without a range"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
+    script_name, file = script_of(name), os.path.join(ROOT, "config", name)
+    doc = ast.get_docstring(ast.parse(source_of(file))) or ""
+    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s != script_name and f"{s} config/{name}" in doc]
+    assert not others, f"{name} is for {script_name} by its name, for {others} by its docstring"
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("RANK", raising=False)
+    keys = {k: default for k, (default, _) in real_keys(script_name).items()}
+    got = configure(dict(keys, __file__=os.path.join(ROOT, script_name)), [file])
+    named = {node.targets[0].id for node in ast.parse(source_of(file)).body
+             if isinstance(node, ast.Assign) and not node.targets[0].id.startswith("_")}
+    assert named and named <= set(keys)
+    assert {k for k in keys if got[k] != keys[k]} <= named
+
+
+def test_ppo_stays_small():
+    keys, lines = len(real_keys("ppo.py")), len(source_of(os.path.join(ROOT, "ppo.py")).splitlines())
+    assert keys <= 60, f"ppo.py has {keys} keys; at most 60"
+    assert lines <= 420, f"ppo.py has {lines} lines; at most 420"

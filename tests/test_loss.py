@@ -1,0 +1,354 @@
+"""loss.py in float64 against values worked out by hand, by NumPy or by enumerating every outcome of a small distribution."""
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from loss import (
+    adapt_kl_coef,
+    at_least_float32,
+    entropy_from_logits,
+    kl_estimate,
+    logprobs_from_logits,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    policy_loss,
+    preference_loss,
+    scaled_logits,
+    value_loss,
+)
+
+GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
+
+
+def log_softmax(logits):
+    """NumPy's, in float64."""
+    x = np.asarray(logits, dtype=np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# log-probs and entropy
+
+
+def test_all_sequences_have_probability_one():
+    """A table model: logits depend on position and previous token. The 4^5 sequences' probabilities are exact and sum to 1."""
+    V, L = 4, 5
+    table = 2 * randn(L, V, V)
+    sequences = torch.tensor(list(itertools.product(range(V), repeat=L)))  # (V^L, L)
+    previous = torch.cat([torch.zeros(len(sequences), 1, dtype=torch.int64), sequences[:, :-1]], 1)
+    logits = table[torch.arange(L), previous]  # (V^L, L, V): logits[:, t] choose token t
+    logprobs = logprobs_from_logits(logits, sequences)
+    assert logprobs.shape == sequences.shape
+    assert abs(logprobs.sum(1).exp().sum().item() - 1) < 1e-12
+    exact = log_softmax(table)[np.arange(L), previous.numpy(), sequences.numpy()]
+    assert np.abs(logprobs.numpy() - exact).max() < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_float32(dtype):
+    logits = (5 * randn(3, 7, 50)).to(dtype)
+    tokens = torch.arange(21).view(3, 7)
+    exact = log_softmax(logits.double().numpy())
+    want = np.take_along_axis(exact, tokens.numpy()[..., None], -1)[..., 0]
+    got = logprobs_from_logits(logits, tokens)
+    assert got.dtype == torch.float32
+    assert np.abs(got.numpy() - want).max() < 4e-6
+    assert np.abs(logits.log_softmax(-1).double().numpy() - exact).max() > 1e-3  # what half precision would have given
+    entropy = entropy_from_logits(logits)
+    assert entropy.dtype == torch.float32
+    assert np.abs(entropy.numpy() + (np.exp(exact) * exact).sum(-1)).max() < 4e-6
+    assert at_least_float32(logits).dtype == scaled_logits(logits).dtype == torch.float32
+    assert at_least_float32(logits.double()).dtype == scaled_logits(logits.double(), 0.5).dtype == torch.float64
+
+
+def test_logprobs_of_large_logits():
+    """No overflow, and the gradient is one-hot minus softmax."""
+    logits = torch.tensor([[[1e4, 0.0, 1e4]]], dtype=torch.float64, requires_grad=True)
+    logprob = logprobs_from_logits(logits, torch.tensor([[2]]))
+    assert logprob.item() == pytest.approx(-np.log(2), abs=1e-12)
+    logprob.sum().backward()
+    assert torch.allclose(logits.grad, torch.tensor([[[-0.5, 0.0, 0.5]]], dtype=torch.float64), atol=1e-12)
+
+
+def test_entropy():
+    inf = float("inf")
+    logits = torch.tensor([[0.0, 0, 0, 0], [7, 7, 7, -inf], [3, -inf, -inf, -inf], [0, np.log(3), -inf, -inf]],
+                          dtype=torch.float64, requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    want = [np.log(4), np.log(3), 0.0, np.log(4) - 0.75 * np.log(3)]
+    assert np.abs(entropy.detach().numpy() - want).max() < 1e-14
+    entropy.sum().backward()
+    assert logits.grad.isfinite().all()
+    # dH / dlogit = -p (log p + H)
+    p = np.array([0.25, 0.75])
+    assert np.abs(logits.grad[3, :2].numpy() + p * (np.log(p) + want[3])).max() < 1e-14
+    assert (logits.grad[:, 2:][logits.detach()[:, 2:] == -inf] == 0).all()
+    x = randn(5, 6, 11)
+    exact = log_softmax(x.numpy())
+    assert np.abs(entropy_from_logits(x).numpy() + (np.exp(exact) * exact).sum(-1)).max() < 1e-14
+
+
+def test_scaled_logits():
+    logits = randn(2, 3, 8)
+    kept = logits.clone()
+    assert torch.equal(scaled_logits(logits), kept)
+    assert torch.equal(scaled_logits(logits, 0.5), 2 * kept)
+    for vocab_size in (None, 8, 9):
+        assert torch.equal(scaled_logits(logits, 2.0, vocab_size), kept / 2)
+    scaled = scaled_logits(logits, 0.5, 5)
+    assert torch.equal(scaled[..., :5], 2 * kept[..., :5])
+    assert (scaled[..., 5:] == -torch.inf).all()
+    assert torch.equal(logits, kept)
+    # the padding takes no probability from the rest
+    tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    want = np.take_along_axis(log_softmax(2 * kept[..., :5].numpy()), tokens.numpy()[..., None], -1)[..., 0]
+    assert np.abs(logprobs_from_logits(scaled, tokens).numpy() - want).max() < 1e-14
+
+
+# masked reductions
+
+
+def test_masked_sum_and_mean():
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    assert masked_sum(x, mask).item() == 9.0
+    assert masked_mean(x, mask).item() == 3.0
+    assert masked_mean(x, torch.zeros_like(mask)).item() == 0.0
+    for garbage in GARBAGE:
+        dirty = x.masked_fill(~mask, garbage).requires_grad_()
+        assert masked_sum(dirty, mask).item() == 9.0
+        mean = masked_mean(dirty, mask)
+        assert mean.item() == 3.0
+        mean.backward()
+        assert torch.equal(dirty.grad, mask.double() / 3)
+
+
+def test_whitening():
+    x = 3 + 5 * randn(6, 9)
+    mask = torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[2] = False
+    white = masked_whiten(x, mask)
+    chosen = x[mask].numpy()
+    assert np.abs(white[mask].numpy() - (chosen - chosen.mean()) / chosen.std()).max() < 1e-8
+    assert abs(white[mask].mean().item()) < 1e-14
+    assert white[mask].var(correction=0).item() == pytest.approx(1, abs=1e-8)
+    assert (white[~mask] == 0).all()
+    for garbage in GARBAGE:
+        assert torch.equal(masked_whiten(x.masked_fill(~mask, garbage), mask), white)
+    # nothing to scale: zeros, not NaN
+    assert (masked_whiten(x, torch.zeros_like(mask)) == 0).all()
+    assert (masked_whiten(torch.full_like(x, 2.5), mask) == 0).all()
+    one = torch.zeros_like(mask)
+    one[3, 3] = True
+    assert (masked_whiten(x, one) == 0).all()
+
+
+def test_whitening_is_over_the_whole_batch():
+    """Rows of +1 and of +9 whiten to -1 and +1 together; each for itself would be 0."""
+    x = torch.tensor([[1.0, 1.0], [9.0, 9.0]], dtype=torch.float64)
+    white = masked_whiten(x, torch.ones(2, 2, dtype=torch.bool))
+    assert torch.allclose(white, torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=torch.float64), atol=1e-8)
+
+
+# KL
+
+
+def test_kl_estimators_by_enumeration():
+    """
+    Over every outcome of a categorical: k1 and k3 average to the KL, k2 does not. As losses, E[grad k1] = 0, E[grad k2] is
+    the gradient of KL(policy || ref), E[grad k3] that of KL(ref || policy): all three exact, with their closed forms.
+    """
+    V = 6
+    theta, ref_logits = randn(V), randn(V, seed=1)
+    logp, logq = log_softmax(theta.numpy()), log_softmax(ref_logits.numpy())
+    p, q = np.exp(logp), np.exp(logq)
+    kl = (p * (logp - logq)).sum()
+    values = dict(k1=kl, k2=(p * (logp - logq) ** 2).sum() / 2, k3=kl)
+    gradients = dict(k1=np.zeros(V), k2=p * (logp - logq - kl), k3=p - q)
+    assert abs(values["k2"] - kl) > 0.1 * kl
+    assert np.abs(gradients["k3"] - gradients["k2"]).max() > 0.1 * np.abs(gradients["k2"]).max()
+    for kind in ("k1", "k2", "k3"):
+        leaf = theta.clone().requires_grad_()
+        logprobs = leaf.log_softmax(-1)  # of every outcome
+        estimates = kl_estimate(logprobs, torch.tensor(logq), kind)
+        mean = (torch.tensor(p) * estimates).sum()  # the sampling is not differentiated, as in PPO
+        mean.backward()
+        assert mean.item() == pytest.approx(values[kind], abs=1e-14), kind
+        assert np.abs(leaf.grad.numpy() - gradients[kind]).max() < 1e-15, kind
+
+
+def test_kl_estimates_by_hand():
+    logprobs = torch.log(torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64))
+    ref = torch.log(torch.tensor([0.25, 0.5, 0.5], dtype=torch.float64))
+    ln2 = np.log(2)
+    for kind, want in dict(k1=[ln2, -ln2, 0], k2=[ln2**2 / 2, ln2**2 / 2, 0], k3=[ln2 - 0.5, 1 - ln2, 0]).items():
+        assert np.abs(kl_estimate(logprobs, ref, kind).numpy() - want).max() < 1e-15
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(logprobs, ref, "k4")
+
+
+def test_k3_of_a_tiny_difference():
+    """In float32 exp(-x) - 1 + x would be rounding noise for small x; x^2 / 2 is wanted, and never less than 0."""
+    x = torch.logspace(-3, -1, 200)
+    want = x.double() ** 2 / 2 - x.double() ** 3 / 6 + x.double() ** 4 / 24
+    got = kl_estimate(x, torch.zeros_like(x), "k3")
+    assert ((got.double() - want).abs() / want).max() < 2e-4
+    assert (got >= 0).all()
+
+
+# policy and value losses
+
+
+POLICY_CASES = [  # advantage, ratio, loss, its gradient in the log-prob, clipped; cliprange 0.2
+    (2.0, 1.0, -2.0, -2.0, False),
+    (2.0, 1.1, -2.2, -2.2, False),
+    (2.0, 1.5, -2.4, 0.0, True),
+    (2.0, 0.9, -1.8, -1.8, False),
+    (2.0, 0.5, -1.0, -1.0, False),  # worse than before: the way back is never clipped
+    (-3.0, 1.0, 3.0, 3.0, False),
+    (-3.0, 1.1, 3.3, 3.3, False),
+    (-3.0, 1.5, 4.5, 4.5, False),
+    (-3.0, 0.9, 2.7, 2.7, False),
+    (-3.0, 0.5, 2.4, 0.0, True),
+    (0.0, 1.5, 0.0, 0.0, False),
+]
+
+
+def test_policy_loss_by_hand():
+    advantages, ratio, loss, gradient, clipped = (torch.tensor([x], dtype=torch.float64) for x in zip(*POLICY_CASES, strict=True))
+    old = randn(*ratio.shape)
+    logprobs = (old + ratio.log()).requires_grad_()
+    got, was_clipped = policy_loss(logprobs, old, advantages, torch.ones_like(ratio, dtype=torch.bool), 0.2)
+    assert (got - loss).abs().max() < 1e-14
+    assert torch.equal(was_clipped, clipped.bool())
+    got.sum().backward()
+    assert (logprobs.grad - gradient).abs().max() < 1e-14
+
+
+VALUE_CASES = [  # value, return, loss, its gradient in the value, clipped; old value 1, cliprange_value 0.25
+    (1.125, 2.0, 0.3828125, -0.875, False),
+    (1.5, 2.0, 0.28125, 0.0, True),  # (1.25 - 2)^2 / 2
+    (0.5, 2.0, 1.125, -1.5, False),  # further away than 0.75
+    (0.5, 0.0, 0.28125, 0.0, True),
+    (3.0, 0.0, 4.5, 3.0, False),
+    (1.0, 1.0, 0.0, 0.0, False),
+]
+
+
+def test_value_loss_by_hand():
+    values, returns, loss, gradient, clipped = (torch.tensor([x], dtype=torch.float64) for x in zip(*VALUE_CASES, strict=True))
+    mask = torch.ones_like(values, dtype=torch.bool)
+    old = torch.ones_like(values)
+    leaf = values.clone().requires_grad_()
+    got, was_clipped = value_loss(leaf, old, returns, mask, 0.25)
+    assert (got - loss).abs().max() < 1e-15
+    assert torch.equal(was_clipped, clipped.bool())
+    got.sum().backward()
+    assert (leaf.grad - gradient).abs().max() < 1e-15
+
+
+def test_value_loss_without_clipping():
+    """cliprange_value = 0 is plain squared error, not a value that may not move."""
+    leaf = torch.tensor([[1.5, -4.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    got, clipped = value_loss(leaf, torch.zeros_like(leaf), torch.tensor([[2.0, 2.0, 0.0]], dtype=torch.float64), mask, 0)
+    assert got.tolist() == [[0.125, 18.0, 0.0]]
+    assert clipped.shape == mask.shape and not clipped.any()
+    got.sum().backward()
+    assert leaf.grad.tolist() == [[-0.5, -6.0, 0.0]]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("cliprange_value", [0, 0.2])
+def test_garbage_under_the_mask(garbage, cliprange_value):
+    """Whichever argument holds it: zero loss, zero gradient and no clipping there, and nothing changes elsewhere."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    new, old, target = (randn(2, 3, seed=i) for i in range(3))
+
+    def policy(*tensors):
+        return policy_loss(*tensors, mask, 0.2)
+
+    def value(*tensors):
+        return value_loss(*tensors, mask, cliprange_value)
+
+    for f in (policy, value):
+        results = []
+        for dirty in [(), (0,), (1,), (2,), (0, 1, 2)]:
+            leaves = [(x.masked_fill(~mask, garbage) if i in dirty else x.clone()).requires_grad_()
+                      for i, x in enumerate((new, old, target))]
+            loss, clipped = f(*leaves)
+            loss.sum().backward()
+            results.append([loss, clipped, *(leaf.grad for leaf in leaves)])
+        clean = results[0]
+        assert clean[0][mask].abs().min() > 0
+        for result in results:
+            for x in result:
+                assert (x[~mask] == 0).all()
+            for x, y in zip(result, clean, strict=True):
+                assert torch.equal(x, y)
+
+
+def test_every_split_into_micro_batches_has_the_same_gradient():
+    """
+    Rows of 1 to 8 tokens, all 128 ways to cut them into micro-batches: divided by the tokens of the whole step the gradient
+    is always the same. A mean of micro-batch means is not: the second half shows that this test could see it.
+    """
+    B, R, V, d = 8, 8, 5, 4
+    features, old, advantages = randn(B, R, d), -1.6 + 0.2 * randn(B, R, seed=1), randn(B, R, seed=2)
+    tokens = torch.randint(0, V, (B, R), generator=torch.Generator().manual_seed(3))
+    lengths = torch.tensor([3, 8, 1, 5, 7, 2, 6, 4])
+    mask = torch.arange(R) < lengths[:, None]
+    weights = randn(d, V, seed=4)
+
+    def gradient(parts, mean_of_means):
+        leaf = weights.clone().requires_grad_()
+        for rows in parts:
+            logprobs = logprobs_from_logits(features[rows] @ leaf, tokens[rows])
+            losses, _ = policy_loss(logprobs, old[rows], advantages[rows], mask[rows], 0.2)
+            if mean_of_means:
+                loss = masked_mean(losses, mask[rows]) / len(parts)
+            else:
+                loss = masked_sum(losses, mask[rows]) / mask.sum()
+            loss.backward()
+        return leaf.grad
+
+    whole = gradient([slice(0, B)], False)
+    assert whole.abs().max() > 0.01
+    for cuts in itertools.product([False, True], repeat=B - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), B]
+        parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
+        assert (gradient(parts, False) - whole).abs().max() < 1e-12
+        if len(parts) > 1:
+            assert (gradient(parts, True) - whole).abs().max() > 1e-6
+    assert (gradient([slice(i, i + 1) for i in range(B)], True) - whole).abs().max() > 0.1 * whole.abs().max()
+
+
+# preferences and the KL controller
+
+
+def test_preference_loss():
+    difference = np.array([0.0, np.log(3), -np.log(3), 1000.0, -1000.0])
+    chosen = (torch.tensor(difference) + 2.5).requires_grad_()
+    rejected = torch.full((5,), 2.5, dtype=torch.float64, requires_grad=True)
+    loss = preference_loss(chosen, rejected)
+    want = [np.log(2), np.log(4 / 3), np.log(4), 0.0, 1000.0]
+    assert loss.shape == (5,)
+    assert np.abs(loss.detach().numpy() - want).max() < 1e-12
+    loss.sum().backward()
+    slope = np.array([-0.5, -0.25, -0.75, 0.0, -1.0])  # -sigmoid(rejected - chosen)
+    assert np.abs(chosen.grad.numpy() - slope).max() < 1e-12
+    assert np.abs(rejected.grad.numpy() + slope).max() < 1e-12
+
+
+@pytest.mark.parametrize("kl, want", [(6.0, 0.1), (12.0, 0.101024), (1e9, 0.101024), (6.6, 0.100512), (5.4, 0.099488),
+                                      (0.0, 0.098976), (-3.0, 0.098976)])
+def test_kl_controller(kl, want):
+    """target 6, 512 of 10000 episodes: the coefficient moves by the relative error, at most 0.2, times 0.0512."""
+    assert adapt_kl_coef(0.1, kl, 6.0, 10000, 512) == pytest.approx(want, abs=1e-15)
