@@ -38,7 +38,10 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         files = sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs)
         write_json(os.path.join(folder, "manifest.json"), {f: sha256(os.path.join(folder, f)) for f in files})
         put_in_place(folder, final)
-        for old in sorted(glob.glob(os.path.join(out_dir, "checkpoint-??????")))[:-keep]:
+        # of a later number there are only damaged ones, or we would have resumed from them
+        folders = list_checkpoints(out_dir)
+        kept = [f for f in folders if os.path.basename(f) <= os.path.basename(final)][-keep:]
+        for old in set(folders) - set(kept):
             shutil.rmtree(old)
     if dist.is_initialized():
         dist.barrier()
@@ -89,8 +92,10 @@ def sync(path):
 
 
 def write_json(path, value):
-    with open(path, "w", encoding="utf-8") as f:
+    """Write a JSON file whole: other ranks may be reading the old one."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2)
+    os.replace(path + ".tmp", path)
 
 
 def sha256(path):
@@ -104,12 +109,19 @@ def optimizer_tensors(model, optimizer):
             for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
 
 
+def list_checkpoints(out_dir):
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-" + 6 * "[0-9]")))
+
+
 def find_checkpoint(out_dir):
     """(folder, state) of the newest checkpoint whose files are what its manifest says, or (None, None). Says what it skips."""
-    for folder in sorted(glob.glob(os.path.join(out_dir, "checkpoint-??????")), reverse=True):
+    for folder in reversed(list_checkpoints(out_dir)):
         try:
             with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as f:
                 manifest = json.load(f)
+            if not isinstance(manifest, dict) or "state.json" not in manifest:
+                raise ValueError("its manifest.json is damaged")
             bad = [name for name, digest in manifest.items() if sha256(os.path.join(folder, name)) != digest]
             if not bad:
                 with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
@@ -154,12 +166,13 @@ def open_run(out_dir, config, must_match):
     """
     file = os.path.join(out_dir, "config.json")
     folder, state = find_checkpoint(out_dir)
-    if folder:
+    log = os.path.join(out_dir, "log.jsonl")
+    if folder or os.path.exists(file) and os.path.exists(log) and os.path.getsize(log):
         try:
             with open(file, encoding="utf-8") as f:
                 before = json.load(f)
         except (OSError, ValueError) as e:
-            raise BadInput(f"{file}: unreadable, so {folder} cannot be resumed safely; choose another --out_dir") from e
+            raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; choose another --out_dir") from e
         for key in must_match:
             if before.get(key) != config[key]:
                 raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not {config[key]!r}; "
@@ -183,7 +196,7 @@ def cut_log(out_dir, iteration):
             for line in f:
                 try:
                     if json.loads(line)["iteration"] < iteration:
-                        kept.append(line)
+                        kept.append(line.rstrip("\n") + "\n")
                 except (ValueError, KeyError, TypeError):  # a line cut short by a kill
                     continue
     with open(file + ".tmp", "w", encoding="utf-8") as f:

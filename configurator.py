@@ -138,7 +138,7 @@ def run_config_file(path):
         exec(compile(tree, path, "exec"), namespace)
     except Exception as e:  # whatever the user's own code raises is reported with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {type(e).__name__}: {e}") from e
+        raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {first_line(e)}") from e
     modules = type(ast)
     return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, modules)}
 
@@ -158,7 +158,7 @@ def parse(key, text, default):
         return text[1:-1] if quoted else text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = text
     return convert(key, value, default, "command line")
 
@@ -194,6 +194,11 @@ def check_range(key, value, comment, where):
         good = value > float(bound) if sign == ">" else value >= float(bound)
     if not good:
         raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; {comment[:match.start()].strip()}")
+
+
+def first_line(error):
+    """An exception's class and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def shorten(value, width=60):

@@ -82,12 +82,26 @@ def batch_rows(seed, iteration, batch_size, n):
 
 def right_pad(sequences, pad_id):
     """Lists of ids -> tokens (B, T) int64 padded on the right, attention_mask (B, T) bool, built from lengths."""
-    width = max(len(s) for s in sequences)
+    width = max([len(s) for s in sequences], default=0)
     tokens = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
     for row, s in enumerate(sequences):
         tokens[row, :len(s)] = torch.tensor(s)
-    lengths = torch.tensor([len(s) for s in sequences])
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
     return tokens, torch.arange(width) < lengths[:, None]
+
+
+def micro_batches(batch, rows, size):
+    """
+    Slices of a dict of tensors (B, ...) for these row indices, `size` at a time, with (b, T) and (b, R) tensors cut to the
+    columns that any row of the slice uses. Rows of like length share a slice: less padding to compute. How rows are sliced
+    cannot change a result beyond rounding.
+    """
+    T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
+    rows = rows[batch["attention_mask"][rows].sum(1).argsort(stable=True)]
+    for part in (rows[i:i + size] for i in range(0, len(rows), size)):
+        used = batch["attention_mask"][part].any(0)  # (T,)
+        columns = {T: used, R: used[T - R:]}
+        yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,7 +267,7 @@ class HFTokenizer(Tokenizer):
         """The template with a generation prompt. A user who types a special token gets its letters, not the token."""
         if not self.backend.chat_template:
             return super().encode_chat(messages)
-        specials = self.backend.all_special_tokens
+        specials = [t.content for t in self.backend.added_tokens_decoder.values() if t.special]  # named roles or not
         if not any(s in m["content"] for m in messages for s in specials):
             text = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             return self.backend.encode(text, add_special_tokens=False)

@@ -13,6 +13,7 @@ import torch
 BLOCK = 64  # steps in a block: the triangular product costs BLOCK multiplications a step, the recursion runs log_BLOCK(T) deep
 
 
+@torch.no_grad()  # advantages and returns are targets: nothing flows back through them
 def compute_gae(rewards, values, response_mask, gamma, lam):
     """
     Advantages and returns of a batch of responses.

@@ -4,6 +4,8 @@ The formulas: log-probs, KL estimators, clipped losses, aggregation. Tensors in,
 Losses come back a token at a time, (B, R), 0 where the mask is False. The script sums them and divides by one count: the
 trained tokens of the whole optimizer step, over all micro-batches and all ranks. A mean of means weighs tokens by accident.
 """
+import math
+
 import torch
 
 
@@ -114,3 +116,14 @@ def adapt_kl_coef(kl_coef, kl, target, horizon, episodes):
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * episodes / horizon)
+
+
+def learning_rate_at(iteration, peak, warmup, max_iters, shape):
+    """
+    The learning rate of an iteration, counted from 0: linear warm-up to peak over `warmup` iterations, then constant, or down
+    to 0 at max_iters in a straight line or half a cosine. A function of the iteration, so there is no scheduler to save.
+    """
+    if iteration < warmup:
+        return peak * (iteration + 1) / warmup
+    progress = (iteration - warmup) / max(max_iters - warmup, 1)
+    return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[shape]

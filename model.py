@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from configurator import BadInput
 
@@ -214,9 +215,15 @@ class Layer(nn.Module):
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
     def mlp(self, x):
-        if self.c.gated_mlp:
-            return self.down(self.activation(self.gate(x)) * self.up(x))
-        return self.down(self.activation(self.up(x)))
+        branches = (self.gate(x), self.up(x)) if self.c.gated_mlp else (self.up(x),)
+        if torch.is_grad_enabled():
+            # what lies between the branches and `down` is the widest of all activations and the cheapest to compute again
+            return checkpoint(self.narrow, *branches, use_reentrant=False, preserve_rng_state=False)
+        return self.narrow(*branches)
+
+    def narrow(self, gate, *up):
+        """The activation, times the other branch if there is one, and back to the model's width."""
+        return self.down(self.activation(gate) * up[0] if up else self.activation(gate))
 
     def forward(self, x, rotation, allowed, cache):
         if self.c.parallel_residual:
@@ -312,6 +319,8 @@ class Transformer(nn.Module):
                 self.frequencies[x.device] = rope_frequencies(self.config).to(x.device)
             angles = positions[:, None, :, None].float() * self.frequencies[x.device]  # (B, 1, T, rotary_dim / 2)
             rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        if attention_mask is not None and cache is None and attention_mask[:, 0].all():
+            attention_mask = None  # padding on the right only: causal attention never looks there, and is faster unmasked
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
         for layer in self.layers:

@@ -4,6 +4,7 @@ function here then returns at once, so that the scripts have no branch.
 """
 import datetime
 import os
+import resource
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,13 @@ def all_reduce_metrics(metrics):
         pairs = pairs.to(device)
         dist.all_reduce(pairs)
     return {name: (total / max(count, 1)) for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
+
+
+def peak_memory_mib(device):
+    """The most memory that this process has held: allocated by torch on a GPU, resident in all on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------

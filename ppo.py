@@ -20,9 +20,7 @@ B responses of an iteration, P prompt length, R response length, T = P + R, V vo
 """
 import contextlib
 import hashlib
-import math
 import os
-import resource
 import time
 
 import torch
@@ -30,20 +28,10 @@ import torch
 import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
 from configurator import BadConfig, BadInput, Stop, configure
-from data import batch_rows, check_tokenizer_fits, load_tokenizer, permutation, read_jsonl
+from data import batch_rows, check_tokenizer_fits, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
-from loss import (
-    adapt_kl_coef,
-    entropy_from_logits,
-    kl_estimate,
-    logprobs_from_logits,
-    masked_mean,
-    masked_sum,
-    masked_whiten,
-    policy_loss,
-    scaled_logits,
-    value_loss,
-)
+from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, kl_estimate, learning_rate_at, logprobs_from_logits,
+                  masked_mean, masked_sum, masked_whiten, policy_loss, scaled_logits, value_loss)
 from model import Transformer, freeze
 from rewards import accuracy, last_real, reward_model_scores, thinks
 from rollout import generate, response_uniforms
@@ -167,36 +155,23 @@ def response_logits(model, rows):
     return scaled_logits(logits, temperature, tokenizer.vocab_size)
 
 
-def response_logprobs(model, rows):
-    """Log-prob of each response token, (b, R)."""
-    R = rows["response_mask"].shape[1]
-    return logprobs_from_logits(response_logits(model, rows), rows["tokens"][:, -R:])
+def response_logprobs(logits, rows):
+    """Log-prob of each response token, (b, R), and 0 under the mask: there exp could overflow into somebody's gradient."""
+    mask = rows["response_mask"]
+    return torch.where(mask, logprobs_from_logits(logits, rows["tokens"][:, -mask.shape[1]:]), 0)
 
 
 def response_values(rows):
     """V of the state before each response token, (b, R)."""
     with precision:
         values = value_model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
-    return values.to(torch.promote_types(values.dtype, torch.float32)) + value_model.config.score_shift
+    return torch.where(rows["response_mask"], at_least_float32(values) + value_model.config.score_shift, 0)
 
 
 def reward(rows):
     """The learned reward of each response, (b,). Anything that is called like this can take its place."""
     with precision:
         return reward_model_scores(rows, reward_model, reward_tokenizer, tokenizer, micro_batch_size)
-
-
-def micro_batches(batch, rows):
-    """
-    Slices of the batch for these row indices, micro_batch_size at a time, cut to the columns that any of its rows uses.
-    Rows of like length share a slice: less padding to compute. Neither can change a result beyond rounding.
-    """
-    T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
-    rows = rows[batch["attention_mask"][rows].sum(1).argsort(stable=True)]
-    for part in rows.split(micro_batch_size):
-        used = batch["attention_mask"][part].any(0)  # (T,)
-        columns = {T: used, R: used[T - R:]}
-        yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
 
 
 def rollout_and_score(rows, purpose, iteration):
@@ -223,17 +198,14 @@ def rollout_and_score(rows, purpose, iteration):
         for name in ("old_logprobs", "ref_logprobs", "values"):
             mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
         mine["index"] = torch.arange(len(slots), device=device)
-        for mb in micro_batches(mine, mine["index"]):
+        for mb in micro_batches(mine, mine["index"], micro_batch_size):
             length = mb["response_mask"].shape[1]
-            mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)
-            mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)
+            mine["old_logprobs"][mb["index"], :length] = response_logprobs(response_logits(policy, mb), mb)
+            mine["ref_logprobs"][mb["index"], :length] = response_logprobs(response_logits(ref_policy, mb), mb)
             mine["values"][mb["index"], :length] = response_values(mb)
         mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
-    mask = batch["response_mask"]
-    for name in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values"):
-        batch[name] = torch.where(mask, batch[name], 0)
     parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")},
                           iteration)
 
@@ -260,14 +232,6 @@ def must_agree(worst_gap, what, iteration):
         raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
                    f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
     return worst
-
-
-def get_lr(iteration, peak, warmup, decay):
-    """Linear warm-up, then constant, or down to 0 at max_iters."""
-    if iteration < warmup:
-        return peak * (iteration + 1) / warmup
-    progress = (iteration - warmup) / max(max_iters - warmup, 1)
-    return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[decay]
 
 
 def lap(phase):
@@ -342,8 +306,9 @@ for iteration in range(start, max_iters + 1):
     # 4) PPO epochs: policy and value model each have their loss, optimizer and learning rate
     names = ["loss/policy", "loss/value", "loss/kl", "policy/approx_kl", "policy/clipfrac", "val/clipfrac"]
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
-    learning_rates = {policy_optimizer: get_lr(iteration, learning_rate, warmup_iters, lr_decay),
-                      value_optimizer: get_lr(iteration, value_learning_rate, value_warmup_iters, value_lr_decay)}
+    learning_rates = {
+        policy_optimizer: learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
+        value_optimizer: learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters, value_lr_decay)}
     ratio_gap, steps = torch.zeros((), device=device), 0
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(ppo_epochs)]
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
@@ -351,10 +316,10 @@ for iteration in range(start, max_iters + 1):
         drift = -sums["policy/approx_kl"]
         for flat in policy_gradients + value_gradients:
             flat.zero_()
-        for mb in micro_batches(batch, parallel.my_share(rows)):
+        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
             m = mb["response_mask"]  # (b, R)
             logits = response_logits(policy, mb)  # (b, R, V)
-            logprobs = logprobs_from_logits(logits, mb["tokens"][:, -m.shape[1]:])  # (b, R)
+            logprobs = response_logprobs(logits, mb)  # (b, R)
             if steps == 0:
                 ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], m))
             pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange)
@@ -411,8 +376,7 @@ for iteration in range(start, max_iters + 1):
     # 6) timing and logging
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record["mem/peak_mib"] = (torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda"
-                              else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    record["mem/peak_mib"] = parallel.peak_memory_mib(device)
     write_log(out_dir, record)
     if master:
         known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""

@@ -34,7 +34,9 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size):
     """The reward model's scalar at the last real token of each row, plus its score_shift: (B,) in at least float32."""
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
-    for rows in attention_mask.sum(1).argsort(stable=True).split(micro_batch_size):  # like lengths meet: less padding
+    order = attention_mask.sum(1).argsort(stable=True)  # like lengths meet: less padding
+    for i in range(0, len(tokens), micro_batch_size):
+        rows = order[i:i + micro_batch_size]
         mask = attention_mask[rows]
         used = mask.any(0)  # the columns that any of these rows uses
         mask = mask[:, used]
@@ -54,11 +56,9 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
         ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
         sequences.append(ids if finished else ids[:-1])
-        if len(ids) > reward_model.config.max_positions:
-            raise BadInput(f"a response has {len(ids)} tokens in the reward model's tokenizer, more than its context of "
-                           f"{reward_model.config.max_positions}; lower max_new_tokens")
-    if not sequences:
-        return torch.zeros(0, dtype=reward_model.score.weight.dtype, device=batch["tokens"].device)
+        if len(sequences[-1]) > reward_model.config.max_positions:
+            raise BadInput(f"a response has {len(sequences[-1])} tokens in the reward model's tokenizer, more than its context "
+                           f"of {reward_model.config.max_positions}; lower max_new_tokens")
     tokens, mask = right_pad(sequences, reward_tokenizer.pad_id)
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size)

@@ -9,7 +9,6 @@ Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, a
 resumes. This script has the sections of sft.py; `diff sft.py rm.py` shows what a reward model changes.
 """
 import contextlib
-import math
 import os
 import time
 
@@ -19,7 +18,7 @@ import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
 from configurator import BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
-from loss import preference_loss
+from loss import learning_rate_at, preference_loss
 from model import Transformer
 from rewards import last_real
 
@@ -112,14 +111,6 @@ def pair_scores(rows, where):
     return scores.chunk(2)
 
 
-def get_lr(iteration):
-    """Linear warm-up, then constant, or down to 0 at max_iters."""
-    if iteration < warmup_iters:
-        return learning_rate * (iteration + 1) / warmup_iters
-    progress = (iteration - warmup_iters) / max(max_iters - warmup_iters, 1)
-    return learning_rate * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[lr_decay]
-
-
 @torch.no_grad()
 def evaluate():
     """Held-out loss, and in how many pairs the chosen one scores higher (a tie counts half); every rank does its share."""
@@ -182,18 +173,19 @@ for iteration in range(start, max_iters + 1):
     parallel.all_reduce_gradients(gradients)
     norm = parallel.clip_gradients(gradients, grad_clip)
     parallel.check_gradients(norm, reward_model, "reward_model", iteration)
+    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     for group in optimizer.param_groups:
-        group["lr"] = get_lr(iteration)
+        group["lr"] = lr
     optimizer.step()
 
     record |= parallel.all_reduce_metrics(sums)
-    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": get_lr(iteration), "time/iteration": time.time() - t0}
+    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr, "time/iteration": time.time() - t0}
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | right {record['train/accuracy']:.0%} | "
-              f"grad norm {norm:.2f} | lr {get_lr(iteration):.1e} | eta {eta:.0f}s", flush=True)
+              f"grad norm {norm:.2f} | lr {lr:.1e} | eta {eta:.0f}s", flush=True)
 
 # Pairs only fix differences of scores. Their zero point is ours to choose: the average demonstration (N+ detail 15), so that a
 # fixed penalty for not ending means the same for every reward model.

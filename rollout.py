@@ -141,5 +141,5 @@ def sample(logits, uniform, temperature, vocab_size=None):
         # first entry *above* the uniform belongs to a token of positive probability, so impossible ids stay impossible.
         last = cdf[:, -1]
         point = torch.minimum(uniform.to(cdf.dtype) * last, torch.nextafter(last, torch.zeros_like(last)))
-        token = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+        token = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1).clamp(max=(vocab_size or logits.shape[-1]) - 1)
     return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)

@@ -7,7 +7,6 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py                          #
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again resumes.
 """
 import contextlib
-import math
 import os
 import time
 
@@ -17,7 +16,7 @@ import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
-from loss import logprobs_from_logits, masked_sum, scaled_logits
+from loss import learning_rate_at, logprobs_from_logits, masked_sum, scaled_logits
 from model import Transformer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,14 +125,6 @@ def completion_logprobs(pairs):
     return logprobs, mask[:, 1:]
 
 
-def get_lr(iteration):
-    """Linear warm-up, then constant, or down to 0 at max_iters."""
-    if iteration < warmup_iters:
-        return learning_rate * (iteration + 1) / warmup_iters
-    progress = (iteration - warmup_iters) / max(max_iters - warmup_iters, 1)
-    return learning_rate * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[lr_decay]
-
-
 @torch.no_grad()
 def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
@@ -181,17 +172,18 @@ for iteration in range(start, max_iters + 1):
     parallel.all_reduce_gradients(gradients)
     norm = parallel.clip_gradients(gradients, grad_clip)
     parallel.check_gradients(norm, policy, "policy", iteration)
+    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     for group in optimizer.param_groups:
-        group["lr"] = get_lr(iteration)
+        group["lr"] = lr
     optimizer.step()
 
     record |= parallel.all_reduce_metrics({"loss/sft": [total * world_size, world_size]})
-    record |= {"policy/grad_norm": norm.item(), "policy/lr": get_lr(iteration), "time/iteration": time.time() - t0}
+    record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": time.time() - t0}
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
-        print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | grad norm {norm:.2f} | lr {get_lr(iteration):.1e} "
+        print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | grad norm {norm:.2f} | lr {lr:.1e} "
               f"| {token_count / record['time/iteration']:.0f} tok/s | eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)

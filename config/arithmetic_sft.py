@@ -1,6 +1,7 @@
 """
-SFT on the built-in addition task: a GPT-2 of 0.27M parameters, one layer, from scratch, on a laptop. Two CPU cores: about a minute and
-a half. Expect it to think in 3 of 10 answers, to be right nearly always when it does and nearly never when it does not.
+SFT on the built-in addition task: a GPT-2 of 0.27M parameters from scratch, on a laptop. It has one layer, so it can add on
+paper but not in its head: expect it to think in 3 of 10 answers, to be right nearly always when it does (98 %) and hardly
+ever when it does not (about 10 %). Two CPU cores: under a minute.
 """
 out_dir = "out/arithmetic_sft"
 init_from = "scratch"

@@ -135,7 +135,8 @@ def test_wrong_type_names_key_wanted_and_given(toy, arg, wanted, given):
 
 @pytest.mark.parametrize("line, wanted, given", [
     ("count = 2.5", "int like 3", "float 2.5"), ("count = '3'", "int like 3", "str '3'"),
-    ("rate = True", "float like 0.5", "bool True"), ("flag = 1", "bool like False", "int 1"), ("out_dir = 7", "str like 'out/toy'", "int 7"),
+    ("rate = True", "float like 0.5", "bool True"), ("flag = 1", "bool like False", "int 1"),
+    ("out_dir = 7", "str like 'out/toy'", "int 7"),
     ("out_dir = None", "str like 'out/toy'", "NoneType None"), ("count = [1]", "int like 3", "list [1]")])
 def test_wrong_type_in_a_file(toy, line, wanted, given):
     write("c.py", line)
@@ -166,7 +167,8 @@ def test_a_missing_file(toy, arg):
     ("count = 4\nrate = = 2\n", 2, "invalid syntax"), ("count = 4\n\nrate = (1\n", 3, "never closed"),
     ("count = 4\nrate = 1 / 0\n", 2, "ZeroDivisionError"),
     ("import os\n\nout_dir = os.environ['NO_SUCH_NAME']\n", 3, "KeyError"),
-    ("def _f():\n    return _g()\n\ncount = _f()\n", 2, "NameError"), ("import no_such_module_at_all\n", 1, "ModuleNotFoundError"),
+    ("def _f():\n    return _g()\n\ncount = _f()\n", 2, "NameError"),
+    ("import no_such_module_at_all\n", 1, "ModuleNotFoundError"),
     ("count = 4\nraise ValueError('no')\n", 2, "ValueError: no"),
     ("raise ValueError('two\\nlines')\n", 1, "ValueError: two"), ("raise ValueError\n", 1, "ValueError")])
 def test_a_broken_file_names_the_line(toy, text, line, what):

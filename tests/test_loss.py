@@ -172,7 +172,7 @@ def test_kl_estimators_by_enumeration():
     kl = (p * (logp - logq)).sum()
     values = dict(k1=kl, k2=(p * (logp - logq) ** 2).sum() / 2, k3=kl)
     gradients = dict(k1=np.zeros(V), k2=p * (logp - logq - kl), k3=p - q)
-    assert abs(values["k2"] - kl) > 0.1 * kl
+    assert abs(values["k2"] - kl) > 0.05 * kl
     assert np.abs(gradients["k3"] - gradients["k2"]).max() > 0.1 * np.abs(gradients["k2"]).max()
     for kind in ("k1", "k2", "k3"):
         leaf = theta.clone().requires_grad_()
@@ -181,7 +181,7 @@ def test_kl_estimators_by_enumeration():
         mean = (torch.tensor(p) * estimates).sum()  # the sampling is not differentiated, as in PPO
         mean.backward()
         assert mean.item() == pytest.approx(values[kind], abs=1e-14), kind
-        assert np.abs(leaf.grad.numpy() - gradients[kind]).max() < 1e-15, kind
+        assert np.abs(leaf.grad.numpy() - gradients[kind]).max() < 2e-15, kind
 
 
 def test_kl_estimates_by_hand():
@@ -285,7 +285,8 @@ def test_garbage_under_the_mask(garbage, cliprange_value):
                       for i, x in enumerate((new, old, target))]
             loss, clipped = f(*leaves)
             loss.sum().backward()
-            results.append([loss, clipped, *(leaf.grad for leaf in leaves)])
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            results.append([loss, clipped, *gradients])
         clean = results[0]
         assert clean[0][mask].abs().min() > 0
         for result in results:
@@ -325,7 +326,7 @@ def test_every_split_into_micro_batches_has_the_same_gradient():
         edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), B]
         parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
         assert (gradient(parts, False) - whole).abs().max() < 1e-12
-        if len(parts) > 1:
+        if len({int(mask[rows].sum()) for rows in parts}) > 1:  # by accident, equal counts weigh tokens equally
             assert (gradient(parts, True) - whole).abs().max() > 1e-6
     assert (gradient([slice(i, i + 1) for i in range(B)], True) - whole).abs().max() > 0.1 * whole.abs().max()
 

@@ -1,0 +1,139 @@
+"""
+How fast is it, against what, and in how much memory? One run on random models, nothing to prepare:
+
+OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python bench.py          # a 4-layer, 256-wide Llama on two CPU cores
+python bench.py --d_model=2048 --n_layer=16 --n_head=32 --dtype=bfloat16       # about a 1B model, on a GPU
+
+First tokens/s of our generate and of transformers' generate, in turns on the same weights and prompts, every response of
+full length. Then a PPO iteration (ppo.py as a subprocess, two more iterations to warm up) by phase, and its peak memory:
+resident on a CPU, allocated on a GPU. Medians; unpinned threads make them worthless (see the first command).
+"""
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from checkpoint import save_model
+from configurator import BadConfig, Stop, configure
+from data import ByteTokenizer
+from model import Transformer, freeze
+from rollout import generate
+
+# ---------------------------------------------------------------------------------------------------------------------
+d_model = 256  # width of the Llama [>= 2]
+n_layer = 4  # its layers [>= 1]
+n_head = 4  # its attention heads [>= 1]
+n_kv_head = 4  # its key-value heads [>= 1]
+d_ff = 688  # width of its gated MLP [>= 1]
+vocab_size = 512  # its vocabulary, at least the 256 bytes and two [>= 258]
+batch_size = 32  # responses [>= 1]
+prompt_length = 32  # tokens of each prompt [>= 1]
+max_new_tokens = 128  # tokens of each response [>= 1]
+ppo_epochs = 4  # passes of the PPO update over the batch [>= 1]
+micro_batch_size = 32  # rows scored or trained at once [>= 1]
+repeats = 5  # timed runs of each, after one to warm up [>= 1]
+transformers = True  # also time transformers' generate
+ppo = True  # also time a PPO iteration
+device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
+config = configure(globals())
+# ---------------------------------------------------------------------------------------------------------------------
+if d_model % (2 * n_head) or n_head % n_kv_head:
+    raise BadConfig("d_model must be a multiple of 2 * n_head, and n_head of n_kv_head")
+device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+shape = dict(batch=batch_size, prompt=prompt_length, new=max_new_tokens)
+
+
+def build(head):
+    """A random Llama that never samples EOS: its logits are large, except for EOS and padding, whose are always 0."""
+    model = Transformer.from_scratch(dict(
+        model_type="llama", vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=n_layer,
+        num_attention_heads=n_head, num_key_value_heads=n_kv_head, max_position_embeddings=prompt_length + max_new_tokens,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None), head)
+    with torch.no_grad():
+        if head == "lm":
+            model.lm_head.weight.mul_(8)
+            model.lm_head.weight[-2:] = 0
+    return model
+
+
+def timed(run):
+    """Seconds of run(), once the device has caught up."""
+    began = time.perf_counter()
+    with torch.no_grad(), precision:
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def report(name, seconds, **more):
+    """One line for people, median first."""
+    rate = batch_size * max_new_tokens / statistics.median(seconds)
+    print(f"{name:<28} {statistics.median(seconds):8.3f} s (min {min(seconds):.3f}, max {max(seconds):.3f}) {rate:9.0f} tokens/s"
+          + "".join(f"  {k} {v}" for k, v in more.items()), flush=True)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    tokenizer = ByteTokenizer({"markers": [f"<x{i}>" for i in range(vocab_size - 258)], "eos": "<eos>", "pad": "<pad>"})
+    policy = build("lm")
+    for name, model in (("policy", policy), ("reward_model", build("scalar"))):
+        save_model(os.path.join(folder, name), model, tokenizer)
+    n_params = sum(p.numel() for p in policy.parameters())
+    print(f"{n_params / 1e6:.1f}M parameters, {dtype}, {device}, {torch.get_num_threads()} CPU threads; "
+          + ", ".join(f"{k} {v}" for k, v in shape.items()))
+
+    # generate, ours and theirs in turns, so that a slow moment of the machine hits both
+    policy = freeze(policy.to(device, weights_dtype))
+    prompts = torch.randint(0, 256, (batch_size, prompt_length), generator=torch.Generator().manual_seed(0))
+    contestants = {"generate": lambda: generate(policy, prompts.tolist(), max_new_tokens)}
+    if transformers:
+        import transformers as hf
+
+        hf.logging.set_verbosity_error()
+        theirs = hf.AutoModelForCausalLM.from_pretrained(os.path.join(folder, "policy"), dtype=weights_dtype).to(device).eval()
+        settings = hf.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                       eos_token_id=None, pad_token_id=0, disable_compile=True)
+        on_device = prompts.to(device)
+        contestants["transformers generate"] = lambda: theirs.generate(
+            on_device, attention_mask=torch.ones_like(on_device), generation_config=settings)
+    seconds = {name: [] for name in contestants}
+    for i in range(repeats + 1):
+        for name, run in contestants.items():
+            t = timed(run)
+            seconds[name] += [t] if i else []
+    for name, times in seconds.items():
+        report(name, times)
+    if transformers:
+        ratio = statistics.median(b / a for a, b in zip(seconds["generate"], seconds["transformers generate"], strict=True))
+        print(f"generate is {ratio:.2f} times as fast as transformers' (median of {repeats} pairs)")
+        del theirs
+
+    if ppo:
+        with open(os.path.join(folder, "prompts.jsonl"), "w", encoding="utf-8") as f:
+            for row in (prompts % 26 + 97).tolist():
+                f.write(json.dumps({"prompt": bytes(row).decode()}) + "\n")
+        path = {name: os.path.join(folder, name) for name in ("policy", "reward_model", "prompts.jsonl", "run")}
+        keys = dict(out_dir=path["run"], policy_path=path["policy"], reward_path=path["reward_model"],
+                    prompts_path=path["prompts.jsonl"], eval_path=path["prompts.jsonl"], eval_size=1, eval_interval=10**6,
+                    batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=max_new_tokens, temperature=1.0,
+                    ppo_epochs=ppo_epochs, max_iters=repeats + 2, learning_rate=1e-5, device=device, dtype=dtype)
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ppo.py")
+        done = subprocess.run([sys.executable, script, *[f"--{k}={v}" for k, v in keys.items()]], capture_output=True, text=True)
+        if done.returncode:
+            raise Stop(f"ppo.py failed: {done.stderr.strip().splitlines()[-1]}")
+        with open(os.path.join(path["run"], "log.jsonl"), encoding="utf-8") as f:
+            records = [json.loads(line) for line in f][2:-1]  # without the warm-up, and the last, which only evaluates
+        if any(r["objective/length"] != max_new_tokens for r in records):
+            raise Stop("some responses ended early, so the work was not what it should be")
+        phases = {p: f"{statistics.median(r[f'time/{p}'] for r in records):.3f}" for p in ("rollout", "score", "update")}
+        report("PPO iteration", [r["time/iteration"] for r in records], **phases)
+        print(f"PPO peak memory: {max(r['mem/peak_mib'] for r in records):.0f} MiB")

@@ -1,0 +1,430 @@
+"""checkpoint.py: what is saved comes back bit by bit, what is damaged is refused, what is another run's is left alone."""
+import ast
+import glob
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+from families import make
+
+import checkpoint
+from checkpoint import (
+    cut_log,
+    find_checkpoint,
+    load_checkpoint,
+    open_run,
+    save_checkpoint,
+    save_final,
+    write_log,
+)
+from configurator import BadInput
+from data import ByteTokenizer, load_tokenizer
+from model import Transformer
+
+TOKENIZER = ByteTokenizer({"markers": ["<a>"], "eos": "<eos>", "pad": "<pad>"})
+TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=16)
+
+
+def tiny(head="lm", seed=0):
+    return Transformer.from_scratch(TINY, head=head, seed=seed)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.95), 1e-8, 0.1, fused=True)
+
+
+def train(model, optimizer, iterations):
+    """One step an iteration, on tokens that are a function of the iteration, as in the scripts."""
+    for iteration in iterations:
+        tokens = torch.randint(0, 11, (3, 9), generator=torch.Generator().manual_seed(iteration))
+        out = model(tokens)
+        optimizer.zero_grad()
+        (out.logsumexp(-1) - out[..., 2] if out.dim() == 3 else (out - 1.0) ** 2).mean().backward()
+        optimizer.step()
+
+
+def snapshot(model, optimizer):
+    """Copies of all weights and of all optimizer state, by name."""
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in list(model.named_parameters()):
+        tensors |= {f"{name} {k}": v.clone() for k, v in optimizer.state[p].items()}
+    return tensors
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def save(out_dir, iteration, keep=9, seed=0, state=None):
+    """A checkpoint of an untrained tiny model."""
+    model = tiny(seed=seed)
+    os.makedirs(out_dir, exist_ok=True)
+    save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, state or {}, TOKENIZER, keep)
+
+
+def checkpoints(out_dir):
+    return sorted(os.path.basename(f) for f in glob.glob(os.path.join(glob.escape(str(out_dir)), "checkpoint-*")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving and loading
+
+
+@pytest.mark.parametrize("variant, dtype", [("tiny", torch.float32), ("gpt2", torch.float32), ("gpt_neox", torch.float32),
+                                            ("llama3-gqa-tied", torch.float32), ("qwen3-biases-tied", torch.float64)])
+def test_resuming_changes_no_bit(variant, dtype, tmp_path):
+    """Policy and value model: three steps, save, load into other models, three steps; or six steps without a stop."""
+    if variant == "tiny":
+        start = {head: tiny(head).state_dict() for head in ("lm", "scalar")}
+        fresh = {head: lambda seed, head=head: tiny(head, seed).to(dtype) for head in ("lm", "scalar")}
+    else:
+        make(variant).save_pretrained(tmp_path / "lm")
+        lm = str(tmp_path / "lm")
+        fresh = {head: lambda seed, head=head: Transformer.from_pretrained(lm, head=head, dtype=dtype, seed=seed)
+                 for head in ("lm", "scalar")}
+        start = {head: fresh[head](0).state_dict() for head in fresh}
+    models, ends = {}, {}
+    for name, head in (("policy", "lm"), ("value_model", "scalar")):
+        model = models[name] = fresh[head](0)
+        model.load_state_dict(start[head])
+    optimizers = {name: adamw(model) for name, model in models.items()}
+    for name in models:
+        train(models[name], optimizers[name], range(3))
+    middle = {name: snapshot(models[name], optimizers[name]) for name in models}
+    save_checkpoint(str(tmp_path), 3, models, optimizers, {"kl_coef": 0.1, "note": "x"}, TOKENIZER, 1)
+    for name in models:
+        assert same(snapshot(models[name], optimizers[name]), middle[name])  # saving changes nothing
+        train(models[name], optimizers[name], range(3, 6))
+        ends[name] = snapshot(models[name], optimizers[name])
+        moments = [k for k in ends[name] if " " in k]
+        assert {k.split()[1] for k in moments} == {"step", "exp_avg", "exp_avg_sq"}
+        assert len(moments) == 3 * len(list(models[name].parameters()))
+        assert all(ends[name][k].item() == 6 for k in moments if k.endswith("step"))
+
+    folder, state = find_checkpoint(str(tmp_path))
+    assert os.path.basename(folder) == "checkpoint-000003"
+    assert state == {"iteration": 3, "kl_coef": 0.1, "note": "x"}
+    models = {"policy": fresh["lm"](5), "value_model": fresh["scalar"](5)}
+    with torch.no_grad():
+        for model in models.values():
+            for p in model.parameters():
+                p.add_(1.0)
+    optimizers = {name: adamw(model) for name, model in models.items()}
+    load_checkpoint(folder, models, optimizers)
+    for name in models:
+        assert same(snapshot(models[name], optimizers[name]), middle[name])
+        assert all(p.requires_grad and p.is_leaf for p in models[name].parameters())
+        train(models[name], optimizers[name], range(3, 6))
+        assert same(snapshot(models[name], optimizers[name]), ends[name])
+        assert not same(middle[name], ends[name])
+
+
+def test_every_file_is_in_the_manifest(tmp_path):
+    models = {"policy": tiny(), "value_model": tiny("scalar")}
+    optimizers = {name: adamw(model) for name, model in models.items()}
+    for name in models:
+        train(models[name], optimizers[name], range(1))
+    save_checkpoint(str(tmp_path), 12, models, optimizers, {}, TOKENIZER, 1)
+    folder = tmp_path / "checkpoint-000012"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert set(manifest) == files - {"manifest.json"}
+    assert {"state.json", "policy_optimizer.safetensors", "value_model_optimizer.safetensors", "policy/model.safetensors",
+            "policy/generation_config.json", "policy/tiktoken.json", "value_model/config.json"} <= files
+    for name, digest in manifest.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert load_tokenizer(str(folder / "policy")).eos_ids == TOKENIZER.eos_ids
+    assert os.listdir(tmp_path) == ["checkpoint-000012"]  # no temporary folder is left
+
+
+def test_keep(tmp_path):
+    for iteration in (5, 50, 500, 99_999, 100_000):
+        save(tmp_path, iteration, keep=2)
+    assert checkpoints(tmp_path) == ["checkpoint-099999", "checkpoint-100000"]
+    assert find_checkpoint(str(tmp_path))[1] == {"iteration": 100_000}
+    save(tmp_path, 100_001, keep=1)
+    assert checkpoints(tmp_path) == ["checkpoint-100001"]
+    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True})  # the same number once more
+    assert checkpoints(tmp_path) == ["checkpoint-100001"]
+    folder, state = find_checkpoint(str(tmp_path))
+    assert state["again"] and os.listdir(tmp_path) == ["checkpoint-100001"]
+    model = tiny(seed=1)
+    load_checkpoint(folder, {"policy": model}, {"policy": adamw(model)})
+    assert torch.equal(model.embed.weight, tiny(seed=4).embed.weight)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_saved_is_kept(tmp_path, keep):
+    """A damaged checkpoint of a later iteration must not push out the good one that a resumed run writes."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "checkpoint-000020" / "state.json").write_text("{}")
+    assert find_checkpoint(str(tmp_path))[1]["iteration"] == 10
+    save(tmp_path, 12, keep=keep)
+    folder, state = find_checkpoint(str(tmp_path))
+    assert folder is not None and state["iteration"] == 12
+
+
+def test_an_out_dir_with_brackets(tmp_path):
+    out_dir = tmp_path / "kl[0.05]*?"
+    for iteration in (1, 2):
+        save(out_dir, iteration, keep=1)
+    assert checkpoints(out_dir) == ["checkpoint-000002"]
+    folder, state = find_checkpoint(str(out_dir))
+    assert state == {"iteration": 2} and os.path.dirname(folder) == str(out_dir)
+
+
+@pytest.mark.parametrize("spelling", ["{}//", "{}/./", "{}/../run", "run", "./run/", "run//"])
+def test_an_out_dir_in_another_spelling(tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("run")
+    out_dir = spelling.format(tmp_path / "run")
+    for iteration in (1, 2, 3):
+        model = tiny()
+        save_checkpoint(out_dir, iteration, {"policy": model}, {"policy": adamw(model)}, {}, TOKENIZER, 2)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-000002", "checkpoint-000003"]
+    assert find_checkpoint(out_dir)[1] == {"iteration": 3}
+
+
+def test_folders_that_are_no_checkpoints(tmp_path):
+    """A copy that somebody set aside is neither resumed from nor counted nor deleted."""
+    save(tmp_path, 3)
+    shutil.copytree(tmp_path / "checkpoint-000003", tmp_path / "checkpoint-backup")
+    for name in (".tmp-checkpoint-000009", ".old-checkpoint-000008"):
+        shutil.copytree(tmp_path / "checkpoint-000003", tmp_path / name)
+    save(tmp_path, 4, keep=1)
+    assert checkpoints(tmp_path) == ["checkpoint-000004", "checkpoint-backup"]
+    folder, state = find_checkpoint(str(tmp_path))
+    assert (os.path.basename(folder), state) == ("checkpoint-000004", {"iteration": 4})
+
+
+def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+    for name in ("write_json", "save_file", "sync", "sha256"):  # dies at some point before the renaming
+        with monkeypatch.context() as patch:
+            def die(*args):
+                raise KeyboardInterrupt
+            patch.setattr(checkpoint, name, die)
+            with pytest.raises(KeyboardInterrupt):
+                save(tmp_path, 6, keep=1)
+        assert checkpoints(tmp_path) == ["checkpoint-000003"]
+        assert find_checkpoint(str(tmp_path))[1] == {"iteration": 3}
+    leftover = tmp_path / ".tmp-checkpoint-000006"
+    assert leftover.is_dir()
+    (leftover / "stray.txt").write_text("from before")
+    save(tmp_path, 6, keep=1)
+    assert os.listdir(tmp_path) == ["checkpoint-000006"]
+    assert not (tmp_path / "checkpoint-000006" / "stray.txt").exists()
+
+
+def test_save_final(tmp_path):
+    for seed in (1, 2):  # the second replaces the first
+        save_final(str(tmp_path), "policy", tiny(seed=seed), TOKENIZER)
+        assert os.listdir(tmp_path) == ["policy"]
+        got = Transformer.from_pretrained(str(tmp_path / "policy"))
+        assert torch.equal(got.embed.weight, tiny(seed=seed).embed.weight)
+    generation = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [257], "pad_token_id": 258}
+    save_final(str(tmp_path), "reward_model", tiny("scalar"), TOKENIZER)
+    assert not (tmp_path / "reward_model" / "generation_config.json").exists()
+    assert load_tokenizer(str(tmp_path / "reward_model")).encode("<a>b") == [256, 98]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# damage
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run's folder with checkpoints 1 and 2, after real steps."""
+    out_dir = tmp_path_factory.mktemp("two")
+    model = tiny()
+    optimizer = adamw(model)
+    for iteration in (1, 2):
+        train(model, optimizer, [iteration])
+        save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
+    return out_dir
+
+
+FILES = ["manifest.json", "state.json", "policy_optimizer.safetensors", "policy/config.json", "policy/generation_config.json",
+         "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json", "policy/tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("damage", ["first bit", "middle bit", "last bit", "truncated", "emptied", "longer", "missing"])
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(two, tmp_path, damage, capsys):
+    assert sorted(str(f.relative_to(two / "checkpoint-000002")) for f in (two / "checkpoint-000002").rglob("*") if f.is_file()
+                  ) == sorted(FILES)
+    for name in FILES:
+        if name == "manifest.json" and damage == "longer":
+            continue  # white space after JSON is no damage
+        out_dir = shutil.copytree(two, tmp_path / f"{damage} {name.replace('/', ' ')}")
+        file = out_dir / "checkpoint-000002" / name
+        content = bytearray(file.read_bytes())
+        if damage.endswith("bit"):
+            place = dict(first=0, middle=len(content) // 2, last=len(content) - 1)[damage.split()[0]]
+            content[place] ^= 4
+        content = {"truncated": content[:-1], "emptied": b"", "longer": content + b" "}.get(damage, content)
+        file.write_bytes(content)
+        if damage == "missing":
+            file.unlink()
+        folder, state = find_checkpoint(str(out_dir))
+        assert (folder, state) == (str(out_dir / "checkpoint-000001"), {"iteration": 1}), name
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"{out_dir / 'checkpoint-000002'} is refused" in said
+        if name != "manifest.json" and damage != "missing":
+            assert f"{name} is damaged" in said
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "7", "null", '"x"', "{", '{"state.json": 3}', "\xff"])
+def test_a_strange_manifest_is_refused(two, tmp_path, text, capsys):
+    out_dir = shutil.copytree(two, tmp_path / "run")
+    (out_dir / "checkpoint-000002" / "manifest.json").write_bytes(text.encode("latin-1"))
+    assert find_checkpoint(str(out_dir))[1] == {"iteration": 1}
+    assert "checkpoint-000002 is refused" in capsys.readouterr().out
+
+
+def test_nothing_to_resume_from(two, tmp_path, capsys):
+    assert find_checkpoint(str(tmp_path)) == (None, None)
+    assert find_checkpoint(str(tmp_path / "nowhere")) == (None, None)
+    out_dir = shutil.copytree(two, tmp_path / "run")
+    for name in checkpoints(out_dir):
+        (out_dir / name / "state.json").unlink()
+    assert find_checkpoint(str(out_dir)) == (None, None)
+    said = capsys.readouterr().out
+    assert "checkpoint-000001 is refused" in said and "checkpoint-000002 is refused" in said
+
+
+def test_an_optimizer_file_of_another_model(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "run") / "checkpoint-000002"
+    from safetensors.torch import save_file
+
+    save_file({"no.such.parameter.exp_avg": torch.zeros(1)}, folder / "policy_optimizer.safetensors")
+    model = tiny()
+    with pytest.raises(BadInput, match="policy_optimizer.safetensors.*checkpoint-000002"):
+        load_checkpoint(str(folder), {"policy": model}, {"policy": adamw(model)})
+    (folder / "policy_optimizer.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(BadInput, match="policy_optimizer.safetensors.*checkpoint-000002"):
+        load_checkpoint(str(folder), {"policy": model}, {"policy": adamw(model)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the run's folder
+
+CONFIG = dict(seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
+MATCH = ["seed", "batch_size", "train_path"]
+
+
+def log_lines(out_dir):
+    return (out_dir / "log.jsonl").read_text().splitlines()
+
+
+def test_open_run_begins_and_resumes(tmp_path):
+    out_dir = tmp_path / "deep" / "run"
+    assert open_run(str(out_dir), CONFIG, MATCH) == (None, None)
+    assert json.loads((out_dir / "config.json").read_text()) == CONFIG
+    for iteration in range(6):
+        write_log(str(out_dir), {"iteration": iteration, "loss/a": iteration / 7})
+    assert [json.loads(line) for line in log_lines(out_dir)] == [{"iteration": i, "loss/a": i / 7} for i in range(6)]
+    save(out_dir, 4, state={"kl_coef": 0.3})
+    changed = dict(CONFIG, learning_rate=0.2)  # may differ
+    folder, state = open_run(str(out_dir), changed, MATCH)
+    assert (folder, state) == (str(out_dir / "checkpoint-000004"), {"iteration": 4, "kl_coef": 0.3})
+    assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
+    assert json.loads((out_dir / "config.json").read_text()) == changed
+
+
+@pytest.mark.parametrize("key, value", [("seed", 2), ("batch_size", 16), ("train_path", "data/y.jsonl")])
+def test_another_runs_folder_is_refused_and_left_alone(tmp_path, key, value):
+    open_run(str(tmp_path), CONFIG, MATCH)
+    for iteration in range(6):
+        write_log(str(tmp_path), {"iteration": iteration})
+    save(tmp_path, 4)
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    with pytest.raises(BadInput) as caught:
+        open_run(str(tmp_path), dict(CONFIG, **{key: value}), MATCH)
+    message = str(caught.value)
+    assert f"{key} = {CONFIG[key]!r}" in message and repr(value) in message and str(tmp_path) in message and "\n" not in message
+    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+
+
+def test_an_unreadable_config_is_refused(tmp_path):
+    save(tmp_path, 4)
+    for text in (None, "{", "\xff"):
+        if text:
+            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(BadInput, match="config.json: unreadable"):
+            open_run(str(tmp_path), CONFIG, MATCH)
+
+
+def test_config_json_is_replaced_whole(tmp_path):
+    """Other ranks read it while rank 0 writes it, and a kill may come at any time: a reader of the old file keeps the old."""
+    open_run(str(tmp_path), CONFIG, MATCH)
+    os.link(tmp_path / "config.json", tmp_path / "held")
+    open_run(str(tmp_path), dict(CONFIG, learning_rate=0.2), MATCH)
+    assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == 0.2
+    assert json.loads((tmp_path / "held").read_text()) == CONFIG
+
+
+def test_out_dir_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="out_dir .*file.* cannot be written"):
+        open_run(str(tmp_path / "file" / "run"), CONFIG, MATCH)
+
+
+def test_cut_log(tmp_path):
+    lines = ['{"iteration": 0, "loss/a": NaN}', '{"iteration": 1}', '{"iteration": 2}', '{"iteration": 3}', '{"iteration": 1',
+             "", "[]", "5", '"iteration"', '{"loss/a": 1}', '{"iteration": null}', "\xff\xfe", '{"iteration": 10}', '{"iterat']
+    for iteration, kept in ((0, 0), (1, 1), (3, 3), (99, 5)):
+        (tmp_path / "log.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+        cut_log(str(tmp_path), iteration)
+        assert log_lines(tmp_path) == (lines[:4] + ['{"iteration": 10}'])[:kept]
+    os.remove(tmp_path / "log.jsonl")
+    cut_log(str(tmp_path), 3)
+    assert log_lines(tmp_path) == [] and os.listdir(tmp_path) == ["log.jsonl"]
+
+
+def test_a_last_line_cut_before_its_newline_does_not_swallow_the_next(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}')
+    cut_log(str(tmp_path), 2)
+    write_log(str(tmp_path), {"iteration": 2})
+    assert [json.loads(line)["iteration"] for line in log_lines(tmp_path)] == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# no pickle
+
+
+def pickles(source):
+    """Lines of a source on which something is, or can be, pickled or unpickled."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        if {name.split(".")[0] for name in names} & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}:
+            found.append(node.lineno)
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        arguments = {k.arg: ast.unparse(k.value) for k in getattr(node, "keywords", [])} if called else {}
+        if called.endswith(("torch.save", "_object", "_object_list", "_objects")) or arguments.get("allow_pickle") == "True" or (
+                called.endswith("torch.load") and arguments.get("weights_only") != "True"):
+            found.append(node.lineno)
+    return found
+
+
+def test_no_pickle_anywhere():
+    for bad in ("import pickle", "from pickle import loads", "torch.load(f)", "torch.load(f, weights_only=False)",
+                "torch.save(x, f)", "dist.all_gather_object(a, b)", "np.load(f, allow_pickle=True)"):
+        assert pickles(f"x = 1\n{bad}\n") == [2], bad
+    assert pickles("'''No pickle.'''\ntorch.load(f, weights_only=True)") == []
+    scripts = glob.glob(os.path.join(ROOT, "*.py"))
+    assert len(scripts) >= 10
+    for script in scripts:
+        with open(script, encoding="utf-8") as f:
+            assert pickles(f.read()) == [], os.path.basename(script)

@@ -1,0 +1,492 @@
+"""The scripts as a user runs them: all of them once, then what ppo.py promises about ranks, sabotage, kills and bad input."""
+import json
+import math
+import os
+import re
+import time
+
+import pytest
+import tiny
+import torch
+
+from configurator import read_keys
+from model import Transformer
+
+FROZEN, TRAINED = ("ref_policy", "reward_model"), ("policy", "value_model")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+def succeeded(result):
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result
+
+
+def measured(record):
+    """A record without what no two runs share."""
+    return {k: v for k, v in record.items() if not k.startswith(("time/", "mem/"))}
+
+
+def alike(a, b, tolerance):
+    """Two records, or lists of records, with numbers within tolerance and all else equal."""
+    if isinstance(a, list):
+        return len(a) == len(b) and all(alike(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    same = [abs(a[k] - b[k]) <= tolerance * max(1, abs(a[k])) if isinstance(a[k], float) else a[k] == b[k] for k in a if k in b]
+    return a.keys() == b.keys() and all(same)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# every script once
+
+
+@pytest.fixture(scope="module")
+def chain(world, tmp_path_factory):
+    """sft.py from scratch -> rm.py -> ppo.py, each from the folder that the one before has left. Returns their folder."""
+    out = str(tmp_path_factory.mktemp("chain"))
+    policy, reward = f"{out}/sft/policy", f"{out}/rm/reward_model"
+    succeeded(tiny.run("sft.py", *world.sft(f"{out}/sft")))
+    succeeded(tiny.run("rm.py", *world.rm(f"{out}/rm", init_from=policy)))
+    succeeded(tiny.run("ppo.py", *world.ppo(f"{out}/ppo", policy_path=policy, reward_path=reward)))
+    return out
+
+
+def test_sft_and_rm_leave_models_and_logs(chain):
+    log = tiny.read_log(f"{chain}/sft")
+    assert [r["iteration"] for r in log] == [0, 1, 2, 3]
+    assert {"eval/loss", "loss/sft", "policy/grad_norm", "policy/lr", "time/iteration"} <= log[0].keys()
+    assert log[-1]["eval/loss"] < log[0]["eval/loss"]
+    log = tiny.read_log(f"{chain}/rm")
+    assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= log[0].keys()
+    assert {"eval/loss", "eval/accuracy"} <= log[-1].keys() and log[-1]["iteration"] == 3
+    reward_model = Transformer.from_pretrained(f"{chain}/rm/reward_model", head="scalar")
+    assert not reward_model.new_head and reward_model.config.score_shift != 0
+
+
+def test_ppo_logs_every_phase(chain):
+    log = tiny.read_log(f"{chain}/ppo")
+    assert [r["iteration"] for r in log] == [0, 1, 2, 3]
+    evaluation = {"eval/scores", "eval/kl", "eval/entropy", "eval/length", "eval/finished", "eval/accuracy", "eval/thinks"}
+    assert evaluation <= log[0].keys() and evaluation <= log[-1].keys() and not evaluation & log[1].keys()
+    wanted = {"objective/texts", "objective/scores", "objective/kl", "objective/entropy", "objective/accuracy",
+              "objective/kl_coef", "objective/non_score_reward", "objective/rlhf_reward", "loss/policy", "loss/value",
+              "policy/approx_kl", "policy/clipfrac", "policy/ratio_gap", "policy/sampler_gap", "policy/grad_norm", "policy/lr",
+              "val/clipfrac", "val/explained_variance", "val/grad_norm", "val/lr", "time/rollout", "time/score", "time/update",
+              "mem/peak_mib"}
+    for record in log[:-1]:
+        assert wanted <= record.keys()
+        assert all(math.isfinite(v) for v in record.values() if not isinstance(v, str))
+    assert log[0]["objective/kl"] == log[0]["eval/kl"] == 0 != log[1]["objective/kl"]
+
+
+@torch.no_grad()
+def test_transformers_loads_what_ppo_leaves(chain, world):
+    import transformers as hf
+
+    tokens = torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(f"{chain}/ppo/policy").eval()(tokens).logits
+    ours = Transformer.from_pretrained(f"{chain}/ppo/policy")
+    assert theirs.std() > 0.1 and (theirs - ours(tokens)).abs().max() < 1e-4
+    values = hf.AutoModelForSequenceClassification.from_pretrained(f"{chain}/ppo/value_model").eval()
+    theirs = values.score(values.base_model(tokens).last_hidden_state)[..., 0]
+    ours = Transformer.from_pretrained(f"{chain}/ppo/value_model", head="scalar")
+    assert (theirs - ours(tokens)).abs().max() < 1e-4
+    backend = hf.AutoTokenizer.from_pretrained(f"{chain}/ppo/policy")
+    assert backend("<think>1</think>2=é")["input_ids"] == [256, 49, 257, 50, 61, 0xC3, 0xA9]
+
+
+def test_sample_and_plot(chain, world, tmp_path):
+    policy, reward = f"--model={chain}/ppo/policy", f"--reward_model={chain}/rm/reward_model"
+    picture = tmp_path / "new" / "two.png"
+    size = "--max_new_tokens=6"
+    one, file, chat, plot = tiny.run_all([
+        (("sample.py", policy, size, "--prompt=1+2="), {}),
+        (("sample.py", policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward), {}),
+        (("sample.py", policy, size), dict(stdin="1+2=\n\n3+4=\n")),
+        (("plot.py", f"--runs={chain}/ppo,{chain}/sft", f"--out={picture}"), {}),
+    ])
+    for result in (one, file, chat, plot):
+        assert succeeded(result).stderr == ""
+    prompts = [json.loads(line)["prompt"] for line in open(world.rl_val, encoding="utf-8")][:3]
+    assert [line[2:] for line in one.stdout.split("\n") if line.startswith("> ")] == ["1+2="]
+    assert [line[2:] for line in file.stdout.split("\n") if line.startswith("> ")] == prompts
+    assert len(re.findall(r"\(score -?\d+\.\d\d\)$", file.stdout, re.M)) == 6
+    # the first line of a chat draws the noise of the first prompt: the same question, the same answer
+    answer = one.stdout.split("> 1+2=\n")[1]
+    assert answer and f"\n{answer}" in chat.stdout and len(chat.stdout) > len(one.stdout)
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
+    rows = [line.split() for line in plot.stdout.splitlines() if line.startswith(("ppo ", "sft "))]
+    assert [row[:2] for row in rows] == [["ppo", "0"], ["ppo", "3"], ["sft", "0"], ["sft", "3"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one run, any number of ranks, any memory knob
+
+IN_REWARD = dict(dtype="float64", num_minibatches=3, kl_target=1.0, kl_horizon=20)  # 3, 2, 2 rows: three ranks lack one
+IN_LOSS = dict(dtype="float64", kl_in="loss", kl_estimator="k2", entropy_coef=0.05, target_kl=0.1, value_init="policy",
+               gamma=0.95, reward_clip=0.7, cliprange_value=0.0, grad_clip=0.3, weight_decay=0.1, warmup_iters=2, max_iters=4,
+               learning_rate=6e-3)
+MEMORY = dict(micro_batch_size=64, rollout_batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def ranks(world, tmp_path_factory):
+    """The same runs on 1, 2 and 3 ranks: {ranks: folder with reward, loss, single, sft, rm}."""
+    out = str(tmp_path_factory.mktemp("ranks"))
+    in_loss = IN_LOSS | dict(reward_path=world.other_reward)
+
+    def calls(folder):
+        return [("ppo.py", world.ppo(f"{folder}/reward", **IN_REWARD)), ("ppo.py", world.ppo(f"{folder}/loss", **in_loss)),
+                ("ppo.py", world.ppo(f"{folder}/single", dtype="float32")),
+                ("sft.py", world.sft(f"{folder}/sft", dtype="float64")), ("rm.py", world.rm(f"{folder}/rm", dtype="float64"))]
+
+    more = [("ppo.py", world.ppo(f"{out}/memory/reward", **(IN_REWARD | MEMORY))),
+            ("ppo.py", world.ppo(f"{out}/memory/loss", **(in_loss | MEMORY))),
+            ("sft.py", world.sft(f"{out}/memory/sft", dtype="float64", micro_batch_size=7)),
+            ("rm.py", world.rm(f"{out}/memory/rm", dtype="float64", micro_batch_size=1)),
+            ("ppo.py", world.ppo(f"{out}/half", dtype="bfloat16"))]
+    succeeded(tiny.run_in_one(out, "one", calls(f"{out}/1") + more))
+    succeeded(tiny.run_in_one(out, "two", calls(f"{out}/2"), ranks=2))
+    succeeded(tiny.run_in_one(out, "three", calls(f"{out}/3"), ranks=3))
+    return out
+
+
+@pytest.mark.parametrize("name", ["reward", "loss"])
+@pytest.mark.parametrize("other", ["2", "3", "memory"])
+def test_ranks_and_memory_do_not_change_a_run(ranks, world, name, other):
+    one, two = f"{ranks}/1/{name}", f"{ranks}/{other}/{name}"
+    logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, two)]
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert alike(*logs, tolerance=1e-9)
+    for model in TRAINED:
+        assert tiny.distance(f"{one}/{model}", f"{two}/{model}") < 1e-9
+
+
+def test_those_runs_had_something_to_get_wrong(ranks, world):
+    """Weights moved, lengths and endings differed, the adaptive coefficient moved, target_kl cut some iterations short."""
+    for name, value_start in (("reward", world.reward), ("loss", None)):
+        folder = f"{ranks}/1/{name}"
+        assert tiny.distance(world.policy, f"{folder}/policy") > 1e-3
+        if value_start:
+            assert tiny.distance(value_start, f"{folder}/value_model") > 1e-3
+        log = tiny.read_log(folder)[:-1]
+        assert len(log) >= 3 and len({r["objective/texts"] for r in log}) == len(log)
+        assert any(0 < r["objective/finished"] < 1 for r in log)
+        assert all(r["policy/clipfrac"] > 0 for r in log)
+    assert len({r["objective/kl_coef"] for r in tiny.read_log(f"{ranks}/1/reward")[:-1]}) == 3
+    steps = [r["policy/steps"] for r in tiny.read_log(f"{ranks}/1/loss")[:-1]]
+    assert min(steps) < 4 == max(steps)
+
+
+def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
+    """IN_LOSS has a reward model whose markers have each other's ids; the policy's text is tokenized anew for it."""
+    from data import load_tokenizer
+
+    tokenizers = [load_tokenizer(path) for path in (world.policy, world.other_reward)]
+    assert tokenizers[0].fingerprint != tokenizers[1].fingerprint
+    assert all(math.isfinite(r["objective/scores"]) for r in tiny.read_log(f"{ranks}/1/loss")[:-1])
+
+
+def test_float32_samples_the_same_texts_on_two_ranks(ranks):
+    texts = [[r["objective/texts"] for r in tiny.read_log(f"{ranks}/{n}/single")[:-1]] for n in (1, 2, 3)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) == 3
+
+
+@pytest.mark.parametrize("name, model", [("sft", "policy"), ("rm", "reward_model")])
+def test_ranks_and_memory_do_not_change_sft_and_rm(ranks, name, model):
+    one = f"{ranks}/1/{name}"
+    for other in ("2", "3", "memory"):
+        logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, f"{ranks}/{other}/{name}")]
+        assert alike(*logs, tolerance=1e-9), other
+        assert tiny.distance(f"{one}/{model}", f"{ranks}/{other}/{name}/{model}") < 1e-9, other
+
+
+def test_bfloat16_stays_on_policy(ranks):
+    log = tiny.read_log(f"{ranks}/half")[:-1]
+    assert len(log) == 3 and all(0 < r["policy/sampler_gap"] < 0.02 for r in log)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sabotage
+
+SABOTAGE = """
+import json, torch
+import data, loss, parallel, rewards, rollout
+case, now, held, steps = os.environ.get("CASE"), -1, {}, 0
+
+def patch(owner, name, change):
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+def hurt(model):
+    held[model].get_parameter("layers.0.up.weight").data[1, 2] += 0.25
+
+def broadcast(original, models):
+    models = list(models)
+    held.update(zip(("policy", "ref_policy", "reward_model", "value_model"), models))
+    original(models)
+    if case == "another reference":
+        hurt("ref_policy")
+
+def batch_rows(original, seed, iteration, *rest):
+    global now
+    now = iteration
+    if now == 2 and (case == "reward_model on rank 1" and RANK == 1 or case == "ref_policy on all ranks"):
+        hurt("reward_model" if RANK == 1 and case.startswith("reward_model") else "ref_policy")
+    return original(seed, iteration, *rest)
+
+def step(original, optimizer, *args):
+    global steps
+    steps += 1
+    if now == 2 and RANK == 1 and case == "policy on rank 1":  # not earlier, or the on-policy check would notice first
+        hurt("policy")
+    return original(optimizer, *args)
+
+def scores(original, *args):
+    x = original(*args)
+    if now == 2 and RANK == 1 and case == "NaN score":
+        x[0] = torch.nan
+    return x
+
+def spoil(name):
+    def change(original, *args):
+        losses, clipped = original(*args)
+        if now == 2 and RANK == 1 and case == f"NaN {name}":
+            losses = losses * torch.nan
+        return losses, clipped
+    return change
+
+def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
+    return original(policy, prompts, n, temperature * (1.2 if case == "sampler" else 1), *rest, **kwargs)
+
+def logprobs(original, logits, tokens):
+    return original(logits * (1.01 if case == "forward" and torch.is_grad_enabled() else 1), tokens)
+
+patch(data, "batch_rows", batch_rows)
+patch(parallel, "broadcast_parameters", broadcast)
+patch(rewards, "reward_model_scores", scores)
+patch(loss, "policy_loss", spoil("policy"))
+patch(loss, "value_loss", spoil("value_model"))
+patch(rollout, "generate", generate)
+patch(loss, "logprobs_from_logits", logprobs)
+patch(torch.optim.AdamW, "step", step)
+"""
+
+SEVERAL = """
+said = []
+work = json.load(open(sys.argv[2]))
+for case, args in work:
+    now, steps = -1, 0
+    sys.argv = ["ppo.py", *args]
+    try:
+        runpy.run_path(os.path.join(os.environ["PYTHONPATH"], "ppo.py"), run_name="__main__")
+        kind, message = "nothing", ""
+    except Exception as e:
+        kind, message = type(e).__name__, str(e)
+    finite = all(bool(p.isfinite().all()) for m in ("policy", "value_model") for p in held[m].parameters())
+    said.append(dict(case=case, kind=kind, message=message, steps=steps, finite=finite))
+with open(os.environ["SAID"] + str(RANK), "w") as f:
+    json.dump(said, f)
+leave()
+sys.exit(0)
+"""
+
+STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
+CASES = {  # case -> what is said, optimizer steps before
+    "reward_model on rank 1": (r"iteration 3: .*: reward_model, parameter layers\.0\.up\.weight, differs on .*rank 1", 3 * STEPS),
+    "ref_policy on all ranks": (r"iteration 3: the frozen ref_policy has changed: parameter layers\.0\.up\.weight", 3 * STEPS),
+    "NaN score": (r"iteration 2: scores is not finite \(first in response 3 ", 2 * STEPS),
+    "NaN policy": (r"iteration 2: the gradient of policy's \w\S+ is not finite; stopped before the step", 2 * STEPS),
+    "NaN value_model": (r"iteration 2: the gradient of value_model's \w\S+ is not finite; stopped before the step", 2 * STEPS),
+    "another reference": (r"iteration 0: before any update, the log-probs of the reference differ", 0),
+    "sampler": (r"iteration 0: before any update, the log-probs of the sampler differ .*temperature", 0),
+    "forward": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
+    "": ("", 3 * STEPS),  # without sabotage, the sabotaged script is ppo.py
+}
+
+
+@pytest.fixture(scope="module")
+def sabotaged(world, tmp_path_factory):
+    """What each of two ranks raised in each case: {case: [rank 0's, rank 1's]}."""
+    out = tmp_path_factory.mktemp("sabotage")
+    wrapper = tiny.wrap(out / "wrapper.py", SABOTAGE + tiny.ONE_GROUP + SEVERAL)
+    work = [(case, world.ppo(f"{out}/{number}", sync_check_interval=1, timeout=20)) for number, case in enumerate(CASES)]
+    (out / "work.json").write_text(json.dumps(work))
+    succeeded(tiny.run("ppo.py", str(out / "work.json"), ranks=2, wrapper=wrapper, env={"SAID": f"{out}/said"}))
+    said = [json.loads((out / f"said{rank}").read_text()) for rank in (0, 1)]
+    return {case: [s[i] for s in said] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
+    pattern, steps = CASES[case]
+    for said in sabotaged[case]:
+        assert said["kind"] == ("Stop" if case else "nothing"), said
+        assert re.search(pattern, said["message"]) and "\n" not in said["message"], said
+        assert said["steps"] == steps and said["finite"], said
+    assert sabotaged[case][0]["message"] == sabotaged[case][1]["message"]
+
+
+def test_a_stopped_job_ends_at_once_with_one_line(world, tmp_path):
+    """The real thing: the policy changes on rank 1, and the user sees one line and the exit code of a failure."""
+    wrapper, began = tiny.wrap(tmp_path / "wrapper.py", SABOTAGE), time.time()
+    result = tiny.run("ppo.py", *world.ppo(tmp_path / "out", sync_check_interval=1), ranks=2, wrapper=wrapper,
+                      env={"CASE": "policy on rank 1"})
+    assert result.returncode != 0 and time.time() - began < 60
+    lines = [line for line in result.stderr.splitlines() if "ppo.py" in line and "error" in line]
+    assert len(lines) == 1, result.stderr
+    assert re.search(r"ppo\.py: error: iteration 3: .*: policy, parameter \S+, differs on .*rank 1 ", lines[0])
+    assert 'ppo.py", line' not in result.stderr  # no traceback of ours (torchrun prints its own)
+    assert not os.path.exists(tmp_path / "out" / "policy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# resume
+
+
+def test_a_killed_run_ends_in_the_same_weights(world, tmp_path):
+    """Killed in iteration 3, after the checkpoint of 2: the rest is done again, bit for bit. Another seed is refused."""
+    wrapper = tiny.wrap(tmp_path / "wrapper.py", """
+import data
+original = data.batch_rows
+def batch_rows(seed, iteration, *rest):
+    if iteration == 3:
+        os._exit(9)
+    return original(seed, iteration, *rest)
+data.batch_rows = batch_rows
+""")
+    keys = dict(max_iters=5, checkpoint_interval=2, kl_target=1.0, kl_horizon=20, eval_interval=2, warmup_iters=3, seed=7)
+    whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
+    finished, killed = tiny.run_all([(("ppo.py", *world.ppo(whole, **keys)), {}),
+                                     (("ppo.py", *world.ppo(part, **keys)), dict(wrapper=wrapper))])
+    succeeded(finished)
+    assert killed.returncode == 9 and not os.path.exists(f"{part}/policy")
+    assert [r["iteration"] for r in tiny.read_log(part)] == [0, 1, 2]
+    before = {f: os.path.getmtime(os.path.join(whole, f)) for f in sorted(os.listdir(whole))}
+    resumed, refused = tiny.run_all([(("ppo.py", *world.ppo(part, **keys)), {}),
+                                     (("ppo.py", *world.ppo(whole, **(keys | dict(seed=8)))), {})])
+    succeeded(resumed)
+    assert "resuming from" in resumed.stdout and "checkpoint-000002" in resumed.stdout
+    for model in TRAINED:
+        ours, theirs = tiny.read_weights(f"{whole}/{model}"), tiny.read_weights(f"{part}/{model}")
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (whole, part)]
+    assert logs[0] == logs[1]
+    assert len({r["objective/kl_coef"] for r in logs[0][:-1]}) == 5  # the adaptive coefficient was at work
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "seed = 7, not 8" in refused.stderr
+    assert before == {f: os.path.getmtime(os.path.join(whole, f)) for f in sorted(os.listdir(whole))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(world, tmp_path):
+    long_prompt = tmp_path / "long.jsonl"  # its last prompt is too long, and would not be among the first batches
+    rows = [dict(prompt="1+2=", answer="3")] * 100 + [dict(prompt="1" * 30 + "+2=", answer="3")]
+    tiny.jsonl(long_prompt, rows)
+    cases = {
+        "unknown key": (dict(bach_size=3), r"bach_size.*batch_size"),
+        "empty minibatches": (dict(num_minibatches=8), r"num_minibatches = 8 .*batch_size = 7"),
+        "no policy": (dict(policy_path=tmp_path / "nowhere"), r"nowhere: no such model folder"),
+        "no score head": (dict(reward_path=world.policy), r"no score head.*rm\.py"),
+        "no prompts": (dict(prompts_path=tmp_path / "nothing.jsonl"), r"nothing\.jsonl: No such file"),
+        "long prompt": (dict(prompts_path=long_prompt), r"33 tokens.*context of 32|context of 32.*33 tokens"),
+        "other tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
+    }
+    results = tiny.run_all([(("ppo.py", *world.ppo(tmp_path / "out" / name, **keys)), {}) for name, (keys, _) in cases.items()])
+    for (name, (_, pattern)), result in zip(cases.items(), results, strict=True):
+        assert result.returncode == 2, (name, result.stdout, result.stderr)
+        assert re.fullmatch(r"ppo\.py: error: [^\n]+\n", result.stderr), (name, result.stderr)
+        assert re.search(pattern, result.stderr), (name, result.stderr)
+        assert not os.path.exists(tmp_path / "out" / name), (name, os.listdir(tmp_path / "out" / name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# every knob
+
+HELD = dict(dtype="float64", max_iters=2)  # what the knobs are turned on
+# key -> its other value, what else is set before and after, the model that must move (a policy moves values and vice versa,
+# so the one that is meant is looked at)
+KNOBS = {
+    "policy_path": ("OTHER", {}, "policy"), "reward_path": ("OTHER", dict(value_init="policy"), "policy"),
+    "prompts_path": ("OTHER", {}, "policy"), "value_init": ("policy", {}, "value_model"),
+    "batch_size": (8, {}, "policy"), "max_new_tokens": (9, {}, "policy"), "temperature": (1.2, {}, "policy"),
+    "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
+    "kl_coef": (0.5, {}, "policy"), "kl_in": ("loss", dict(kl_estimator="k2"), "policy"), "kl_estimator": ("k3", {}, "policy"),
+    "kl_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
+    "kl_horizon": (50, dict(kl_target=5.0, max_iters=3), "policy"),
+    "gamma": (0.8, {}, "policy"), "lam": (0.5, {}, "policy"),
+    "ppo_epochs": (3, {}, "policy"), "num_minibatches": (3, {}, "policy"),
+    "cliprange": (0.02, {}, "policy"), "cliprange_value": (0.0, {}, "value_model"),
+    "vf_coef": (1.0, dict(grad_clip=0.3), "value_model"), "entropy_coef": (0.1, {}, "policy"), "target_kl": (0.01, {}, "policy"),
+    "max_iters": (3, dict(lr_decay="constant", value_lr_decay="constant"), "policy"),
+    "learning_rate": (1e-3, {}, "policy"), "value_learning_rate": (1e-3, {}, "value_model"),
+    "warmup_iters": (2, {}, "policy"), "value_warmup_iters": (2, {}, "value_model"),
+    "lr_decay": ("cosine", dict(max_iters=3), "policy"), "value_lr_decay": ("constant", {}, "value_model"),
+    "weight_decay": (0.1, {}, "both"), "beta1": (0.5, {}, "both"), "beta2": (0.9, {}, "both"), "adam_eps": (1e-2, {}, "both"),
+    "grad_clip": (0.05, {}, "both"), "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"),
+}
+# only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
+UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "out_dir": None, "eval_interval": 1,
+            "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "sync_check_interval": 1}
+
+
+def test_every_key_is_listed():
+    keys = read_keys(os.path.join(tiny.ROOT, "ppo.py")).keys()
+    assert keys == KNOBS.keys() | UNMOVING.keys(), "add the new key to KNOBS or UNMOVING, and remove the old one"
+
+
+@pytest.fixture(scope="module")
+def turned(world, tmp_path_factory):
+    """A run before and after each knob is turned, all in one process: the folder with base-KEYS and KEY."""
+    out = str(tmp_path_factory.mktemp("knobs"))
+    other = Transformer.from_pretrained(world.policy)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.1)
+    from checkpoint import save_model
+    from data import load_tokenizer
+
+    save_model(f"{out}/policy_path", other, load_tokenizer(world.policy))
+    others = {"policy_path": f"{out}/policy_path", "reward_path": world.other_reward, "prompts_path": world.rl_val,
+              "eval_path": world.rl_train}
+    runs = {"base": HELD}
+    for key, (value, setting, _) in KNOBS.items():
+        before = HELD | setting
+        runs[base_name(setting)] = before
+        runs[key] = before | {key: others[key] if value == "OTHER" else value}
+    runs["unmoving"] = HELD | {k: others.get(k, v) for k, v in UNMOVING.items() if v and not k.endswith("batch_size")}
+    for key in ("learning_rate", "value_learning_rate"):
+        runs[f"once-{key}"] = HELD | {"max_iters": 1, key: 1e-3}
+    runs["once"] = HELD | {"max_iters": 1}
+    succeeded(tiny.run_in_one(out, "turn", [("ppo.py", world.ppo(f"{out}/{name}", **keys)) for name, keys in runs.items()]))
+    return out
+
+
+def base_name(setting):
+    return "-".join(["base", *(f"{k}={v}" for k, v in setting.items())])
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_knob_moves_something(turned, key):
+    _, setting, models = KNOBS[key]
+    for model in TRAINED if models == "both" else [models]:
+        moved = tiny.distance(f"{turned}/{base_name(setting)}/{model}", f"{turned}/{key}/{model}")
+        assert moved > 1e-8, f"{key} changes nothing in the {model}"  # rounding is 1e-12
+
+
+def test_knobs_of_memory_and_files_move_nothing(turned):
+    for model in TRAINED:
+        assert tiny.distance(f"{turned}/base/{model}", f"{turned}/unmoving/{model}") == 0
+    assert len([f for f in os.listdir(f"{turned}/unmoving") if f.startswith("checkpoint-")]) == 2
+
+
+def test_policy_and_value_model_have_their_own_optimizers(turned):
+    """In a single iteration, the learning rate of one model is nothing to the other."""
+    for key, mine, other in (("learning_rate", "policy", "value_model"), ("value_learning_rate", "value_model", "policy")):
+        assert tiny.distance(f"{turned}/once/{mine}", f"{turned}/once-{key}/{mine}") > 1e-4
+        assert tiny.distance(f"{turned}/once/{other}", f"{turned}/once-{key}/{other}") == 0

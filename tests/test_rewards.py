@@ -1,0 +1,233 @@
+"""rewards.py: answers read from text, and a reward model's scalar read at the last real token, whatever surrounds it."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import make, padded
+
+from configurator import BadInput
+from data import ByteTokenizer
+from model import Transformer, freeze
+from rewards import accuracy, final_answer, last_real, reward_model_scores, score_sequences, thinks
+
+LENGTHS = [9, 12, 1, 4, 7, 12, 2]
+MARKERS = ["<think>", "</think>"]
+
+
+class CountingModel(torch.nn.Module):
+    """A reward model whose scalar at a token is 1000 * how many real tokens there are up to it, plus the token."""
+
+    def __init__(self, score_shift=0.0):
+        super().__init__()
+        self.score = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        self.config = SimpleNamespace(score_shift=score_shift, max_positions=64)
+        self.calls = []  # shapes
+
+    def forward(self, tokens, attention_mask):
+        assert attention_mask.any(0).all()  # no column is there for nobody
+        self.calls.append(tuple(tokens.shape))
+        return (1000 * attention_mask.long().cumsum(1) + tokens).double()
+
+
+def scalar_model(vocab_size=260, score_shift=0.0, dtype=torch.float64):
+    """A random reward model that tells positions and tokens apart."""
+    config = dict(model_type="gpt2", vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    model = freeze(Transformer.from_scratch(config, head="scalar", seed=5, dtype=dtype))
+    model.config.score_shift = score_shift
+    return model
+
+
+def ids(text, markers=MARKERS):
+    """Ids of a text by hand: bytes, and from 256 on the markers, EOS ("<eos>") and padding."""
+    out, specials = [], [*markers, "<eos>"]
+    while text:
+        found = next((s for s in specials if text.startswith(s)), None)
+        out += [256 + specials.index(found)] if found else list(text[0].encode())
+        text = text[len(found or text[0]):]
+    return out
+
+
+def alone(model, sequence):
+    """The scalar of one unpadded sequence at its last token."""
+    return model(torch.tensor([sequence]))[0, -1].item() + model.config.score_shift
+
+
+# rewards from text
+
+
+@pytest.mark.parametrize("completion, answer", [
+    ("42", "42"), (" 42\n", "42"), ("<think>1+1</think>2", "2"), ("<think>a</think> b </think>\t c d ", "c d"),
+    ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""), ("", ""), (" \n", "")])
+def test_final_answer(completion, answer):
+    assert final_answer(completion) == answer
+
+
+def test_accuracy():
+    pairs = [("42", "42", 1), ("<think>6*7=41</think> 42", "42", 1), ("<think>42</think>41", "42", 0), ("42 ", " 42\n", 1),
+             ("042", "42", 0), ("4 2", "42", 0), ("", "42", 0), ("42</think>", "42", 0), ("the answer is 42", "42", 0)]
+    batch = dict(completions=[p[0] for p in pairs] + ["42"], rows=[dict(answer=p[1]) for p in pairs] + [dict(prompt="6*7=")])
+    scores = accuracy(batch)
+    assert scores.is_floating_point() and scores.shape == (len(pairs) + 1,)
+    assert scores[:-1].tolist() == [p[2] for p in pairs]
+    assert scores[-1].isnan()  # no answer is known: neither right nor wrong
+    with pytest.raises(ValueError):
+        accuracy(dict(completions=["1", "2"], rows=[dict(answer="1")]))
+
+
+def test_thinks():
+    cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0,
+             "</think>a<think>": 0, "<think": 0}
+    assert thinks(dict(completions=list(cases))).tolist() == list(cases.values())
+
+
+# the last real token
+
+
+def test_last_real():
+    rows = {"1": 0, "1111": 3, "0111": 3, "1100": 1, "0110": 2, "1000": 0, "0001": 3, "1011": 3, "1010": 2}
+    for text, index in rows.items():
+        assert last_real(torch.tensor([[c == "1" for c in text]])).tolist() == [index], text
+    for T in (1, 2, 7, 300):
+        mask = torch.arange(T) <= torch.arange(T)[:, None]  # row n is True up to n
+        assert last_real(mask).tolist() == list(range(T))
+        assert last_real(mask.flip(1)).tolist() == [T - 1] * T
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 7, 50])
+def test_the_last_real_token_is_read_wherever_it_is(micro_batch_size):
+    """Left-padded prompts with right-padded responses: EOS and pad ids inside a sequence, or at its ends, mislead nobody."""
+    E = 2  # EOS and padding alike
+    tokens = torch.tensor([[E, E, E, 5, E, 7, E, E, E], [E, E, E, E, E, E, E, E, E], [3, E, E, E, 9, E, 4, 4, 8],
+                           [E, E, E, 6, E, E, E, E, E], [E, E, 8, 8, 8, 8, E, E, E]])
+    spans = [(3, 6), (2, 4), (0, 8), (3, 3), (1, 5)]  # where the sequences begin and end, both included
+    mask = torch.tensor([[a <= t <= b for t in range(9)] for a, b in spans])
+    want = [4000 + E, 3000 + E, 9000 + 8, 1000 + 6, 5000 + 8]
+    model = CountingModel(score_shift=0.5)
+    scores = score_sequences(model, tokens, mask, micro_batch_size)
+    assert scores.tolist() == [x + 0.5 for x in want]
+    assert sorted(b for b, _ in model.calls) == sorted(min(micro_batch_size, 5 - i) for i in range(0, 5, micro_batch_size))
+    if micro_batch_size == 1:  # no padding at all: each sequence at its own length
+        assert sorted(t for _, t in model.calls) == [1, 3, 4, 5, 9]
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "mistral-window", "qwen3"])
+@torch.no_grad()
+def test_padding_and_micro_batches_do_not_matter(variant, tmp_path):
+    """Every row as if it were alone and unpadded, 1e-10 in float64, plus the model's score_shift."""
+    make(variant, head="scalar").save_pretrained(tmp_path)
+    model = freeze(Transformer.from_pretrained(str(tmp_path), head="scalar", dtype="float64"))
+    model.config.score_shift = -3.25
+    for left in (True, False):
+        tokens, mask = padded(LENGTHS, left)
+        rows = [row[m].tolist() for row, m in zip(tokens, mask, strict=True)]
+        want = torch.tensor([alone(model, row) for row in rows], dtype=torch.float64)
+        assert want.std() > 0.1
+        for micro_batch_size in (1, 2, 3, len(LENGTHS), 100):
+            scores = score_sequences(model, tokens, mask, micro_batch_size)
+            assert scores.dtype == torch.float64
+            assert (scores - want).abs().max() < 1e-10
+        both = torch.nn.functional.pad(tokens, (4, 3), value=2), torch.nn.functional.pad(mask, (4, 3))
+        assert (score_sequences(model, *both, 3) - want).abs().max() < 1e-10
+        flipped = score_sequences(model, tokens.flip(0), mask.flip(0), 2)
+        assert (flipped.flip(0) - want).abs().max() < 1e-10
+
+
+def test_scores_are_at_least_float32():
+    tokens, mask = padded([3, 5], True)
+    for dtype, want in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]:
+        assert score_sequences(scalar_model(dtype=dtype), tokens, mask, 2).dtype == want
+
+
+# a learned reward for a batch of responses
+
+
+def batch_of(rows, tokenizer):
+    """The batch that generate and a decoder would give: (prompt, completion, finished), left and right padded."""
+    sequences = []
+    for prompt, completion, finished in rows:
+        sequences.append((ids(prompt), ids(completion) + [258] * finished))
+    P, R = (max(len(s[i]) for s in sequences) for i in (0, 1))
+    tokens, mask = torch.full((len(rows), P + R), 259), torch.zeros(len(rows), P + R, dtype=torch.bool)
+    for i, (prompt, response) in enumerate(sequences):
+        tokens[i, P - len(prompt):P + len(response)] = torch.tensor(prompt + response)
+        mask[i, P - len(prompt):P + len(response)] = True
+    assert tokenizer.encode(rows[0][0] + rows[0][1]) == ids(rows[0][0] + rows[0][1])
+    return dict(tokens=tokens, attention_mask=mask, finished=torch.tensor([r[2] for r in rows]),
+                rows=[dict(prompt=r[0]) for r in rows], completions=[r[1] for r in rows])
+
+
+ROWS = [("12+30=", "<think>40+2</think>42", True), ("1+1=", "<think>1<think>", False), ("7=", "", True), ("a<think>b", "é", True),
+        ("1+1=", "2", False)]
+
+
+def byte_tokenizer(markers):
+    return ByteTokenizer(dict(markers=markers, eos="<eos>", pad="<pad>"))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
+@torch.no_grad()
+def test_reward_of_the_sampled_ids(micro_batch_size):
+    """With the policy's own tokenizer the very ids are scored, the EOS included, and never a re-tokenized text."""
+    tokenizer = byte_tokenizer(MARKERS)
+    model = scalar_model(score_shift=0.75)
+    batch = batch_of(ROWS, tokenizer)
+    want = torch.tensor([alone(model, ids(p) + ids(c) + [258] * f) for p, c, f in ROWS], dtype=torch.float64)
+    got = reward_model_scores(batch, model, byte_tokenizer(MARKERS), tokenizer, micro_batch_size)
+    assert (got - want).abs().max() < 1e-10
+    assert (want[:, None] - want).abs().add(torch.eye(len(ROWS))).min() > 1e-4
+    unreadable = dict(batch, completions=["?"] * len(ROWS), rows=[dict(prompt="?")] * len(ROWS))
+    assert torch.equal(reward_model_scores(unreadable, model, tokenizer, tokenizer, micro_batch_size), got)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
+@torch.no_grad()
+def test_reward_with_another_tokenizer(micro_batch_size):
+    """A reward model whose markers have other ids, and which has one more: the text is re-tokenized for it."""
+    policy_tokenizer = byte_tokenizer(MARKERS)
+    for markers in (MARKERS[::-1], ["<extra>", *MARKERS]):
+        tokenizer = byte_tokenizer(markers)
+        eos = 256 + len(markers)
+        model = scalar_model(vocab_size=262, score_shift=0.75)
+        sequences = [ids(p, markers) + ids(c, markers) + [eos] * f for p, c, f in ROWS]
+        want = torch.tensor([alone(model, sequence) for sequence in sequences], dtype=torch.float64)
+        batch = batch_of(ROWS, policy_tokenizer)
+        kept = {name: batch[name].clone() for name in ("tokens", "attention_mask", "finished")}
+        got = reward_model_scores(batch, model, tokenizer, policy_tokenizer, micro_batch_size)
+        assert (got - want).abs().max() < 1e-10
+        same_ids = reward_model_scores(batch, model, policy_tokenizer, policy_tokenizer, micro_batch_size)
+        assert ((got - same_ids)[[0, 1, 3]].abs() > 1e-4).all()  # the policy's ids would have meant something else
+        assert all(torch.equal(batch[name], x) for name, x in kept.items())
+
+
+def test_too_long_for_the_reward_model():
+    """Its context has 64 positions. 63 letters and the EOS fit; one more does not."""
+    policy_tokenizer, tokenizer = byte_tokenizer(MARKERS), byte_tokenizer(MARKERS[::-1])
+    model = scalar_model()
+    fits = batch_of([("1=", "x" * 61, True)], policy_tokenizer)
+    assert reward_model_scores(fits, model, tokenizer, policy_tokenizer, 4).isfinite().all()
+    with pytest.raises(BadInput, match="65 tokens in the reward model's tokenizer, more than its context of 64"):
+        reward_model_scores(batch_of([("1=", "x" * 62, True)], policy_tokenizer), model, tokenizer, policy_tokenizer, 4)
+
+
+def test_an_unfinished_response_needs_no_room_for_an_eos():
+    """64 tokens without an EOS fill a context of 64 exactly, and are scored at the last of them."""
+    policy_tokenizer, tokenizer = byte_tokenizer(MARKERS), byte_tokenizer(MARKERS[::-1])
+    model = scalar_model()
+    batch = batch_of([("1=", "x" * 62, False)], policy_tokenizer)
+    with torch.no_grad():
+        want = alone(model, ids("1=" + "x" * 62))
+    for reward_tokenizer in (policy_tokenizer, tokenizer):
+        got = reward_model_scores(batch, model, reward_tokenizer, policy_tokenizer, 4)
+        assert got.item() == pytest.approx(want, abs=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("markers", [MARKERS, MARKERS[::-1]], ids=["same tokenizer", "another tokenizer"])
+def test_empty_batch(markers, dtype):
+    """As on a rank that has no rows: no scores, of the type that some would have."""
+    empty = dict(tokens=torch.zeros(0, 9, dtype=torch.int64), attention_mask=torch.zeros(0, 9, dtype=torch.bool),
+                 finished=torch.zeros(0, dtype=torch.bool), rows=[], completions=[])
+    scores = reward_model_scores(empty, scalar_model(dtype=dtype), byte_tokenizer(markers), byte_tokenizer(MARKERS), 4)
+    assert scores.shape == (0,)
+    assert scores.dtype == torch.promote_types(dtype, torch.float32)
+    assert accuracy(empty).shape == thinks(empty).shape == (0,)

@@ -1,0 +1,382 @@
+"""rollout.py against transformers' greedy search, against CDFs worked out in NumPy, and against itself in other batches."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from families import VARIANTS, make
+
+from configurator import BadInput
+from model import Transformer, freeze
+from rollout import generate, left_pad, response_uniforms, sample
+
+SEVERAL = ["gpt2", "gpt_neox", "mistral-window", "qwen3"]
+PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8, 21, 77, 30], [12, 95], [2, 2, 2]]
+
+
+class TableModel(torch.nn.Module):
+    """Logits are a table (positions, V, V) of where a token stands and what it is: all that is sampled is known on paper."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+        self.embed = torch.nn.Embedding(table.shape[1], 1, dtype=table.dtype)
+        self.config = SimpleNamespace(max_positions=len(table), n_layers=0, n_kv_heads=1, head_dim=1)
+        self.calls = []  # rows in each forward
+
+    def forward(self, tokens, attention_mask=None, cache=None, positions=None):
+        self.calls.append(len(tokens))
+        if positions is None:
+            mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.long()
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return self.table[positions, tokens]
+
+
+def script(paths, V=10):
+    """A table that continues a prompt [a, ..., b] of n tokens with paths[n - 1], whatever the tokens are."""
+    longest = max(len(path) + i for i, path in enumerate(paths))
+    table = torch.full((longest + 1, V, V), -20.0, dtype=torch.float64)
+    for start, path in enumerate(paths):
+        for t, token in enumerate(path):
+            previous = start + 1 if t == 0 else path[t - 1]  # prompts of n tokens end with the token n
+            assert (table[start + t, previous] == -20).all()  # paths do not cross
+            table[start + t, previous, token] = 20.0
+    return TableModel(table)
+
+
+def random_table(positions, V, seed=0):
+    return torch.randn(positions, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cdf(logits, temperature=1.0):
+    """Exact CDF in NumPy, float64, over the last dimension."""
+    x = np.asarray(logits, dtype=np.float64) / temperature
+    p = np.exp(x - x.max(-1, keepdims=True))
+    return (p / p.sum(-1, keepdims=True)).cumsum(-1)
+
+
+def load(variant, tmp_path, dtype="float64"):
+    make(variant).save_pretrained(tmp_path / variant)
+    return freeze(Transformer.from_pretrained(str(tmp_path / variant), dtype=dtype))
+
+
+def uniforms(B, R, seed=0):
+    return torch.rand(B, R, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# greedy
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_greedy_equals_transformers(variant, tmp_path):
+    """Token for token in float32, prompts of 1 to 9 tokens, some rows ended by an EOS and some not."""
+    R, pad = 14, 96
+    theirs = make(variant)
+    theirs.save_pretrained(tmp_path)
+    theirs.generation_config.eos_token_id = None
+    tokens = torch.tensor([[pad] * (9 - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (9 - len(p)) + [1] * len(p) for p in PROMPTS])
+    settings = dict(attention_mask=mask, max_new_tokens=R, do_sample=False, pad_token_id=pad)
+    free = theirs.generate(tokens, **settings)[:, 9:]
+    # an EOS that they do emit, after a while, but not in all rows
+    found = [(free == i).int().argmax(1)[(free == i).any(1)].tolist() for i in range(97)]
+    eos = next(i for i in range(96) if found[i] and len(found[i]) < len(PROMPTS) and 2 <= min(found[i]) < R - 2)
+    want = theirs.generate(tokens, eos_token_id=eos, **settings)[:, 9:]
+    lengths = [row.index(eos) + 1 if eos in row else R for row in free.tolist()]
+
+    ours = freeze(Transformer.from_pretrained(str(tmp_path)))
+    got = generate(ours, PROMPTS, R, temperature=0, eos_ids=[eos], pad_id=pad)
+    assert got["tokens"][:, 9:].tolist() == want.tolist()
+    assert got["tokens"][:, :9].tolist() == tokens.tolist()
+    assert got["response_mask"].tolist() == [[t < n for t in range(R)] for n in lengths]
+    assert got["attention_mask"].tolist() == [m + [t < n for t in range(R)]
+                                              for m, n in zip(mask.bool().tolist(), lengths, strict=True)]
+    assert got["finished"].tolist() == [eos in row for row in free.tolist()]
+    endless = generate(ours, PROMPTS, R, temperature=0, pad_id=pad)
+    assert endless["tokens"][:, 9:].tolist() == free.tolist()
+    assert endless["response_mask"].all() and not endless["finished"].any()
+
+
+# inverse CDF
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_are_the_inverse_cdf(temperature):
+    """1000 uniforms between the grid's edges, three tokens deep: NumPy's searchsorted on the exact CDF says the same."""
+    N, V, R = 1000, 7, 3
+    table = 1.5 * random_table(R + 1, V)
+    u = torch.stack([(torch.randperm(N, generator=torch.Generator().manual_seed(t)).double() + 0.5) / N for t in range(R)], 1)
+    out = generate(TableModel(table), [[4]] * N, R, temperature, uniforms=u)
+    curves = cdf(table.numpy(), temperature)  # (R + 1, V, V)
+    previous = np.full(N, 4)
+    for t in range(R):
+        want = np.array([np.searchsorted(curves[t, p], x, side="right") for p, x in zip(previous, u[:, t].numpy(), strict=True)])
+        got = out["tokens"][:, 1 + t].numpy()
+        assert (got == want).all()
+        assert len(set(want.tolist())) == V
+        width = np.diff(curves[t], prepend=0.0)[previous, want]
+        assert np.abs(out["sampler_logprobs"][:, t].numpy() - np.log(width)).max() < 1e-12
+        previous = want
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_tokens_are_as_frequent_as_probable(temperature):
+    """Over a grid of 20000 uniforms each token comes N p times, give or take one."""
+    N, V = 20000, 11
+    table = random_table(2, V, seed=1)
+    u = ((torch.arange(N, dtype=torch.float64) + 0.5) / N)[:, None]
+    out = generate(TableModel(table), [[3]] * N, 1, temperature, uniforms=u)
+    counts = np.bincount(out["tokens"][:, 1].numpy(), minlength=V)
+    p = np.diff(cdf(table[0, 3].numpy(), temperature), prepend=0.0)
+    assert np.abs(counts - N * p).max() <= 1
+    assert counts.min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_extreme_uniforms_never_give_an_impossible_token(dtype, temperature):
+    """0 and the largest uniform below 1, in rows whose float32 CDFs end beside 1, with impossible ids at both ends."""
+    rows, V, vocab_size = 400, 1000, 990
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(rows, V, generator=generator)).to(dtype)
+    impossible = torch.zeros(rows, V, dtype=torch.bool)
+    impossible[:, :3] = impossible[:, 500:510] = impossible[:, 980:] = True
+    logits = logits.masked_fill(impossible, -torch.inf)
+    logits[:, vocab_size:] = 50.0  # padding of the vocabulary, whatever the model thinks of it
+    only = torch.arange(0, vocab_size, 43)
+    alone = torch.full((len(only), V), -torch.inf, dtype=dtype).scatter(1, only[:, None], 0.0)  # one possible token each
+    for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-25, 1 - 2.0**-53):
+        token, logprob = sample(logits, torch.full((rows,), u, dtype=torch.float64), temperature, vocab_size)
+        assert (0 <= token).all() and (token < vocab_size).all()
+        assert not impossible.gather(1, token[:, None]).any()
+        assert logprob.isfinite().all()
+        token, logprob = sample(alone, torch.full((len(only),), u, dtype=torch.float64), temperature, vocab_size)
+        assert torch.equal(token, only)
+        assert (logprob == 0).all()
+    first, _ = sample(logits, torch.zeros(rows, dtype=torch.float64), temperature, vocab_size)
+    last, _ = sample(logits, torch.full((rows,), 1 - 2.0**-53, dtype=torch.float64), temperature, vocab_size)
+    assert (first < 30).all() and (last > 900).all()  # the two ends of the CDF
+
+
+def test_greedy_never_takes_the_padding_of_a_vocabulary():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 9.0]])
+    assert sample(logits, torch.zeros(1), 0)[0].item() == 3
+    token, logprob = sample(logits, torch.zeros(1), 0, vocab_size=3)
+    assert token.item() == 1
+    assert logprob.item() == pytest.approx(3 - np.log(np.exp([1.0, 3.0, 2.0]).sum()), abs=1e-6)
+
+
+# what a response may not depend on
+
+
+@pytest.mark.parametrize("variant", SEVERAL)
+def test_responses_do_not_depend_on_the_batch(variant, tmp_path):
+    """Each row alone, in chunks, in another order, with more padding: the same tokens, and log-probs to 1e-10 in float64."""
+    model = load(variant, tmp_path)
+    R, eos = 20, range(0, 97, 9)
+    prompts = PROMPTS + PROMPTS[:4]
+    B = len(prompts)
+    u = uniforms(B, R)
+    names = ("response_mask", "finished")
+    whole = generate(model, prompts, R, eos_ids=eos, uniforms=u)
+    P = whole["tokens"].shape[1] - R
+    lengths = whole["response_mask"].sum(1)
+    assert len(lengths.unique()) > 4 and lengths.max() > 10  # rows end one by one: finished ones are dropped meanwhile
+
+    def same(out, rows):
+        width = out["tokens"].shape[1] - R
+        assert torch.equal(out["tokens"][:, width:], whole["tokens"][rows, P:])
+        assert all(torch.equal(out[name], whole[name][rows]) for name in names)
+        assert (out["sampler_logprobs"] - whole["sampler_logprobs"][rows]).abs().max() < 1e-10
+        for i, row in enumerate(rows):
+            assert out["tokens"][i, :width][out["attention_mask"][i, :width]].tolist() == prompts[row]
+
+    for row in range(B):
+        same(generate(model, [prompts[row]], R, eos_ids=eos, uniforms=u[[row]]), [row])
+    for batch_size in (3, 4, 2 * B):
+        same(generate(model, prompts, R, eos_ids=eos, uniforms=u, batch_size=batch_size), list(range(B)))
+    order = list(range(B))[::-1]
+    same(generate(model, [prompts[i] for i in order], R, eos_ids=eos, uniforms=u[order]), order)
+    some = [7, 2, 5]
+    same(generate(model, [prompts[i] for i in some], R, eos_ids=eos, uniforms=u[some], prompt_width=13), some)
+    endless = generate(model, prompts, R, uniforms=u)  # the same until the EOS
+    assert torch.equal(endless["tokens"][:, P:][whole["response_mask"]], whole["tokens"][:, P:][whole["response_mask"]])
+
+
+@pytest.mark.parametrize("variant", SEVERAL)
+@pytest.mark.parametrize("temperature", [0, 0.5, 1.0])
+@torch.no_grad()
+def test_sampler_logprobs_equal_a_full_forward(variant, temperature, tmp_path):
+    """The log-probs that come with the tokens are those of one forward over the whole sequences, 1e-10 in float64."""
+    model = load(variant, tmp_path)
+    R, vocab_size = 16, 90
+    out = generate(model, PROMPTS, R, temperature, eos_ids=range(0, 97, 12), vocab_size=vocab_size,
+                   uniforms=uniforms(len(PROMPTS), R))
+    P = out["tokens"].shape[1] - R
+    mask = out["response_mask"]
+    responses = out["tokens"][:, P:]
+    assert (responses < vocab_size).all() and not (temperature and mask.all())
+    logits = model(out["tokens"], out["attention_mask"])[:, P - 1:-1, :vocab_size] / (temperature or 1.0)
+    want = logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0]
+    assert out["sampler_logprobs"].dtype == torch.float64
+    assert (out["sampler_logprobs"] - want)[mask].abs().max() < 1e-10
+    assert (out["sampler_logprobs"][~mask] == 0).all()
+
+
+def test_global_randomness_is_neither_used_nor_moved():
+    model = TableModel(random_table(9, 7))
+    torch.manual_seed(0)
+    first = generate(model, [[1], [1, 2]], 7, seed=3)["tokens"]
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert torch.equal(generate(model, [[1], [1, 2]], 7, seed=3)["tokens"], first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(generate(model, [[1], [1, 2]], 7, seed=4)["tokens"], first)
+
+
+# the end of a response
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_pad_may_equal_eos(temperature):
+    """[5, 7, E] is a response of three tokens, though what follows looks like E too; one without E is not finished."""
+    E, R = 9, 6
+    model = script([[5, 7, E], [8, 8, 6, 8, 8, 6], [E], [5, 5, 5, 5, 5, E]])
+    prompts = [[1], [E, 2], [E, E, 3], [1, E, 1, 4]]  # the prompts' own E's end nothing
+    out = generate(model, prompts, R, temperature, eos_ids=[E], pad_id=E, uniforms=uniforms(4, R))
+    assert out["tokens"].tolist() == [[E, E, E, 1, 5, 7, E, E, E, E], [E, E, E, 2, 8, 8, 6, 8, 8, 6],
+                                      [E, E, E, 3, E, E, E, E, E, E], [1, E, 1, 4, 5, 5, 5, 5, 5, E]]
+    assert out["response_mask"].long().tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6, [1, 0, 0, 0, 0, 0], [1] * 6]
+    assert out["attention_mask"][:, :4].long().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
+    assert torch.equal(out["attention_mask"][:, 4:], out["response_mask"])
+    assert out["finished"].tolist() == [True, False, True, True]
+    assert (out["sampler_logprobs"][out["response_mask"]] > -1e-6).all()
+
+
+def test_several_eos_ids_and_none():
+    model = script([[5, 7, 8, 4, 9, 6], [9, 5, 8, 4, 4, 4], [6, 6, 6, 6, 6, 6]])
+    prompts = [[1], [1, 2], [1, 1, 3]]
+    for eos, lengths in [([8], [3, 3, 6]), ([9], [5, 1, 6]), ([9, 8], [3, 1, 6]), ({8, 9, 7}, [2, 1, 6]), ((), [6, 6, 6])]:
+        out = generate(model, prompts, 6, temperature=0, eos_ids=eos, pad_id=0)
+        assert out["response_mask"].sum(1).tolist() == lengths
+        assert out["finished"].tolist() == [n < 6 for n in lengths]
+        assert (out["tokens"][:, 3:][~out["response_mask"]] == 0).all()
+
+
+def test_finished_rows_are_dropped():
+    """64 rows that end after 1 to 64 tokens: never are half of the rows of a forward finished ones."""
+    B = R = 64
+    table = torch.zeros(R + 1, 3, 3, dtype=torch.float64)
+    table[..., 2] = -torch.inf
+    model = TableModel(table)
+    u = torch.full((B, R), 0.75, dtype=torch.float64)  # token 1
+    lengths = [(37 * i) % B + 1 for i in range(B)]
+    for row, n in enumerate(lengths):
+        u[row, n - 1] = 0.25  # token 0, the EOS
+    out = generate(model, [[1]] * B, R, eos_ids=[0], pad_id=2, uniforms=u)
+    assert out["response_mask"].sum(1).tolist() == lengths
+    assert model.calls[0] == B  # the prompts
+    running = [sum(n > t for n in lengths) for t in range(1, R)]  # rows that still want a token
+    assert len(model.calls) == 1 + sum(n > 0 for n in running)
+    for rows, n in zip(model.calls[1:], running, strict=False):
+        assert n <= rows < 2 * n or rows == n == 1
+    assert sum(model.calls) < 0.8 * B * R
+    # one long response among many short ones costs little more than itself
+    u[:, 1] = 0.25
+    u[5, :] = 0.75
+    model.calls.clear()
+    generate(model, [[1]] * B, R, eos_ids=[0], pad_id=2, uniforms=u)
+    assert sum(model.calls) < 4 * B
+    # nothing is computed behind the last token, nor for rows that are all done
+    model.calls.clear()
+    generate(model, [[1]] * 5, 8, pad_id=2)
+    assert model.calls == [5] * 8
+    model.calls.clear()
+    generate(model, [[1]] * 5, 8, eos_ids=[0, 1], pad_id=2)
+    assert model.calls == [5]
+
+
+def test_finished_rows_of_a_real_model_are_dropped(tmp_path):
+    model = load("llama", tmp_path, "float32")
+    forward, calls = model.forward, []
+
+    def counting(tokens, *args, **kwargs):
+        calls.append(len(tokens))
+        return forward(tokens, *args, **kwargs)
+
+    model.forward = counting
+    B, R = 32, 40
+    out = generate(model, [[7, i] for i in range(B)], R, eos_ids=range(0, 97, 6), uniforms=uniforms(B, R))
+    sampled = int(out["response_mask"].sum())
+    assert B < sampled < B * R / 2
+    assert sampled <= sum(calls) < 2 * sampled + B
+    assert sum(calls) < B * R / 2
+
+
+# prompts
+
+
+def test_bad_prompts_get_one_line():
+    model = TableModel(random_table(10, 7))
+    with pytest.raises(BadInput, match="prompt 1 is empty"):
+        generate(model, [[1], [], [2]], 3)
+    assert generate(model, [[1], [2] * 7], 3)["tokens"].shape == (2, 10)  # just fits
+    with pytest.raises(BadInput, match="8 tokens and max_new_tokens = 3 exceed the model's context of 10"):
+        generate(model, [[1], [2] * 8], 3)
+    assert generate(model, [[1], [2, 3]], 8, prompt_width=30)["tokens"].shape == (2, 38)  # padding takes no position
+
+
+def test_left_pad():
+    tokens, mask = left_pad([[1, 2], [3], [0, 0, 0]], pad_id=0)
+    assert tokens.tolist() == [[0, 1, 2], [0, 0, 3], [0, 0, 0]]
+    assert mask.long().tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
+    tokens, mask = left_pad([[1]], pad_id=9, width=3)
+    assert tokens.tolist() == [[9, 9, 1]] and mask.tolist() == [[False, False, True]]
+
+
+def test_no_prompts():
+    """As on a rank that has none: the shapes and types of an ordinary result."""
+    for dtype, want in [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)]:
+        model = TableModel(random_table(9, 7).to(dtype))
+        nothing = generate(model, [], 4, prompt_width=3)
+        some = generate(model, [[1, 2, 3]], 4)
+        assert some["sampler_logprobs"].dtype == want
+        for name, x in some.items():
+            assert nothing[name].shape == (0, *x.shape[1:]) and nothing[name].dtype == x.dtype, name
+
+
+# uniforms
+
+
+def test_uniforms_are_a_function_of_their_key():
+    key = dict(seed=1, purpose="rollout", iteration=5, slots=[3, 0, 7], length=40, sample=2)
+    base = response_uniforms(**key)
+    assert base.shape == (3, 40) and base.dtype == torch.float64
+    assert (base >= 0).all() and (base < 1).all()
+    torch.manual_seed(99)
+    assert torch.equal(response_uniforms(**key), base)
+    for i, slot in enumerate([3, 0, 7]):  # whoever else is in the batch, and on which rank
+        assert torch.equal(response_uniforms(**dict(key, slots=[slot]))[0], base[i])
+    assert torch.equal(response_uniforms(**dict(key, slots=range(8)))[[3, 0, 7]], base)
+
+
+def test_uniforms_differ_for_every_part_of_the_key():
+    key = dict(seed=1, purpose="rollout", iteration=1, slots=[1], length=8, sample=1)
+    rows = [response_uniforms(**key)]
+    changes = [("seed", 11), ("seed", 0), ("purpose", "eval"), ("iteration", 11), ("iteration", 0), ("slots", [11]),
+               ("slots", [0]), ("sample", 11), ("sample", 0)]
+    rows += [response_uniforms(**dict(key, **{name: value})) for name, value in changes]
+    rows = torch.cat(rows)
+    for i in range(len(rows)):
+        for j in range(i):
+            assert (rows[i] != rows[j]).all()
+    many = response_uniforms(0, "rollout", 0, range(2000), 4)
+    assert len(many.flatten().unique()) == 8000
+    assert (many.mean(0) - 0.5).abs().max() < 0.03  # 4.6 standard deviations
+    assert np.abs(np.corrcoef(many.numpy().T) - np.eye(4)).max() < 0.1
+
+
+def test_no_slots():
+    assert response_uniforms(0, "eval", 0, [], 6).shape == (0, 6)
+    assert response_uniforms(0, "eval", 0, [], 6).dtype == torch.float64

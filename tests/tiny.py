@@ -1,0 +1,175 @@
+"""A tiny world in a folder, made without training, and the scripts run in it as a user runs them. Helpers, no tests."""
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MARKERS = ["<think>", "</think>"]
+
+
+def jsonl(path, rows):
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_log(out_dir):
+    """The records of out_dir/log.jsonl."""
+    with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def read_weights(folder):
+    """{name on disk: tensor} of a saved model, in the dtype of the file."""
+    from safetensors.torch import load_file
+
+    return load_file(os.path.join(folder, "model.safetensors"))
+
+
+def distance(folder, other):
+    """The largest difference between two saved models' weights."""
+    a, b = read_weights(folder), read_weights(other)
+    assert a.keys() == b.keys()
+    return max((a[n].double() - b[n].double()).abs().max().item() for n in a)
+
+
+class World:
+    """The paths of a tiny world, and the arguments that point a script at it."""
+
+    def __init__(self, root):
+        self.root = str(root)
+
+    def __getattr__(self, name):  # world.policy, world.rl_train, ...: files end in .jsonl, folders do not
+        path = os.path.join(self.__dict__["root"], name)
+        return path if os.path.isdir(path) else path + ".jsonl"
+
+    def ppo(self, out_dir, **keys):
+        """--key=value for ppo.py: a small run whose every part does something."""
+        defaults = dict(
+            out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
+            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2,
+            ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
+            timeout=60, device="cpu")
+        return arguments(defaults | keys)
+
+    def sft(self, out_dir, **keys):
+        defaults = dict(
+            out_dir=out_dir, train_path=self.sft_train, val_path=self.sft_val, tokenizer_path=self.tokenizer, n_head=2,
+            d_model=16, d_ff=32, context=32, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, eval_size=5,
+            timeout=60, device="cpu")
+        return arguments(defaults | keys)
+
+    def rm(self, out_dir, **keys):
+        defaults = dict(
+            out_dir=out_dir, train_path=self.pairs_train, val_path=self.pairs_val, demonstrations_path=self.sft_val,
+            init_from=self.policy, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3,
+            timeout=60, device="cpu")
+        return arguments(defaults | keys)
+
+
+def arguments(keys):
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def build(folder):
+    """Tokenizers, a policy, reward models and data in this folder, in a second. Returns a World."""
+    import torch
+
+    from checkpoint import save_model
+    from data import load_tokenizer
+    from model import Transformer
+
+    tokenizers = {}
+    for name, markers in (("tokenizer", MARKERS), ("other_tokenizer", MARKERS[::-1])):
+        os.makedirs(os.path.join(folder, name))
+        with open(os.path.join(folder, name, "tiktoken.json"), "w", encoding="utf-8") as f:
+            json.dump(dict(markers=markers, eos="<eos>", pad="<pad>"), f)
+        tokenizers[name] = load_tokenizer(os.path.join(folder, name))
+    tokenizer = tokenizers["tokenizer"]
+    # four embeddings more than tokens: they must never be sampled, nor counted in a probability
+    config = dict(model_type="gpt2", n_embd=32, n_layer=1, n_head=2, n_inner=64, n_positions=32, tie_word_embeddings=False,
+                  vocab_size=tokenizer.vocab_size + 4, bos_token_id=None, eos_token_id=tokenizer.eos_id,
+                  pad_token_id=tokenizer.pad_id)
+    policy = Transformer.from_scratch(config, seed=1)
+    with torch.no_grad():  # about one token in six is the EOS: responses of all lengths, some of them cut off
+        direction = policy.lm_head.weight[tokenizer.eos_id]
+        policy.norm.bias.copy_(4.0 * direction / direction.square().sum())
+    save_model(os.path.join(folder, "policy"), policy, tokenizer)
+    for name, tokenizer_name in (("reward", "tokenizer"), ("other_reward", "other_tokenizer")):
+        model = Transformer.from_scratch(config, head="scalar", seed=2)
+        model.config.score_shift = 0.25
+        save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
+
+    rng = random.Random(0)  # numbers of one to three digits: the prompts differ in length, so that padding matters
+    problems = [(rng.randrange(10 ** rng.randint(1, 3)), rng.randrange(10 ** rng.randint(1, 3))) for _ in range(200)]
+    rl = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in problems]
+    sft = [dict(prompt=f"{a}+{b}=", completion=f"<think>{a % 10 + b % 10}</think>{a + b}" if a % 3 == 0 else str(a + b))
+           for a, b in problems]
+    pairs = [dict(prompt=f"{a}+{b}=", chosen=str(a + b), rejected=str(a + b + 1 + a % 50)) for a, b in problems]
+    for name, rows in (("rl", rl), ("sft", sft), ("pairs", pairs)):
+        jsonl(os.path.join(folder, f"{name}_train.jsonl"), rows[:40])
+        jsonl(os.path.join(folder, f"{name}_val.jsonl"), rows[40:52])
+    return World(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running scripts
+
+
+def run(script, *args, ranks=1, env=None, wrapper=None, stdin="", timeout=120):
+    """
+    Run a script of the repository as a user does, with torchrun for more than one rank. wrapper: a Python file that is run
+    in its place and is given the script and its arguments; see wrap. Returns a CompletedProcess with text.
+    """
+    script = os.path.join(ROOT, script)  # an absolute path stays itself
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [*([wrapper] if wrapper else []), script, *args]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONPATH=ROOT) | (env or {})
+    return subprocess.run(command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, timeout=timeout)
+
+
+def run_all(calls, at_once=2):
+    """[(args of run, its keywords), ...] -> their results; two at a time, for two cores."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda call: run(*call[0], **call[1]), calls))
+
+
+def wrap(path, code):
+    """Write a wrapper: the code, which may patch modules, then the script as if it had been called itself."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(f"import os, runpy, sys\nRANK = int(os.environ.get('RANK', 0))\n{code}\n"
+                "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n")
+    return str(path)
+
+
+# All the runs of a process share one group of ranks: torchrun's store still has the addresses of a group that has left.
+ONE_GROUP = """
+import torch.distributed as dist
+join, leave = dist.init_process_group, dist.destroy_process_group
+dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or join(*args, **kwargs)
+dist.destroy_process_group = lambda: None
+"""
+DRIVER = f"""
+import json, runpy, sys
+{ONE_GROUP}
+for script, *args in json.load(open(sys.argv[1])):
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
+if dist.is_initialized():
+    leave()
+"""
+
+
+def run_in_one(folder, name, calls, ranks=1, timeout=300):
+    """Run [(script, args), ...] one after the other in one process (for each rank), which saves the start-up of each."""
+    driver, work = os.path.join(folder, f"{name}.py"), os.path.join(folder, f"{name}.json")
+    with open(driver, "w", encoding="utf-8") as f:
+        f.write(DRIVER)
+    with open(work, "w", encoding="utf-8") as f:
+        json.dump([[os.path.join(ROOT, script), *args] for script, args in calls], f)
+    return run(driver, work, ranks=ranks, timeout=timeout)
