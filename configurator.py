@@ -60,12 +60,12 @@ def configure(script_globals, argv=None):
     """
     sys.excepthook = report_and_exit
     script = script_globals["__file__"]
-    comments = read_keys(script)
+    comments, headings = read_keys(script)
     keys = {k: script_globals[k] for k in comments}
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
-            print_help(script, script_globals.get("__doc__"), keys, comments)
+            print_help(script, script_globals.get("__doc__"), keys, comments, headings)
         sys.exit(0)
 
     overrides = {}  # key -> (value, where it came from)
@@ -94,24 +94,32 @@ def configure(script_globals, argv=None):
 
 
 def read_keys(script):
-    """{key: comment} for the top-level `name = literal` lines above the script's call of configure."""
+    """
+    {key: its comment}, {key: [headings above it]} for the `name = literal` lines above the script's call of configure. A
+    heading is a comment on a line of its own.
+    """
     with open(script, encoding="utf-8") as f:
         source = f.read()
-    trailing = {t.start[0]: t.string.lstrip("# ").strip()
-                for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
-    comments = {}
+    trailing, headings, pending = {}, {}, {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("# ").strip()
+            (trailing if token.line[:token.start[1]].strip() else pending)[token.start[0]] = text
+    comments, above = {}, 0
     for node in ast.parse(source).body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
-            return comments
-        try:
-            value = ast.literal_eval(node.value)
-        except ValueError:
-            continue  # computed from other names: not a key
-        if isinstance(value, (bool, int, float, str)) and not node.targets[0].id.startswith("_"):
-            comments[node.targets[0].id] = trailing.get(node.end_lineno, "")
-    return comments
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
+                break
+            name = node.targets[0].id
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                value = None  # computed from other names: not a key
+            if isinstance(value, (bool, int, float, str)) and not name.startswith("_"):
+                comments[name] = trailing.get(node.end_lineno, "")
+                headings[name] = [t for n, t in pending.items() if above < n < node.lineno and t.strip("-")]
+        above = node.end_lineno
+    return comments, headings
 
 
 def run_config_file(path):
@@ -210,10 +218,11 @@ def shorten(value, width=60):
     return text if len(text) <= width else text[:width] + "..."
 
 
-def print_help(script, doc, keys, comments):
+def print_help(script, doc, keys, comments, headings):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
     print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]\n")
-    width = max(len(f"{k} = {v!r}") for k, v in keys.items() if len(f"{k} = {v!r}") <= 44)
     for key, value in keys.items():
-        print(f"  {f'{key} = {value!r}':<{width}}  {comments[key]}")
+        for heading in headings.get(key, ()):
+            print(f"\n  {heading}")
+        print(f"    {f'{key} = {value!r}':<40}  {comments[key]}")

@@ -67,6 +67,21 @@ def check_text(value, field, where):
             raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not text")
 
 
+def encode_prompts(rows, tokenizer, longest, path):
+    """
+    The token ids of each row's prompt, all at once at the start: a prompt that is too long should not end a run on its third
+    day. longest: how many tokens a prompt may have. Raises BadInput with the row.
+    """
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        ids = tokenizer.encode_prompt(row["prompt"])
+        if not 0 < len(ids) <= longest:
+            raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit the model's context "
+                           "beside max_new_tokens. Shorten or drop it, or lower max_new_tokens")
+        prompts.append(ids)
+    return prompts
+
+
 @functools.lru_cache(maxsize=8)
 def permutation(n, *key):
     """A permutation of n that is a function of the key, (n,) int64. Do not write into it: it is remembered."""

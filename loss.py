@@ -19,7 +19,8 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None):
     The distribution that is sampled, trained and compared: logits (..., V) / temperature in at least float32, with the ids
     from vocab_size on (the padding of a vocabulary) impossible. Sampler and scorers all pass here, so they agree.
     """
-    logits = at_least_float32(logits) / temperature
+    logits = at_least_float32(logits)
+    logits = logits if temperature == 1.0 else logits / temperature  # spare a copy of the largest tensor there is
     if vocab_size is not None and vocab_size < logits.shape[-1]:
         padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab_size
         logits = logits.masked_fill(padding, -torch.inf)

@@ -233,11 +233,14 @@ class Layer(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of the first 2 * cos.shape[-1] coordinates of x (B, H, T, hd); pairs are (i, i + half)."""
-    half = cos.shape[-1]
-    a, b = x[..., :half], x[..., half:2 * half]
-    turned = [a * cos - b * sin, b * cos + a * sin]
-    return torch.cat(turned + [x[..., 2 * half:]], dim=-1) if x.shape[-1] > 2 * half else torch.cat(turned, dim=-1)
+    """
+    Rotary embedding of the first n = cos.shape[-1] coordinates of x (B, H, T, hd), whose pairs are (i, i + n / 2):
+    (a, b) -> (a cos - b sin, b cos + a sin), with the signs already in sin = (-sin, sin).
+    """
+    n = cos.shape[-1]
+    if n < x.shape[-1]:
+        return torch.cat([rotate(x[..., :n], cos, sin), x[..., n:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(n // 2, dims=-1), sin)
 
 
 def single_query_attention(q, k, v, allowed):
@@ -318,7 +321,8 @@ class Transformer(nn.Module):
             if x.device not in self.frequencies:
                 self.frequencies[x.device] = rope_frequencies(self.config).to(x.device)
             angles = positions[:, None, :, None].float() * self.frequencies[x.device]  # (B, 1, T, rotary_dim / 2)
-            rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            rotation = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         if attention_mask is not None and cache is None and attention_mask[:, 0].all():
             attention_mask = None  # padding on the right only: causal attention never looks there, and is faster unmasked
         # one mask per kind of layer: sliding or not

@@ -28,7 +28,7 @@ import torch
 import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
 from configurator import BadConfig, BadInput, Stop, configure
-from data import batch_rows, check_tokenizer_fits, load_tokenizer, micro_batches, permutation, read_jsonl
+from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, kl_estimate, learning_rate_at, logprobs_from_logits,
                   masked_mean, masked_sum, masked_whiten, policy_loss, scaled_logits, value_loss)
@@ -118,8 +118,11 @@ if reward_model.new_head:
 if value_init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
-for model, its_tokenizer, path in ((policy, tokenizer, policy_path), (reward_model, reward_tokenizer, reward_path)):
-    check_tokenizer_fits(its_tokenizer, model, path)
+check_tokenizer_fits(tokenizer, policy, policy_path)
+check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
+longest = min(model.config.max_positions for model in (policy, value_model)) - max_new_tokens
+train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
+eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
 # optimizers, then resume or begin
 policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
@@ -174,12 +177,12 @@ def reward(rows):
         return reward_model_scores(rows, reward_model, reward_tokenizer, tokenizer, micro_batch_size)
 
 
-def rollout_and_score(rows, purpose, iteration):
+def rollout_and_score(rows, prompts, purpose, iteration):
     """
-    Sample a response to each data row and score it with all four models. Every rank does its share and gets everyone's:
-    a dict of tensors with all B rows, in order. From there on, all ranks compute on the same numbers.
+    Sample a response to each of B data rows, whose prompts are given as ids, and score it with all four models. Every rank
+    does its share and gets everyone's: a dict of tensors with all B rows, in order. From there on, all ranks compute on the
+    same numbers.
     """
-    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     width = max(len(p) for p in prompts)  # one P for all ranks
     slots = parallel.my_share(range(len(rows)))
     my_rows = [rows[i] for i in slots]
@@ -271,8 +274,8 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % eval_interval == 0 or last:
-        rows = eval_rows[:eval_size or len(eval_rows)]
-        batch = rollout_and_score(rows, "eval", 0)  # the same noise every time: less of it in the curve
+        rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
+        batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
         record |= summarize(batch, "eval")
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
@@ -288,8 +291,8 @@ for iteration in range(start, max_iters + 1):
     # 1) rollout, 2) score it with all four models: afterwards every rank holds the whole batch
     lap("evaluation")
     times.clear()
-    rows = [train_rows[i] for i in batch_rows(seed, iteration, batch_size, len(train_rows))]
-    batch = rollout_and_score(rows, "rollout", iteration)
+    picked = batch_rows(seed, iteration, batch_size, len(train_rows))
+    batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask), "the sampler", iteration)
     if iteration == 0:

@@ -80,6 +80,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     )
 
 
+@torch.inference_mode()  # lighter than no_grad; what leaves generate is concatenated outside of it, so it may be trained on
 def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size):
     """Responses (b, R), log-probs (b, R), lengths (b,), finished (b,) for prompts (b, P) that decode together."""
     b, P = prompt.shape

@@ -189,6 +189,16 @@ def test_downloads_are_kept_and_limit_counts_rows_written(tmp_path, tokenizer, p
     assert read(out / "prefs_val.jsonl")[0] == PREFS_VAL[:1]
 
 
+def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_here):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    assert prepare_here(source, out, tokenizer, "--chat")[0] == 0
+    assert read(out / "sft_train.jsonl")[0] == SFT_TRAIN
+    messages, = read(out / "prompts_train.jsonl")[0][0]
+    assert [m["role"] for m in messages] == ["user"]
+    text = SFT_TRAIN[0][0]
+    assert messages[0]["content"].endswith("\n\n" + text[:text.rindex("\n\nTL;DR:")])
+
+
 BAD_POSTS = [
     (2, '{"subreddit": "cats", "title": ', "row: not JSON: "),
     (3, lambda row: {key: row[key] for key in row if key != "post"}, "post: missing"),

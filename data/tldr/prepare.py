@@ -4,6 +4,7 @@ library only, checks it and writes our JSONL.
 
     python data/tldr/prepare.py                                # all of it, lengths counted with Pythia's tokenizer
     python data/tldr/prepare.py --limit=1000 --tokenizer=DIR   # at most 1000 rows a file, another model's tokenizer
+    python data/tldr/prepare.py --chat                         # the prompts for PPO as chat messages, see config/llama.py
 
 Writes beside itself, or into --out: sft_{train,val}.jsonl {"prompt", "completion"} from the filtered posts;
 prompts_{train,val}.jsonl {"prompt"}, the prompts of those same rows, for PPO; prefs_{train,val}.jsonl {"prompt",
@@ -104,11 +105,18 @@ def spaced(text):
     return text if text.startswith(" ") else " " + text
 
 
+def as_chat(prompt):
+    """The prompt as a message: an instruct model is asked in words for what "TL;DR:" asks of a base model."""
+    post = prompt.removesuffix("\n\nTL;DR:")
+    return [{"role": "user", "content": f"Summarize this Reddit post in one or two sentences.\n\n{post}"}]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default=SOURCE, help="URL, or a folder of the same layout (default: OpenAI's)")
     parser.add_argument("--out", default=HERE, help="folder to write into (default: this script's)")
     parser.add_argument("--tokenizer", default="EleutherAI/pythia-1b", help="hub name or folder (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="prompts as chat messages, for models with a chat template")
     parser.add_argument("--limit", type=int, default=0, help="at most so many rows a file, 0 = all (default: 0)")
     args = parser.parse_args()
     limit = args.limit if args.limit > 0 else math.inf
@@ -157,7 +165,7 @@ def main():
                 completion = spaced(field(where, row, "summary"))
                 if fits(f"sft_{part}", SFT, prompt, completion):
                     write(f"sft_{part}", prompt=prompt, completion=completion)
-                    write(f"prompts_{part}", prompt=prompt)
+                    write(f"prompts_{part}", prompt=as_chat(prompt) if args.chat else prompt)
 
         for batch in BATCHES:
             if min(kept["prefs_train"], kept["prefs_val"]) >= limit:

@@ -1,0 +1,290 @@
+"""parallel.py alone and with two and three gloo ranks: shares, gathers, sums, gradients, and an audit that misses nothing."""
+import json
+import math
+
+import pytest
+import tiny
+import torch
+
+import parallel
+from configurator import Stop
+
+
+def two_layers(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one process
+
+
+def test_my_share_covers_everything_once(monkeypatch):
+    for size in (1, 2, 3, 5, 8):
+        for n in (0, 1, 2, 3, 7, 8, 100):
+            shares = []
+            for rank in range(size):
+                monkeypatch.setattr(parallel, "rank_and_size", lambda r=rank, s=size: (r, s))
+                shares.append(parallel.my_share(list(range(n))))
+            assert sum(shares, []) == list(range(n))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_one_process_needs_no_group():
+    batch = {"x": torch.arange(3), "mask": torch.tensor([True, False, True])}
+    assert parallel.gather_rows(batch) is batch
+    assert parallel.rank_and_size() == (0, 1)
+    assert parallel.all_reduce_metrics({"a": [6.0, 4], "b": [torch.tensor(3.0), torch.tensor(0)]}) == {"a": 1.5, "b": 3.0}
+    x = torch.tensor([1.0, -2.0])
+    assert torch.equal(parallel.all_reduce_max(x), x)
+    parallel.all_reduce_gradients([x])
+    assert x.tolist() == [1.0, -2.0]
+    model = two_layers()
+    before = [p.clone() for p in model.parameters()]
+    parallel.broadcast_parameters([model])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    parallel.finish()
+
+
+def test_flat_gradients_are_views_of_one_buffer_per_dtype():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7).double(), torch.nn.Linear(2, 2))
+    buffers = parallel.flatten_gradients(model.parameters())
+    assert {b.dtype: len(b) for b in buffers} == {torch.float32: 18 + 6, torch.float64: 28}
+    starts = {b.dtype: b.data_ptr() for b in buffers}
+    for p in model.parameters():
+        assert p.grad.shape == p.shape and starts[p.dtype] <= p.grad.data_ptr()
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    want = torch.autograd.grad(model[1](model[0](x).double()).square().sum(), list(model[:2].parameters()))
+    for _ in range(2):  # backward adds in place, so that the views stay views
+        model[1](model[0](x).double()).square().sum().backward()
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model[:2].parameters(), want, strict=True))
+    assert sum((b != 0).sum() for b in buffers) == sum((g != 0).sum() for g in want)
+    for b in buffers:
+        b.zero_()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_clip_gradients_equals_torch(max_norm):
+    ours, theirs = two_layers().double(), two_layers().double()
+    buffers = parallel.flatten_gradients(ours.parameters())
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for model in (ours, theirs):
+        model(x).square().sum().backward()
+    want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
+    assert want > 1
+    assert parallel.clip_gradients(buffers, max_norm).item() == pytest.approx(want.item(), rel=1e-12)
+    assert all(torch.allclose(p.grad, q.grad, rtol=1e-12) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_check_gradients_names_the_parameter(bad, max_norm):
+    model = two_layers()
+    buffers = parallel.flatten_gradients(model.parameters())
+    for p in model.parameters():
+        p.grad.fill_(1.0)
+    parallel.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
+    model[1].weight.grad[2, 1] = bad
+    with pytest.raises(Stop, match=r"^iteration 7: the gradient of policy's (1\.weight|0\.weight) is not finite") as error:
+        parallel.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
+    assert max_norm or "1.weight" in str(error.value)  # clipping by a NaN norm has made all of them NaN
+
+
+def test_check_gradients_sees_an_overflow_of_the_norm():
+    model = two_layers()
+    buffers = parallel.flatten_gradients(model.parameters())
+    model[0].bias.grad.fill_(3e38)
+    with pytest.raises(Stop, match="policy's the norm"):
+        parallel.check_gradients(parallel.clip_gradients(buffers, 0), model, "policy", 0)
+
+
+def test_check_finite_names_the_tensor_and_row():
+    tensors = {"values": torch.zeros(3, 2), "scores": torch.zeros(3)}
+    parallel.check_finite(tensors, 4)
+    tensors["scores"][1] = -math.inf
+    with pytest.raises(Stop, match=r"^iteration 4: scores is not finite \(first in response 1 "):
+        parallel.check_finite(tensors, 4)
+    tensors["values"][2, 0] = math.nan
+    with pytest.raises(Stop, match=r"^iteration 4: values is not finite \(first in response 2 "):
+        parallel.check_finite(tensors, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checksums
+
+INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+all_dtypes = pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+
+
+def one_parameter(values):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(values.clone())
+    return model
+
+
+def differ(a, b):
+    return not torch.equal(parallel.checksums({"a": a}), parallel.checksums({"a": b}))
+
+
+@all_dtypes
+def test_checksums_are_equal_for_equal_parameters(dtype):
+    for n in (0, 1, 3, 1001):
+        values = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        assert not differ(one_parameter(values), one_parameter(values))
+    assert parallel.checksums({"a": two_layers(0, dtype), "b": two_layers(1, dtype)}).shape == (8,)
+    same, sums = two_layers(0, dtype), [parallel.checksums({"m": two_layers(0, dtype)}) for _ in range(2)]
+    assert torch.equal(*sums) and not differ(same, two_layers(0, dtype)) and differ(same, two_layers(1, dtype))
+
+
+@all_dtypes
+def test_checksums_see_every_single_bit(dtype):
+    values = torch.randn(5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for place in range(5):
+        for bit in range(8 * values.element_size()):
+            flipped = values.clone()
+            bits = flipped.view(INTEGERS[dtype])
+            top = bit == 8 * values.element_size() - 1
+            bits[place] ^= -(1 << bit) if top else 1 << bit
+            assert differ(one_parameter(values), one_parameter(flipped)), f"bit {bit} of entry {place}"
+
+
+@all_dtypes
+def test_checksums_see_order(dtype):
+    values = torch.randn(6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[5] = -values[0]  # the two differ in their sign alone
+    for i in range(6):
+        for j in range(i):
+            swapped = values.clone()
+            swapped[[i, j]] = values[[j, i]]
+            assert differ(one_parameter(values), one_parameter(swapped)), (i, j)
+    matrix = values.view(2, 3)
+    assert differ(one_parameter(matrix), one_parameter(matrix.t().contiguous().view(2, 3)))
+
+
+@all_dtypes
+def test_checksums_see_entries_move_between_parameters(dtype):
+    one, two = two_layers(0, dtype), two_layers(0, dtype)
+    with torch.no_grad():
+        two[0].weight[0, 0], two[1].weight[0, 0] = one[1].weight[0, 0], one[0].weight[0, 0]
+    sums = [parallel.checksums({"m": m}) for m in (one, two)]
+    assert (sums[0] != sums[1]).tolist() == [True, False, True, False]
+
+
+def test_checksums_see_order_across_chunks():
+    """Large parameters are summed in chunks: a swap between two of them, one place further on, must show as well."""
+    values = torch.zeros(2**22 + 8, dtype=torch.float32)
+    values[1], values[2**22] = 1.0, 2.0
+    swapped = values.clone()
+    swapped[1], swapped[2**22] = 2.0, 1.0
+    assert differ(one_parameter(values), one_parameter(swapped))
+
+
+def test_audit_of_one_process_watches_the_frozen():
+    models, frozen = {"policy": two_layers(0), "ref_policy": two_layers(1).requires_grad_(False)}, {}
+    parallel.audit(models, frozen, 0)
+    with torch.no_grad():
+        models["policy"][0].weight.add_(1)  # may move
+    parallel.audit(models, frozen, 1)
+    models["ref_policy"][1].bias.data[6] += 1e-7
+    with pytest.raises(Stop, match=r"^iteration 2: the frozen ref_policy has changed: parameter 1\.bias "):
+        parallel.audit(models, frozen, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several processes
+
+WORKER = """
+import json, os, sys
+import torch
+import parallel
+from configurator import Stop
+from test_parallel import two_layers
+
+rank, size, device = parallel.init("cpu", 30)
+said = dict(rank=[rank, size, str(device)])
+
+said["gathers"] = []
+for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
+    everything = dict(ids=torch.arange(2 * n).view(n, 2), mask=torch.arange(3 * n).view(n, 3) % 2 == 0,
+                      scores=torch.arange(n) / 3, exact=torch.arange(n, dtype=torch.float64) / 7)
+    got = parallel.gather_rows({k: parallel.my_share(x) for k, x in everything.items()})
+    said["gathers"].append(all(torch.equal(got[k], x) and got[k].dtype == x.dtype for k, x in everything.items()))
+
+# a mean of means would be off: rank r has r + 1 items of value r
+said["metrics"] = parallel.all_reduce_metrics({"mean": [float(rank * (rank + 1)), rank + 1], "none": [0.0, 0],
+                                               "tensor": [torch.tensor(float(rank)), torch.tensor(1)]})
+x = torch.tensor([float(rank), -float(rank), torch.nan if rank == size - 1 else 0.0])
+said["max"] = [str(v) for v in parallel.all_reduce_max(x).tolist()]
+
+model = two_layers(seed=rank)
+parallel.broadcast_parameters([model])
+said["broadcast"] = all(torch.equal(p, q) for p, q in zip(model.parameters(), two_layers(seed=0).parameters()))
+buffers = parallel.flatten_gradients(model.parameters())
+for flat in buffers:
+    flat.fill_(rank + 1.0)
+parallel.all_reduce_gradients(buffers)
+said["gradients"] = [p.grad.unique().tolist() for p in model.parameters()]
+if rank == 1:
+    buffers[0][3] = torch.nan
+parallel.all_reduce_gradients(buffers)
+
+def caught(f, *args):
+    try:
+        return f(*args)
+    except Stop as e:
+        return str(e)
+
+said["check"] = caught(parallel.check_gradients, parallel.clip_gradients(buffers, 0), model, "value_model", 5)
+models, frozen = dict(policy=model, reward_model=two_layers(seed=9).requires_grad_(False)), {}
+said["audits"] = [caught(parallel.audit, models, frozen, 0)]
+for name, owners in (("policy", [1]), ("reward_model", [size - 1]), ("reward_model", range(size))):
+    p = models[name][1].weight
+    before = p.detach().clone()
+    if rank in owners:
+        p.data[6, 2] *= 1.0000002  # the last bit or two
+    said["audits"].append(caught(parallel.audit, models, frozen, 1))
+    p.data.copy_(before)
+said["audits"].append(caught(parallel.audit, models, frozen, 2))
+with open(os.path.join(sys.argv[1], f"{size}-{rank}.json"), "w") as f:
+    json.dump(said, f)
+parallel.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the ranks of a job of two and of a job of three found: {size: [rank 0's, ...]}."""
+    out = tmp_path_factory.mktemp("workers")
+    worker = out / "worker.py"
+    worker.write_text(WORKER)
+    path = {"PYTHONPATH": f"{tiny.ROOT}:{tiny.ROOT}/tests"}
+    for size in (2, 3):
+        result = tiny.run(str(worker), str(out), ranks=size, env=path)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return {size: [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size)] for size in (2, 3)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(said, size):
+    for rank, record in enumerate(said[size]):
+        assert record["rank"] == [rank, size, "cpu"]
+        assert record["gathers"] == [True] * 4
+        total, count = sum(r * (r + 1) for r in range(size)), sum(r + 1 for r in range(size))
+        assert record["metrics"] == {"mean": pytest.approx(total / count), "none": 0.0, "tensor": pytest.approx((size - 1) / 2)}
+        assert record["max"] == [str(float(size - 1)), "-0.0", "inf"]
+        assert record["broadcast"] is True
+        assert record["gradients"] == [[float(count)]] * 4  # a sum, not a mean
+        assert record["check"].startswith("iteration 5: the gradient of value_model's 0.weight is not finite")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_audit_names_model_parameter_and_ranks(said, size):
+    everyone = " and ".join(f"rank {r}" for r in range(size))
+    for record in said[size]:  # all ranks stop, with the same words
+        well, policy, reward, frozen, again = record["audits"]
+        assert well is None and again is None
+        assert policy.startswith("iteration 1: the ranks have drifted apart: policy, parameter 1.weight, differs on "
+                                 f"{'rank 1' if size == 3 else everyone} (1 parameters")
+        assert f"reward_model, parameter 1.weight, differs on {'rank 2' if size == 3 else everyone} (" in reward
+        assert frozen.startswith("iteration 1: the frozen reward_model has changed: parameter 1.weight")
