@@ -36,7 +36,7 @@ batch_size = 32  # responses [>= 1]
 prompt_length = 32  # tokens of each prompt [>= 1]
 max_new_tokens = 128  # tokens of each response [>= 1]
 ppo_epochs = 4  # passes of the PPO update over the batch [>= 1]
-micro_batch_size = 32  # rows scored or trained at once [>= 1]
+micro_batch_size = 8  # rows scored or trained at once [>= 1]
 repeats = 5  # timed runs of each, after one to warm up [>= 1]
 transformers = True  # also time transformers' generate
 ppo = True  # also time a PPO iteration
@@ -127,7 +127,9 @@ with tempfile.TemporaryDirectory() as folder:
                     batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=max_new_tokens, temperature=1.0,
                     ppo_epochs=ppo_epochs, max_iters=repeats + 2, learning_rate=1e-5, device=device, dtype=dtype)
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ppo.py")
-        done = subprocess.run([sys.executable, script, *[f"--{k}={v}" for k, v in keys.items()]], capture_output=True, text=True)
+        # OpenMP may have pinned this thread to one core, and a child would inherit that
+        done = subprocess.run([sys.executable, script, *[f"--{k}={v}" for k, v in keys.items()]], capture_output=True, text=True,
+                              preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
         if done.returncode:
             raise Stop(f"ppo.py failed: {done.stderr.strip().splitlines()[-1]}")
         with open(os.path.join(path["run"], "log.jsonl"), encoding="utf-8") as f:

@@ -43,7 +43,8 @@ def report_and_exit(kind, error, trace):
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not issubclass(kind, (BadConfig, Stop)):
         where = "" if rank == "0" else f" (rank {rank})"
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {error}", file=sys.stderr, flush=True)
+        # torch.distributed swaps sys.stderr for a buffer while this hook runs, and the buffer would die with us
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {error}", file=sys.__stderr__, flush=True)
     elif issubclass(kind, Stop):
         time.sleep(1)  # torchrun kills all ranks when the first one ends; let rank 0 speak before
     sys.stdout.flush()

@@ -323,7 +323,7 @@ class Transformer(nn.Module):
             angles = positions[:, None, :, None].float() * self.frequencies[x.device]  # (B, 1, T, rotary_dim / 2)
             cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
             rotation = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        if attention_mask is not None and cache is None and attention_mask[:, 0].all():
+        if attention_mask is not None and cache is None and not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any():
             attention_mask = None  # padding on the right only: causal attention never looks there, and is faster unmasked
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}

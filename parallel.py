@@ -146,8 +146,10 @@ def clip_gradients(buffers, max_norm):
     """Scale the gradients to a joint norm of at most max_norm (0 = leave them); returns the norm before."""
     norm = torch.stack([flat.norm() for flat in buffers]).norm()
     if max_norm > 0:
+        # a norm that is not finite scales nothing, so that check_gradients can still tell which tensor it came from
+        scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
-            flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            flat.mul_(scale)
     return norm
 
 
@@ -180,10 +182,10 @@ def checksums(models):
     sums = []
     for model in models.values():
         for p in model.parameters():
-            bits = p.detach().flatten().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[p.element_size()])
+            bits = p.detach().flatten().view(torch.int16 if p.element_size() == 2 else torch.int32)
             total = torch.zeros((), dtype=torch.int64, device=p.device)
             for i, chunk in enumerate(bits.split(2**22)):  # int64 copies of a chunk, not of a whole embedding matrix
-                weights = torch.arange(len(chunk), device=p.device) * 2 + 2 * i + 1
+                weights = (torch.arange(len(chunk), device=p.device) + i * 2**22) * 2 + 1
                 total += (chunk.long() * weights).sum()  # wraps around, alike everywhere
             sums.append(total & (2**62 - 1))  # 62 bits, so that its negative exists
     return torch.stack(sums)

@@ -115,12 +115,14 @@ models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model, v
 trained = dict(policy=policy, value_model=value_model)
 if reward_model.new_head:
     raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
-if value_init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
+same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
+if value_init == "reward" and not same_tokens:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
 check_tokenizer_fits(tokenizer, policy, policy_path)
 check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
-longest = min(model.config.max_positions for model in (policy, value_model)) - max_new_tokens
+longest = min(m.config.max_positions for m in ((policy, value_model, reward_model) if same_tokens else (policy, value_model)))
+longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
@@ -312,7 +314,7 @@ for iteration in range(start, max_iters + 1):
     learning_rates = {
         policy_optimizer: learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
         value_optimizer: learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters, value_lr_decay)}
-    ratio_gap, steps = torch.zeros((), device=device), 0
+    ratio_gap, steps = torch.zeros((), dtype=torch.float64, device=device), 0
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(ppo_epochs)]
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
         token_count = mask[rows].sum()  # one normaliser for the whole step, over all micro-batches and ranks

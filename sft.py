@@ -177,7 +177,7 @@ for iteration in range(start, max_iters + 1):
         group["lr"] = lr
     optimizer.step()
 
-    record |= parallel.all_reduce_metrics({"loss/sft": [total * world_size, world_size]})
+    record |= parallel.all_reduce_metrics({"loss/sft": [total * world_size, 1]})
     record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": time.time() - t0}
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):

@@ -112,6 +112,21 @@ def test_left_padding_does_not_matter(variant, tmp_path):
         assert (model(tokens, mask)[:, pad:] - alone).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "mistral-window"])
+@torch.no_grad()
+def test_a_mask_with_holes(variant, tmp_path):
+    """A hole in the middle is not right padding, though the first token is real."""
+    theirs = make(variant)
+    theirs.save_pretrained(tmp_path)
+    ours = Transformer.from_pretrained(str(tmp_path))
+    tokens, _ = padded([12, 12], True)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, 3:6] = mask[1, 10] = False
+    want = theirs(tokens, attention_mask=mask.long(), position_ids=hf_positions(mask)).logits
+    assert (ours(tokens, mask) - want)[mask].abs().max() < 1e-4
+    assert (ours(tokens) - want)[mask].abs().max() > 1e-2
+
+
 def test_shards_and_bare_trunks(tmp_path):
     theirs = make("llama")
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
