@@ -1,5 +1,5 @@
 # Sourced by the other scripts: a virtual environment with requirements.txt in it, made once, in .venv (or $QUARTET_VENV).
-# If you are in a virtual environment of your own, that one is used. Sets $PYTHON.
+# If you are in a virtual environment of your own, that one is used. Sets $PYTHON. $more_requirements: files to install, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${QUARTET_VENV:-${VIRTUAL_ENV:-.venv}}"
@@ -16,7 +16,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 PYTHON="$venv/bin/python"
 # install once for each version of the requirements
-for file in requirements.txt "$@"; do
+for file in requirements.txt ${more_requirements:-}; do
     stamp="$venv/.installed-$(basename "$file")"
     if ! cmp -s "$file" "$stamp"; then
         echo "+ $PYTHON -m pip install -r $file"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite, in an environment of its own: no network after the install, no GPU, under 5 minutes on two cores.
 #   bash runs/test.sh [pytest options]
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" requirements-dev.txt
+more_requirements=requirements-dev.txt
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m pytest -q tests "$@"
