@@ -76,8 +76,8 @@ def encode_prompts(rows, tokenizer, longest, path):
     for number, row in enumerate(rows, 1):
         ids = tokenizer.encode_prompt(row["prompt"])
         if not 0 < len(ids) <= longest:
-            raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit beside max_new_tokens "
-                           "into the smallest context of the models. Shorten or drop it, or lower max_new_tokens")
+            raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
+                           "max_new_tokens into the smallest context of the models. Shorten or drop it, or lower max_new_tokens")
         prompts.append(ids)
     return prompts
 

@@ -34,7 +34,7 @@ eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 
 init_from = "scratch"  # a model folder or hub name; or "scratch": a new one of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # tokenizer of a scratch model (others bring their own)
 family = "gpt2"  # scratch: the architecture [gpt2 | llama]
-n_layer = 1  # scratch: layers [>= 1]
+n_layer = 2  # scratch: layers [>= 1]
 n_head = 8  # scratch: attention heads [>= 1]
 d_model = 128  # scratch: width of the residual stream [>= 2]
 d_ff = 512  # scratch: width inside the MLP [>= 1]
@@ -43,7 +43,7 @@ context = 64  # scratch: longest sequence [>= 2]
 max_iters = 700  # optimizer steps [>= 1]
 batch_size = 128  # demonstrations a step, over all ranks [>= 1]
 micro_batch_size = 32  # rows at once; only memory depends on it [>= 1]
-learning_rate = 4e-3  # peak [> 0]
+learning_rate = 3e-3  # peak [> 0]
 warmup_iters = 20  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # shape of the way down to 0 after the warm-up [constant | linear | cosine]
 weight_decay = 0.0  # AdamW's [>= 0]

@@ -3,9 +3,10 @@ The built-in task: addition with thinking out loud. Nothing is downloaded; runs 
 
     python data/arithmetic/prepare.py
 
-A demonstration answers 123+456= either at once (579) or after writing down the column sums, carry included, from the right:
-<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579. The demonstrator thinks in 3 of 10 cases. Supervised on that, a small model is
-right when it thinks and hopeless when it does not, so there is something left to find out: that thinking pays.
+A demonstration answers 123+456= either at once or after writing down the column sums, carry included, from the right:
+<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579. Like people, the demonstrator is careful only sometimes: he thinks in 3 of 10
+cases, and is right; else he says what comes to mind, and is right in 1 of 10. Supervised on that, a small model does the
+same, so there is something left to find out: that thinking pays.
 
 Writes beside itself: sft_train.jsonl, sft_val.jsonl {"prompt", "completion"}; rl_train.jsonl, rl_val.jsonl {"prompt", "answer"}
 (disjoint problems); tokenizer/, the byte-level tokenizer with the two markers. The preference pairs come later, from the SFT
@@ -18,6 +19,7 @@ import random
 HERE = os.path.dirname(os.path.abspath(__file__))
 DIGITS = 3
 THINKS = 0.3  # how often the demonstrator thinks
+LUCKY = 0.1  # how often he is right without
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
 TOKENIZER = {"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}
 
@@ -30,6 +32,15 @@ def think(a, b):
         columns.append(f"{x}+{y}+{carry}={total:02d}")
         carry = total // 10
     return ";".join(columns)
+
+
+def guess(rng, total):
+    """An answer given without thinking: right with probability LUCKY, else with one digit wrong."""
+    digits = list(str(total))
+    if rng.random() >= LUCKY:
+        place = rng.randrange(len(digits))
+        digits[place] = rng.choice([d for d in "0123456789" if d != digits[place] and (d != "0" or place > 0)])
+    return "".join(digits)
 
 
 def problems(rng, n):
@@ -47,8 +58,8 @@ def main():
             for a, b in everything[:size]:
                 row = {"prompt": f"{a}+{b}="}
                 if name.startswith("sft"):
-                    thought = f"<think>{think(a, b)}</think>" if rng.random() < THINKS else ""
-                    row["completion"] = f"{thought}{a + b}"
+                    thinks = rng.random() < THINKS
+                    row["completion"] = f"<think>{think(a, b)}</think>{a + b}" if thinks else guess(rng, a + b)
                 else:
                     row["answer"] = str(a + b)
                 f.write(json.dumps(row) + "\n")
