@@ -65,17 +65,32 @@ def parse(prompt, completion):
 
 
 @pytest.mark.parametrize("name", ["sft_train", "sft_val"])
-def test_every_demonstration_is_right(made, name):
+def test_every_thinking_demonstration_is_right(made, name):
     for row in made.rows[name]:
         a, b, columns, answer = parse(row["prompt"], row["completion"])
-        assert answer == str(a + b)
         if columns is None:
             continue
+        assert answer == str(a + b)
         assert [c[0] for c in columns] == [a % 10, a // 10 % 10, a // 100]
         assert [c[1] for c in columns] == [b % 10, b // 10 % 10, b // 100]
         assert [c[2] for c in columns] == [0, (a % 10 + b % 10) // 10, (a % 100 + b % 100) // 100]
         assert all(x + y + carry == total for x, y, carry, total in columns)
         assert columns[2][3] * 100 + columns[1][3] % 10 * 10 + columns[0][3] % 10 == a + b
+
+
+def test_answers_without_thinking_are_right_in_one_of_ten(made):
+    """The others are wrong in exactly one digit, and still numbers of the right length."""
+    right, direct = 0, 0
+    for row in made.rows["sft_train"]:
+        a, b, columns, answer = parse(row["prompt"], row["completion"])
+        if columns is not None:
+            continue
+        direct += 1
+        differing = sum(x != y for x, y in zip(answer, str(a + b), strict=True))
+        assert differing <= 1 and answer[0] != "0"
+        right += differing == 0
+    assert direct > 30_000
+    assert abs(right / direct - 0.1) < 0.007  # four standard errors
 
 
 @pytest.mark.parametrize("name", ["rl_train", "rl_val"])

@@ -1,6 +1,8 @@
 """model.py against transformers: logits and scalars of every family, padding, saving and loading, on random models."""
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -174,6 +176,21 @@ def test_new_scalar_head_on_a_language_model(tmp_path):
     assert model.score.weight.std().item() == pytest.approx(1 / 64, rel=0.05)  # 1 / sqrt(4095 + 1)
     again = Transformer.from_pretrained(str(tmp_path), head="scalar", seed=3)
     assert torch.equal(model.score.weight, again.score.weight)
+
+
+def test_loading_never_holds_two_copies(tmp_path):
+    """The resident peak of a fresh process grows by one model and its largest tensor, not by two models."""
+    config = dict(model_type="llama", vocab_size=8000, hidden_size=512, num_hidden_layers=12, num_attention_heads=8,
+                  intermediate_size=1536, max_position_embeddings=64)
+    Transformer.from_scratch(config).save_pretrained(str(tmp_path))
+    code = ("import resource, sys, safetensors.torch; sys.path.insert(0, sys.argv[1]); from model import Transformer\n"
+            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+            "before = peak(); model = Transformer.from_pretrained(sys.argv[2]); print(peak() - before)\n")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run([sys.executable, "-c", code, root, str(tmp_path)], capture_output=True, text=True, check=True)
+    size = os.path.getsize(tmp_path / "model.safetensors") / 2**20
+    assert size > 150
+    assert size < float(done.stdout) + 20 and float(done.stdout) < 1.6 * size
 
 
 def test_freeze():
