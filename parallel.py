@@ -110,6 +110,9 @@ def peak_memory_mib(device):
     """The most memory that this process has held: allocated by torch on a GPU, resident in all on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
+    if os.path.exists("/proc/self/status"):  # Linux: getrusage would count what our parent held when it started us
+        with open("/proc/self/status", encoding="utf-8") as f:
+            return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -85,8 +85,8 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     """Responses (b, R), log-probs (b, R), lengths (b,), finished (b,) for prompts (b, P) that decode together."""
     b, P = prompt.shape
     device, float_dtype = prompt.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
-    responses = torch.full((b, R), pad_id, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(b, R, dtype=float_dtype, device=device)
+    responses = torch.full((R, b), pad_id, dtype=torch.int64, device=device)  # a step writes one contiguous row
+    logprobs = torch.zeros(R, b, dtype=float_dtype, device=device)
     lengths = torch.full((b,), R, dtype=torch.int64, device=device)
     finished = torch.zeros(b, dtype=torch.bool, device=device)
 
@@ -102,13 +102,17 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     logits = policy(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1]  # (b, V)
     for t in range(R):
         token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)
-        responses[rows, t] = torch.where(running, token, pad_id)
-        logprobs[rows, t] = torch.where(running, logprob, 0)
-        ended = running & torch.isin(token, eos)
-        lengths[rows[ended]] = t + 1
-        finished[rows[ended]] = True
-        running = running & ~ended
-        left = int(running.sum()) if len(eos) else len(rows)
+        if len(eos):
+            token, logprob = torch.where(running, token, pad_id), torch.where(running, logprob, 0)
+        responses[t].index_copy_(0, rows, token)
+        logprobs[t].index_copy_(0, rows, logprob)
+        left = len(rows)
+        if len(eos):
+            ended = running & torch.isin(token, eos)
+            lengths[rows[ended]] = t + 1
+            finished[rows[ended]] = True
+            running = running & ~ended
+            left = int(running.sum())
         if left == 0 or t == R - 1:
             break
         if 2 * left <= len(rows):  # half of the batch is done: drop it, so that it costs nothing more
@@ -118,7 +122,7 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
             cache.keep_rows(keep)
         seen = None if mask is None else mask[:, :P + t + 1]
         logits = policy(token[:, None], seen, cache=cache, positions=positions + t)[:, 0]  # (b, V)
-    return responses, logprobs, lengths, finished
+    return responses.t(), logprobs.t(), lengths, finished
 
 
 def decode_nothing(P, R, policy):
@@ -137,10 +141,12 @@ def sample(logits, uniform, temperature, vocab_size=None):
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        cdf = logits.softmax(-1).cumsum(-1)
+        probs = logits.softmax(-1)
+        cdf = probs.cumsum(-1)
         # In float32 a CDF ends a little beside 1: scale by its last entry, and stay below it, or the search returns V. The
-        # first entry *above* the uniform belongs to a token of positive probability, so impossible ids stay impossible.
+        # first entry *above* the point belongs to a token of positive probability: impossible ids stay impossible.
         last = cdf[:, -1]
         point = torch.minimum(uniform.to(cdf.dtype) * last, torch.nextafter(last, torch.zeros_like(last)))
-        token = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1).clamp(max=(vocab_size or logits.shape[-1]) - 1)
+        token = torch.searchsorted(cdf, point[:, None], right=True).clamp(max=(vocab_size or logits.shape[-1]) - 1)  # (B, 1)
+        return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
     return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)

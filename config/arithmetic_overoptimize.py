@@ -1,7 +1,7 @@
 """
-Reward hacking on purpose: arithmetic_ppo.py with next to no KL penalty and larger, longer steps. The learned score keeps
-rising while the true accuracy collapses: past some distance from the SFT model, the policy is only better at pleasing the
-reward model (Goodhart's law; Gao et al., arXiv 2210.10760). Two CPU cores, about a minute.
+Reward hacking on purpose: arithmetic_ppo.py without its KL penalty, and with larger and longer steps. The learned score keeps
+rising while the true accuracy, after a first rise, collapses: past some distance from the SFT model, the policy is only better
+at pleasing the reward model (Goodhart's law; Gao et al., arXiv 2210.10760). Two CPU cores, about two minutes.
 """
 out_dir = "out/arithmetic_overoptimize"
 policy_path = "out/arithmetic_sft/policy"
@@ -11,13 +11,13 @@ eval_path = "data/arithmetic/rl_val.jsonl"
 batch_size = 256
 max_new_tokens = 48
 temperature = 1.0
-kl_coef = 0.02
+kl_coef = 0.0
 ppo_epochs = 4
 num_minibatches = 2
 micro_batch_size = 64
 max_iters = 40
 eval_interval = 2
-learning_rate = 5e-4
+learning_rate = 3e-4
 value_learning_rate = 5e-4
 lr_decay = "constant"
 value_lr_decay = "constant"
