@@ -67,7 +67,7 @@ def answer(rows, first):
         if i % samples == 0 and (prompt or prompts):
             print(f"> {row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']}")
         cut = "" if batch["finished"][i] else " [cut off at max_new_tokens]"
-        print(text + cut + ("" if score is None else f"   (score {score:.2f})"), flush=True)
+        print((text or "[empty]") + cut + ("" if score is None else f"   (score {score:.2f})"), flush=True)
 
 
 def as_row(text):

@@ -2,16 +2,18 @@
 # The whole pipeline on a laptop, without a download: data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
 #   bash runs/quickstart.sh [seed]
 # Every step is the plain command that you would type; it is echoed before it runs.
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 seed="${1:-1}"
 case "$seed" in *[!0-9]*) echo "quickstart.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;; esac
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Small operations suffer when two threads share a core: one thread per core, each pinned to its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}" OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 
 # A second run with the same seed would find everything done; with another it would be refused. So: start over.
-rm -rf out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo
+for old in out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo; do
+    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
+done
 began=$SECONDS
 step data/arithmetic/prepare.py
 step sft.py config/arithmetic_sft.py --seed="$seed"

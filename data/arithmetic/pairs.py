@@ -32,7 +32,7 @@ model = freeze(Transformer.from_pretrained(policy))
 problems = read_jsonl(os.path.join(HERE, "rl_train.jsonl"), ["prompt", "answer"])
 wanted = pairs + pairs // 10
 found = []
-for iteration in range(1000):
+for iteration in range(100):
     rows = [problems[i] for i in batch_rows(seed, iteration, 128, len(problems)) for _ in range(samples)]
     batch = generate(model, [tokenizer.encode_prompt(row["prompt"]) for row in rows], max_new_tokens,
                      eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, vocab_size=tokenizer.vocab_size,

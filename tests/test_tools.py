@@ -1,0 +1,88 @@
+"""bench.py, data/arithmetic/pairs.py and the shell scripts, as a user runs them."""
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+
+
+def run(*args, cwd=ROOT, env=ENV):
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_bench_times_both_and_weighs_ppo():
+    done = run("bench.py", "--d_model=32", "--n_layer=1", "--n_head=2", "--n_kv_head=1", "--d_ff=48", "--batch_size=3",
+               "--prompt_length=6", "--max_new_tokens=5", "--repeats=1", "--ppo_epochs=1", "--device=cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in (r"^generate +[\d.]+ s .* tokens/s$", r"^transformers generate +[\d.]+ s .* tokens/s$",
+                 r"^generate is [\d.]+ times as fast as transformers'", r"^PPO peak memory: \d{2,} MiB$",
+                 r"^PPO iteration +[\d.]+ s .* tokens/s  rollout [\d.]+  score [\d.]+  update [\d.]+$"):
+        assert re.search(line, done.stdout, re.MULTILINE), (line, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the repository, for what writes beside itself; with a model that answers 5 or 6, whatever the problem."""
+    folder = tmp_path_factory.mktemp("repository")
+    for file in glob.glob(os.path.join(ROOT, "*.py")):
+        shutil.copy(file, folder)
+    task = folder / "data" / "arithmetic"
+    task.mkdir(parents=True)
+    for file in glob.glob(os.path.join(ROOT, "data", "arithmetic", "*.py")):
+        shutil.copy(file, task)
+    (task / "tokenizer").mkdir()
+    (task / "tokenizer" / "tiktoken.json").write_text('{"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}')
+    demonstrations = [{"prompt": "1+4=", "completion": str(answer)} for answer in (5, 6)]
+    for name in ("sft_train", "sft_val"):
+        (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
+    (task / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "5"}\n{"prompt": "2+4=", "answer": "6"}\n')
+    done = run("sft.py", "--d_model=16", "--d_ff=16", "--n_layer=1", "--n_head=2", "--max_iters=60", "--batch_size=16",
+               "--learning_rate=0.02", "--out_dir=out/sft", "--device=cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_pairs_are_right_over_wrong(copy):
+    done = run("data/arithmetic/pairs.py", "--policy=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"pairs_{name}.jsonl").read_text().splitlines()]
+            for name in ("train", "val")}
+    assert (len(rows["train"]), len(rows["val"])) == (40, 4)
+    right = {"1+4=": "5", "2+4=": "6"}
+    for row in rows["train"] + rows["val"]:
+        assert row["chosen"] == right[row["prompt"]] != row["rejected"]
+
+
+def test_pairs_of_a_hopeless_model_are_refused(copy):
+    (copy / "data" / "arithmetic" / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "never"}\n')
+    done = run("data/arithmetic/pairs.py", "--policy=out/sft/policy", "--pairs=10", "--max_new_tokens=1", cwd=copy)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "gave only 0 pairs" in done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(glob.glob(os.path.join(ROOT, "runs", "*.sh")) + [os.path.join(ROOT, ".ci", "run")]))
+def test_shell_scripts_parse(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_quickstart_refuses_a_seed_that_is_none():
+    done = subprocess.run(["bash", "runs/quickstart.sh", "one"], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 2 and "the seed must be a number" in done.stderr
+
+
+def test_a_machine_without_venv_is_told_so(tmp_path):
+    """A python3 whose venv module is missing, as on a bare Debian: one line that says what to install."""
+    fake = tmp_path / "python3"
+    fake.write_text(f'#!/bin/bash\ncase "$*" in *ensurepip*) exit 1;; *) exec {sys.executable} "$@";; esac\n')
+    fake.chmod(0o755)
+    env = {k: v for k, v in ENV.items() if k != "VIRTUAL_ENV"}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "QUARTET_VENV": str(tmp_path / "none")}
+    done = subprocess.run(["bash", "runs/test.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "apt install python3-venv" in done.stderr
