@@ -42,11 +42,12 @@ def left_pad(prompts, pad_id, width=None):
 
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0, vocab_size=None, uniforms=None,
-             seed=0, batch_size=0, prompt_width=None):
+             seed=0, batch_size=0, prompt_width=None, attention_mask=None):
     """
     Sample one response to each prompt.
 
-    prompts: lists of token ids (repeat a prompt for several samples). temperature: 0 = greedy. eos_ids: any of them ends a
+    prompts: lists of token ids (repeat a prompt for several samples), or a left-padded (B, P) tensor of them with its
+    attention_mask (None: no padding). temperature: 0 = greedy. eos_ids: any of them ends a
     response and belongs to it; none given: all have max_new_tokens. vocab_size: ids from here on are never sampled.
     uniforms (B, max_new_tokens): the randomness; None draws it from `seed`. batch_size: how many responses decode at once
     (0 = all). prompt_width: pad prompts to this length (default: the longest). The last two cannot change a result.
@@ -57,6 +58,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     whether the response ended itself. Raises BadInput when a prompt is empty or does not fit the model's context.
     """
     device = policy.embed.weight.device
+    if isinstance(prompts, torch.Tensor):
+        real = torch.ones_like(prompts, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
     tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P)
     B, P = tokens.shape
     R = max_new_tokens

@@ -380,3 +380,14 @@ def test_uniforms_differ_for_every_part_of_the_key():
 def test_no_slots():
     assert response_uniforms(0, "eval", 0, [], 6).shape == (0, 6)
     assert response_uniforms(0, "eval", 0, [], 6).dtype == torch.float64
+
+
+def test_prompts_may_be_a_left_padded_tensor(tmp_path):
+    model = load("qwen3", tmp_path)
+    want = generate(model, PROMPTS, 5, uniforms=uniforms(6, 5))
+    tokens, mask = left_pad(PROMPTS, 0)
+    got = generate(model, tokens, 5, uniforms=uniforms(6, 5), attention_mask=mask)
+    assert all(torch.equal(want[k], got[k]) for k in want)
+    whole = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    assert torch.equal(generate(model, whole, 3, temperature=0)["tokens"],
+                       generate(model, [PROMPTS[0]] * 2, 3, temperature=0)["tokens"])
