@@ -69,7 +69,7 @@ lam = 0.95  # lambda of GAE [0..1]
 # 4) PPO
 ppo_epochs = 4  # passes over the batch [>= 1]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
-micro_batch_size = 64  # rows scored or trained at once; only memory depends on it [>= 1]
+micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # the ratio earns nothing beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (it has its own optimizer; matters with grad_clip and adam_eps) [> 0]
