@@ -18,7 +18,7 @@ import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
 from configurator import BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
-from loss import learning_rate_at, preference_loss
+from loss import at_least_float32, learning_rate_at, preference_loss
 from model import Transformer
 from rewards import last_real
 
@@ -102,7 +102,7 @@ def scores_of(sequences):
     tokens, attention_mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
     with precision:
         scalars = reward_model(tokens)  # (b, T); right padding is never looked at by causal attention
-    return scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1).to(torch.promote_types(scalars.dtype, torch.float32))
+    return at_least_float32(scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1))
 
 
 def pair_scores(rows, where):
@@ -145,11 +145,10 @@ for iteration in range(start, max_iters + 1):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, {record['eval/accuracy']:.1%} of pairs right")
-    if iteration % sync_check_interval == 0 or iteration == max_iters:
+    due = iteration > start and (checkpoint_interval and iteration % checkpoint_interval == 0 or iteration == max_iters)
+    if iteration % sync_check_interval == 0 or iteration == max_iters or due:
         parallel.audit({"reward_model": reward_model}, frozen_sums, iteration)
-    due = checkpoint_interval and iteration % checkpoint_interval == 0
-    if iteration > start and (due or iteration == max_iters):
-        parallel.audit({"reward_model": reward_model}, frozen_sums, iteration)
+    if due:
         save_checkpoint(out_dir, iteration, {"reward_model": reward_model}, {"reward_model": optimizer}, {}, tokenizer,
                         keep_checkpoints)
     if iteration == max_iters:

@@ -146,11 +146,10 @@ for iteration in range(start, max_iters + 1):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
-    if iteration % sync_check_interval == 0 or iteration == max_iters:
+    due = iteration > start and (checkpoint_interval and iteration % checkpoint_interval == 0 or iteration == max_iters)
+    if iteration % sync_check_interval == 0 or iteration == max_iters or due:
         parallel.audit({"policy": policy}, frozen_sums, iteration)
-    due = checkpoint_interval and iteration % checkpoint_interval == 0
-    if iteration > start and (due or iteration == max_iters):
-        parallel.audit({"policy": policy}, frozen_sums, iteration)
+    if due:
         save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
     if iteration == max_iters:
         write_log(out_dir, record)
@@ -163,12 +162,13 @@ for iteration in range(start, max_iters + 1):
     pairs = sorted(pairs, key=lambda pair: len(pair[0] + pair[1]))[rank::world_size]  # alike lengths meet: less padding
     for flat in gradients:
         flat.zero_()
-    total = torch.zeros((), dtype=torch.float64)
+    sums = {"loss/sft": [0.0, 0]}
     for i in range(0, len(pairs), micro_batch_size):
         logprobs, mask = completion_logprobs(pairs[i:i + micro_batch_size])
-        loss = -masked_sum(logprobs, mask) / token_count
-        loss.backward()
-        total += loss.item()
+        loss = -masked_sum(logprobs, mask)
+        (loss / token_count).backward()
+        sums["loss/sft"][0] += loss.item()
+        sums["loss/sft"][1] += mask.sum().item()
     parallel.all_reduce_gradients(gradients)
     norm = parallel.clip_gradients(gradients, grad_clip)
     parallel.check_gradients(norm, policy, "policy", iteration)
@@ -177,7 +177,7 @@ for iteration in range(start, max_iters + 1):
         group["lr"] = lr
     optimizer.step()
 
-    record |= parallel.all_reduce_metrics({"loss/sft": [total * world_size, 1]})
+    record |= parallel.all_reduce_metrics(sums)
     record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": time.time() - t0}
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):

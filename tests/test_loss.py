@@ -10,6 +10,7 @@ from loss import (
     at_least_float32,
     entropy_from_logits,
     kl_estimate,
+    learning_rate_at,
     logprobs_from_logits,
     masked_mean,
     masked_sum,
@@ -353,3 +354,12 @@ def test_preference_loss():
 def test_kl_controller(kl, want):
     """target 6, 512 of 10000 episodes: the coefficient moves by the relative error, at most 0.2, times 0.0512."""
     assert adapt_kl_coef(0.1, kl, 6.0, 10000, 512) == pytest.approx(want, abs=1e-15)
+
+
+def test_learning_rate_at_by_hand():
+    """Warm-up of 4 steps to 8, then 8 steps down: the first is above 0, the peak comes at the end of the warm-up."""
+    assert [learning_rate_at(i, 8.0, 4, 12, "linear") for i in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
+    assert [learning_rate_at(i, 8.0, 4, 12, "linear") for i in (6, 8, 11, 12)] == [6.0, 4.0, 1.0, 0.0]
+    assert [learning_rate_at(i, 8.0, 0, 12, "constant") for i in (0, 7, 12)] == [8.0, 8.0, 8.0]
+    assert [learning_rate_at(i, 8.0, 4, 12, "cosine") for i in (4, 8, 12)] == pytest.approx([8.0, 4.0, 0.0])
+    assert learning_rate_at(6, 8.0, 4, 12, "cosine") == pytest.approx(4 + 2 * 2**0.5)  # a quarter of the way: cos 45 degrees
