@@ -1,50 +1,63 @@
 """
 Save and resume. A checkpoint is a folder out_dir/checkpoint-000120 of safetensors and JSON: each trained model as a Hugging
-Face directory, its optimizer's state, state.json, and manifest.json with the sha256 of every file. It is written under a
-temporary name, synced and renamed, so under its final name it is complete; the old one goes only after that. No pickle.
+Face directory, its optimizer's state, state.json, the run's config.json, and manifest.json with the sha256 of every file. It
+is written under a temporary name, synced and renamed, so under its final name it is complete; the old one goes only after
+that. No pickle.
 
 checkpoint-000120 means: 120 iterations are done, number 120 (counting from 0) comes next. Prompts and sampling noise are
 functions of the iteration, so there is no random state to save.
 """
+import fcntl
 import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
+import time
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from configurator import BadInput
-from model import Transformer
-from parallel import rank_and_size
+from configurator import BadInput, Stop
+from model import Transformer, find_folder, read_json
+from parallel import from_rank_0, rank_and_size
+
+LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
+lock_file = None  # open, and so locked, as long as this process lives
 
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep):
     """
     Write out_dir/checkpoint-{iteration}. models, optimizers: {name: module}, {name: optimizer}; state: a dict for JSON, what
-    the loop needs to go on. keep: how many checkpoints to leave. Rank 0 writes, the others wait.
+    the loop needs to go on. keep: how many checkpoints to leave. Rank 0 writes, the others wait. Raises Stop, on all ranks,
+    when the disk is full; what was there before then still is.
     """
-    if rank_and_size()[0] == 0:
-        final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
-        folder = os.path.join(out_dir, f".tmp-{os.path.basename(final)}")
-        shutil.rmtree(folder, ignore_errors=True)
+    final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
+
+    def write(folder):
         for name, model in models.items():
             save_model(os.path.join(folder, name), model, tokenizer)
             save_file(optimizer_tensors(model, optimizers[name]), os.path.join(folder, f"{name}_optimizer.safetensors"))
-        write_json(os.path.join(folder, "state.json"), {"iteration": iteration, **state})
+        shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
+        write_json(os.path.join(folder, "state.json"), {**state, "iteration": iteration})
         files = sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs)
-        write_json(os.path.join(folder, "manifest.json"), {f: sha256(os.path.join(folder, f)) for f in files})
-        put_in_place(folder, final)
+        manifest = {f: sha256(os.path.join(folder, f)) for f in files}
+        write_json(os.path.join(folder, "manifest.json"), manifest | {"manifest.json": self_hash(manifest)})
+        sync(os.path.join(out_dir, "log.jsonl"))  # what came before the checkpoint must be as durable as it is
+
+    def save():
+        if damage(final) is not None:  # else we have resumed from it, and nothing has happened since
+            put_in_place(write, final)
         # of a later number there are only damaged ones, or we would have resumed from them
         folders = list_checkpoints(out_dir)
-        kept = [f for f in folders if os.path.basename(f) <= os.path.basename(final)][-keep:]
+        kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in set(folders) - set(kept):
-            shutil.rmtree(old)
-    if dist.is_initialized():
-        dist.barrier()
+            remove(old)
+
+    from_rank_0(save)
 
 
 def save_model(folder, model, tokenizer):
@@ -57,29 +70,53 @@ def save_model(folder, model, tokenizer):
 
 
 def save_final(out_dir, name, model, tokenizer):
-    """out_dir/name, the run's product, put in place whole. Rank 0 writes."""
-    if rank_and_size()[0] == 0:
-        folder = os.path.join(out_dir, f".tmp-{name}")
-        shutil.rmtree(folder, ignore_errors=True)
-        save_model(folder, model, tokenizer)
-        put_in_place(folder, os.path.join(out_dir, name))
+    """out_dir/name, the run's product, put in place whole. Rank 0 writes. Raises Stop, on all ranks, when the disk is full."""
+    from_rank_0(lambda: put_in_place(lambda folder: save_model(folder, model, tokenizer), os.path.join(out_dir, name)))
 
 
-def put_in_place(folder, final):
-    """Sync every file of folder to disk, then give it its final name. What had that name before is moved aside first."""
-    for d, _, files in os.walk(folder):
-        for f in files:
-            sync(os.path.join(d, f))
-        sync(d)
+def put_in_place(write, final):
+    """
+    write(folder) under a temporary name, sync every file to disk, then give the folder its final name. What had that name
+    before is moved aside first. Raises Stop when the disk is full, and leaves no trace.
+    """
+    parent, name = os.path.split(final)
+    folder = os.path.join(parent, f".tmp-{name}")
+    shutil.rmtree(folder, ignore_errors=True)
     old = None
-    if os.path.exists(final):  # a folder cannot be renamed onto another
-        old = os.path.join(os.path.dirname(final), f".old-{os.path.basename(final)}")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
-    os.rename(folder, final)
-    sync(os.path.dirname(final) or ".")
-    if old:
-        shutil.rmtree(old)
+    try:
+        os.makedirs(folder)
+        write(folder)
+        for d, _, files in os.walk(folder):
+            for f in files:
+                sync(os.path.join(d, f))
+            sync(d)
+        old = aside(final) if os.path.exists(final) else None  # a folder cannot be renamed onto another
+        os.rename(folder, final)
+        sync(parent or ".")
+        if old:
+            shutil.rmtree(old)
+    except Exception as e:
+        shutil.rmtree(folder, ignore_errors=True)
+        if old and not os.path.exists(final):
+            os.rename(old, final)
+        # tokenizers and safetensors have errors of their own for a full disk
+        if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
+            raise
+        raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
+                   "they were. Make room, and resume with the same command") from e
+
+
+def remove(folder):
+    """Delete a folder so that a half-deleted one never bears its name."""
+    shutil.rmtree(aside(folder))
+
+
+def aside(folder):
+    """Rename a folder out of the way; returns its new name."""
+    old = os.path.join(os.path.dirname(folder), f".old-{os.path.basename(folder)}")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(folder, old)
+    return old
 
 
 def sync(path):
@@ -111,26 +148,50 @@ def optimizer_tensors(model, optimizer):
 
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    return sorted(glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-" + 6 * "[0-9]")))
+    folders = glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-*"))
+    return sorted((f for f in folders if re.fullmatch(r"checkpoint-\d{6,}", os.path.basename(f))), key=number_of)
+
+
+def number_of(folder):
+    """The iteration in a checkpoint's name."""
+    return int(folder.rpartition("-")[2])
+
+
+def self_hash(manifest):
+    """What manifest.json says of itself, so that it cannot be damaged unnoticed either."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def damage(folder):
+    """None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words."""
+    try:
+        with open(os.path.join(folder, "manifest.json"), "rb") as f:
+            text = f.read()
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or text != json.dumps(manifest, indent=2).encode() \
+                or manifest.pop("manifest.json", None) != self_hash(manifest):
+            return "its manifest.json is damaged"
+        for name, digest in manifest.items():
+            if not os.path.isfile(os.path.join(folder, name)):
+                return f"{name} is missing"
+            if sha256(os.path.join(folder, name)) != digest:
+                return f"{name} is damaged"
+    except FileNotFoundError:
+        return "its manifest.json is missing"
+    except (OSError, ValueError, RecursionError) as e:
+        return getattr(e, "strerror", None) or "its manifest.json is damaged"
+    return None
 
 
 def find_checkpoint(out_dir):
     """(folder, state) of the newest checkpoint whose files are what its manifest says, or (None, None). Says what it skips."""
     for folder in reversed(list_checkpoints(out_dir)):
-        try:
-            with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as f:
-                manifest = json.load(f)
-            if not isinstance(manifest, dict) or "state.json" not in manifest:
-                raise ValueError("its manifest.json is damaged")
-            bad = [name for name, digest in manifest.items() if sha256(os.path.join(folder, name)) != digest]
-            if not bad:
-                with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                    return folder, json.load(f)
-            reason = f"{bad[0]} is damaged"
-        except (OSError, ValueError) as e:
-            reason = getattr(e, "strerror", None) or str(e)
+        reason = damage(folder)
+        if reason is None:
+            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+                return folder, json.load(f)
         if rank_and_size()[0] == 0:
-            print(f"{folder} is refused ({reason}); looking for an older one")
+            print(f"{folder} is refused ({reason}); looking for an older one", flush=True)
     return None, None
 
 
@@ -159,32 +220,112 @@ def load_checkpoint(folder, models, optimizers):
 # the run's folder: config.json and log.jsonl
 
 
-def open_run(out_dir, config, must_match):
+def open_run(out_dir, config, must_match, sources=()):
     """
-    Create out_dir, or check that it belongs to this run: a config.json whose must_match keys differ is another run's.
-    Returns (folder, state) of the checkpoint to resume from, or (None, None). Raises BadInput.
+    Create out_dir, or check that it holds this very run, and lock it. must_match: the keys of config that must be as before;
+    sources: those among them that name a file or a model folder, whose content must be as before, too. Returns (folder,
+    state) of the checkpoint to resume from, or (None, None), the same on all ranks. Raises BadInput.
     """
-    file = os.path.join(out_dir, "config.json")
-    folder, state = find_checkpoint(out_dir)
-    log = os.path.join(out_dir, "log.jsonl")
-    if folder or os.path.exists(file) and os.path.exists(log) and os.path.getsize(log):
-        try:
-            with open(file, encoding="utf-8") as f:
-                before = json.load(f)
-        except (OSError, ValueError) as e:
-            raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; choose another --out_dir") from e
-        for key in must_match:
-            if before.get(key) != config[key]:
-                raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not {config[key]!r}; "
-                               "choose another --out_dir, or delete the old run")
-    if rank_and_size()[0] == 0:
-        try:
-            os.makedirs(out_dir, exist_ok=True)
-            write_json(file, config)
-        except OSError as e:
-            raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}") from e
+    return from_rank_0(lambda: begin_or_resume(out_dir, config, must_match, sources))
+
+
+def begin_or_resume(out_dir, config, must_match, sources):
+    """open_run on rank 0."""
+    hashes = {key: content_hash(config[key]) for key in sources}
+    try:
+        check_ours(out_dir)
+        os.makedirs(out_dir, exist_ok=True)
+        lock(out_dir)
+        folder, state = find_checkpoint(out_dir)
+        check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
+        if folder and state["iteration"] > config["max_iters"]:
+            raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has {state['iteration']} iterations done; type a "
+                           "larger --max_iters, or another --out_dir")
+        for name in (".tmp-*", ".old-*"):  # of a save that was killed
+            for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
+                shutil.rmtree(leftover, ignore_errors=True)
+        lock_file.truncate(0)
+        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")  # for the line that refuses a second run
+        lock_file.flush()
+        write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
         cut_log(out_dir, state["iteration"] if state else 0)
+    except OSError as e:
+        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
     return folder, state
+
+
+def check_ours(out_dir):
+    """Raise BadInput if a run in out_dir would overwrite what no run has left there, such as somebody's models."""
+    file = os.path.join(out_dir, "config.json")
+    if os.path.isfile(file):
+        try:
+            ours = "out_dir" in read_json(file)
+        except BadInput:
+            ours = True  # damaged: check_same_run decides
+        if not ours:
+            raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; choose another --out_dir")
+    elif not list_checkpoints(out_dir):
+        for name in ("policy", "value_model", "reward_model", "log.jsonl"):
+            if os.path.exists(os.path.join(out_dir, name)):
+                raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left it, and this one would "
+                               "replace it; choose another --out_dir")
+
+
+def check_same_run(out_dir, folder, config, must_match, hashes):
+    """Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder."""
+    file, log = os.path.join(folder, "config.json"), os.path.join(out_dir, "log.jsonl")
+    if not list_checkpoints(out_dir) and not (os.path.exists(log) and os.path.getsize(log)):
+        return  # nothing to lose
+    try:
+        before = read_json(file)
+    except BadInput as e:
+        raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; choose another --out_dir") from e
+    for key in must_match:
+        if before.get(key) != config[key]:
+            raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not {config[key]!r}; "
+                           "choose another --out_dir, or delete the old run")
+    for key, sha in hashes.items():
+        known = before["sha256"].get(key, "unknown") if isinstance(before.get("sha256"), dict) else "unknown"
+        if known != sha:
+            raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents than it has now (sha256 "
+                           f"{known[:12]}, now {sha[:12]}); restore it, or choose another --out_dir")
+
+
+def content_hash(path):
+    """sha256 of a file, or of what a model or tokenizer folder is made of."""
+    if os.path.isfile(path):
+        return sha256(path)
+    folder = path if os.path.isdir(path) else find_folder(path)
+    kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
+    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+    return hashlib.sha256("".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files).encode()).hexdigest()
+
+
+def lock(out_dir):
+    """
+    Hold out_dir for this process until it ends, however it ends. Another one that holds it may be dying: wait for it a
+    while. Raises BadInput, naming the holder.
+    """
+    global lock_file
+    lock_file = open(os.path.join(out_dir, ".lock"), "a+", encoding="utf-8")
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as e:
+            lock_file.seek(0)
+            holder = lock_file.read().strip() or "another process"
+            if time.monotonic() - began > LOCK_WAIT:
+                raise BadInput(f"out_dir {out_dir!r} is in use by {holder}; wait for it to end, or choose another "
+                               "--out_dir") from e
+            if not said:
+                print(f"{out_dir} is in use by {holder}; waiting up to {LOCK_WAIT} s for it to end", flush=True)
+            said = True
+            time.sleep(0.1)
+        except OSError as e:  # some network file systems cannot
+            print(f"{out_dir} cannot be locked ({e.strerror}): see to it yourself that no second run writes there", flush=True)
+            return
 
 
 def cut_log(out_dir, iteration):
@@ -205,7 +346,17 @@ def cut_log(out_dir, iteration):
 
 
 def write_log(out_dir, record):
-    """Append one iteration's object to log.jsonl."""
-    if rank_and_size()[0] == 0:
-        with open(os.path.join(out_dir, "log.jsonl"), "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
+    """Append one iteration's object to log.jsonl, the whole line or nothing. Raises Stop, on all ranks, when the disk is full."""
+    def append():
+        file = os.path.join(out_dir, "log.jsonl")
+        size = os.path.getsize(file) if os.path.exists(file) else 0
+        try:
+            with open(file, "a", encoding="utf-8") as f:
+                f.write(json.dumps(record) + "\n")
+        except OSError as e:
+            if os.path.exists(file):
+                os.truncate(file, size)
+            raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before. Make room, and resume with "
+                       "the same command") from e
+
+    from_rank_0(append)

@@ -13,6 +13,7 @@ So what the reader sees is what is checked, and the two cannot drift apart.
 """
 import ast
 import difflib
+import errno
 import io
 import math
 import os
@@ -35,20 +36,53 @@ class Stop(RuntimeError):
     """The run itself noticed that going on would be wrong; raised on all ranks together, with one line that says why."""
 
 
+class Lost(Stop):
+    """Another rank is gone or does not answer. Each rank that is left says so: nobody knows which of them is being read."""
+
+
+tell_others = None  # set while several ranks start: takes a message, returns whether rank 0 leaves with the same one
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def report_and_exit(kind, error, trace):
-    """sys.excepthook of our scripts: BadInput is one line and exit code 2, Stop one line and 1; others keep a traceback."""
-    if not issubclass(kind, (BadInput, Stop)):
+    """
+    sys.excepthook of our scripts: BadInput is one line and exit code 2; Stop, a full disk, or too little memory one line
+    and 1. A closed pipe or Ctrl-C ends a tool without a word. Whatever else is a bug, and keeps its traceback.
+    """
+    rank, message = os.environ.get("RANK", "0"), str(error)
+    if issubclass(kind, (KeyboardInterrupt, BrokenPipeError)):
+        os._exit(130 if kind is KeyboardInterrupt else 1)
+    elif issubclass(kind, OSError) and error.errno in FULL:
+        message = f"{error.filename or 'the output'} cannot be written: {error.strerror}; make room and run the same again"
+    elif kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError) or "can't allocate memory" in message:
+        message = f"out of memory ({first_line(error)[:200]}); lower micro_batch_size or rollout_batch_size, or the model's size"
+    elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or not issubclass(kind, (BadConfig, Stop)):
+    speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)
+    if tell_others and issubclass(kind, BadInput) and rank != "0":
+        speaks = not said_by_rank_0(message) and speaks
+    if speaks:
         where = "" if rank == "0" else f" (rank {rank})"
         # torch.distributed swaps sys.stderr for a buffer while this hook runs, and the buffer would die with us
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {error}", file=sys.__stderr__, flush=True)
-    elif issubclass(kind, Stop):
-        time.sleep(1)  # torchrun kills all ranks when the first one ends; let rank 0 speak before
-    sys.stdout.flush()
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.__stderr__, flush=True)
+    else:
+        time.sleep(1)  # torchrun kills all ranks when the first one ends; let the one that speaks do so
+    if tell_others and issubclass(kind, BadInput) and rank == "0":
+        said_by_rank_0(message)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        pass  # a full disk or a closed pipe, and nobody to tell
     os._exit(2 if issubclass(kind, BadInput) else 1)  # no farewell: a rank may be gone, and its group would wait for it
+
+
+def said_by_rank_0(message):
+    """Let the ranks that wait for us know that we leave; whether rank 0 leaves for the same reason."""
+    try:
+        return tell_others(message)
+    except Stop:  # they are gone themselves
+        return False
 
 
 def configure(script_globals, argv=None):
@@ -67,6 +101,7 @@ def configure(script_globals, argv=None):
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
             print_help(script, script_globals.get("__doc__"), keys, comments, headings)
+            sys.stdout.flush()  # here, where a closed pipe (--help | head) is still ours to handle
         sys.exit(0)
 
     overrides = {}  # key -> (value, where it came from)
@@ -137,15 +172,15 @@ def run_config_file(path):
         raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {getattr(e, 'msg', e)}") from e
     lines = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        for name in (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
             if name in lines:
                 raise BadConfig(f"{path}, line {node.lineno}: {name} is set twice (first on line {lines[name]}); keep one")
             lines[name] = node.lineno
     namespace = {"__file__": path}
     try:
         exec(compile(tree, path, "exec"), namespace)
-    except Exception as e:  # whatever the user's own code raises is reported with its line
+    except (Exception, SystemExit) as e:  # whatever the user's own code raises is reported with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {first_line(e)}") from e
     modules = type(ast)

@@ -110,6 +110,23 @@ def preference_loss(chosen, rejected):
     return -torch.nn.functional.logsigmoid(chosen - rejected)
 
 
+def update_moments(moments, x):
+    """
+    Count, mean and sum of squared deviations of all numbers so far, from those before and a tensor of new ones (Chan, Golub
+    and LeVeque, 1979, eq. 2.1). moments: [count, mean, M2], plain numbers, [0, 0.0, 0.0] at first; so is the result.
+    """
+    (n, mean, m2), x = moments, x.double()
+    k, new_mean = x.numel(), x.mean().item()
+    delta = new_mean - mean
+    return [n + k, mean + delta * k / (n + k), m2 + (x - new_mean).square().sum().item() + delta**2 * n * k / (n + k)]
+
+
+def standard_deviation(moments):
+    """Of the numbers in moments (see update_moments); 1 while they are all the same."""
+    n, _, m2 = moments
+    return (m2 / n) ** 0.5 if m2 > 0 else 1.0
+
+
 def adapt_kl_coef(kl_coef, kl, target, horizon, episodes):
     """
     The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2): kl is the measured KL a *response* (summed

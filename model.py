@@ -9,6 +9,7 @@ either a language model's (logits over the vocabulary) or one scalar a token (re
 Inside, every family has the same module names; the tables under "Hugging Face names" below say what each is called on disk.
 There is no dropout anywhere, whatever config.json says: a policy must give the same token the same probability twice.
 """
+import functools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from configurator import BadInput
+from configurator import BadInput, first_line
 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json -> what the Transformer needs to know
@@ -393,7 +394,7 @@ class Transformer(nn.Module):
             used.add(disk_name)
             # one tensor at a time into memory that is already there: never two copies of a model
             file, name_in_file = files[disk_name]
-            tensor = read_safetensors(file, lambda f, n=name_in_file: f.get_tensor(n))
+            tensor = read_tensors(file, lambda f, n=name_in_file: f.get_tensor(n))
             tensor = from_hf(model_config, disk_name, part, tensor)
             if tensor.shape != p.shape:
                 raise BadInput(f"{path}: tensor {disk_name!r} gives {tuple(tensor.shape)} for {name}, but config.json "
@@ -401,6 +402,7 @@ class Transformer(nn.Module):
             with torch.no_grad():
                 p.copy_(tensor)
             del tensor
+        open_bin.cache_clear()
         heads = {"lm_head.weight", "embed_out.weight", "score.weight"}
         ignored = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
         extra = [n for n in files if n not in used | heads and not n.endswith(ignored)]
@@ -537,7 +539,10 @@ def find_folder(path):
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        folder = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+            folder = snapshot_download(path, allow_patterns=["pytorch_model*.bin"])  # old, and pickled: see BinFile
+        return folder
     except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
         raise BadInput(f"{path}: no such folder here, and the hub did not give it: {str(e).splitlines()[0]}") from e
 
@@ -555,26 +560,49 @@ def read_json(file):
 
 
 def tensor_files(folder):
-    """{tensor name: (file, tensor name)} of a folder's safetensors, in one file or in shards."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    single = os.path.join(folder, "model.safetensors")
-    if os.path.isfile(index):
-        names = read_json(index)["weight_map"]
-        for shard in sorted(set(names.values())):
-            if not os.path.isfile(os.path.join(folder, shard)):
-                raise BadInput(f"{folder}: shard {shard} is missing; download it again")
-        return {name: (os.path.join(folder, shard), name) for name, shard in names.items()}
-    if not os.path.isfile(single):
-        raise BadInput(f"{folder}: no model.safetensors here; save the model with safetensors")
-    return {name: (single, name) for name in read_safetensors(single, lambda f: list(f.keys()))}
+    """{tensor name: (file, tensor name)} of a folder's weights, in one file or in shards; safetensors where there are some."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = os.path.join(folder, name), os.path.join(folder, f"{name}.index.json")
+        if os.path.isfile(index):
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict):
+                raise BadInput(f"{index}: no weight_map in it; download it again")
+            for shard in sorted(set(names.values())):
+                if not os.path.isfile(os.path.join(folder, shard)):
+                    raise BadInput(f"{folder}: shard {shard} is missing; download it again")
+            return {name: (os.path.join(folder, shard), name) for name, shard in names.items()}
+        if os.path.isfile(single):
+            return {name: (single, name) for name in read_tensors(single, lambda f: list(f.keys()))}
+    raise BadInput(f"{folder}: no model.safetensors here, and no pytorch_model.bin; save or download the model again")
 
 
-def read_safetensors(file, use):
+def read_tensors(file, use):
     """use(open file), for one tensor at a time: the file is opened anew each time, for a map left open counts as memory."""
     from safetensors import SafetensorError, safe_open
 
     try:
+        if file.endswith(".bin"):
+            return use(open_bin(file))
         with safe_open(file, framework="pt") as f:
             return use(f)
     except (OSError, SafetensorError) as e:
         raise BadInput(f"{file}: not a readable safetensors file ({e}); save or download it again") from e
+
+
+class BinFile:
+    """An old hub file of weights behind the face of safe_open. Its pickle is read by torch's weights-only loader: no code."""
+
+    def __init__(self, file):
+        try:
+            try:
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # older still, from before torch 1.6: no map of it can be made
+                tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as e:  # the unpickler raises whatever a damaged or hostile file makes of it
+            raise BadInput(f"{file}: not a file of mere weights ({first_line(e)[:120]}); get the model as safetensors") from e
+        if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+            raise BadInput(f"{file}: not a dict of tensors; get the model as safetensors")
+        self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
+
+
+open_bin = functools.lru_cache(maxsize=1)(BinFile)  # one at a time, for those that cannot be mapped; forgotten after loading

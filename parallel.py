@@ -1,48 +1,197 @@
 """
-Raw torch.distributed: who am I, make all alike, add up, check that all still are. One process needs none of it, and every
-function here then returns at once, so that the scripts have no branch.
+Raw torch.distributed: who am I, make all alike, add up, check that all still are, and leave together. One process needs none
+of it, and every function here then returns at once, so that the scripts have no branch.
 """
+import ctypes
 import datetime
+import hashlib
+import json
 import os
 import resource
+import signal
+import sys
+import time
 
 import torch
 import torch.distributed as dist
 
-from configurator import BadInput, Stop
+import configurator
+from configurator import BadConfig, BadInput, Lost, Stop
+
+phase = "start"  # what the script is at, kept by the script: the line that reports a lost rank names it
+starting = False  # from init to agree: a rank that fails lets the others know
+signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
 
 
-def init(device, timeout):
+def init(device, timeout, deterministic=False):
     """
     Join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs. device: auto | cpu | cuda; timeout: seconds
-    after which a collective that waits for a lost rank is an error. Returns rank, world_size, torch.device.
+    after which a collective that waits for a lost rank is an error; deterministic: on GPUs, only kernels that give the same
+    bits every time. From here on SIGTERM and SIGINT are requests, see stop_asked. Returns rank, world_size, torch.device.
     """
+    global starting
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when torchrun alone dies, do not live on without it
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("device = 'cuda', but torch sees no GPU here; type --device=cpu")
+        raise BadConfig("device = 'cuda', but torch sees no GPU here; type --device=cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if local_rank >= torch.cuda.device_count():
-            raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs, fewer than ranks; lower --nproc_per_node")
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if local_ranks > torch.cuda.device_count():  # known to every rank of this machine, so none waits for another
+            raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs for {local_ranks} ranks; lower --nproc_per_node")
         torch.cuda.set_device(local_rank)
         device = f"cuda:{local_rank}"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # warn_only: the sampler's cumsum is on torch's list of offenders, though along rows of a matrix it is exact
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
     if world_size > 1:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo",
-                                timeout=datetime.timedelta(seconds=timeout))
+        try:
+            collective(dist.init_process_group, "nccl" if device.startswith("cuda") else "gloo",
+                       timeout=datetime.timedelta(seconds=timeout))
+        except ValueError as e:
+            raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them with torchrun") from e
+        starting, configurator.tell_others = True, tell_others
     return rank, world_size, torch.device(device)
 
 
 def finish():
     """Leave the group together."""
     if dist.is_initialized():
-        dist.barrier()
+        collective(dist.barrier)
         dist.destroy_process_group()
 
 
 def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def collective(operation, *args, **kwargs):
+    """
+    Every collective goes through here. One that fails, because another rank was killed (at once) or hangs (after `timeout`
+    seconds), raises Lost: one line on each rank that is left, and the phase in it.
+    """
+    try:
+        return operation(*args, **kwargs)
+    except RuntimeError as e:  # as gloo's, nccl's and the store's errors all are
+        reason = str(e).strip().splitlines()[0].rpartition("] ")[2].strip() or type(e).__name__
+        raise Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last checkpoint is "
+                   "good; resume with the same command") from e
+
+
+def wire():
+    """The device whose tensors the group can send."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# starting together, stopping together
+
+
+def from_rank_0(function):
+    """
+    What function() returns on rank 0, on every rank; the others wait. It may be anything that JSON can say (no pickle here
+    either). A BadInput or Stop that it raises on rank 0 is raised everywhere.
+    """
+    if not dist.is_initialized():
+        return function()
+    rank, text = dist.get_rank(), b""
+    if rank == 0:
+        try:
+            outcome = ["value", function()]
+        except (BadInput, Stop) as e:
+            outcome = ["BadInput" if isinstance(e, BadInput) else "Stop", str(e)]
+        text = json.dumps(outcome).encode()
+    length = torch.tensor([len(text)], device=wire())
+    collective(dist.broadcast, length, src=0)
+    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(wire()) if rank == 0 else torch.empty(
+        int(length), dtype=torch.uint8, device=wire())
+    collective(dist.broadcast, sent, src=0)
+    kind, value = json.loads(bytes(sent.tolist()))
+    if kind == "value":
+        return value
+    raise BadConfig(value) if kind == "BadInput" else Stop(value)
+
+
+def digest(text):
+    """64 bits of a text's hash, as an int64; never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
+
+
+def agree(settings):
+    """
+    The end of every rank's set-up, at which all find out whether all are ready and start from the same: settings is
+    {what: its value or hash}, from the configuration to the models' checksums. Raises BadConfig, on all ranks, when some rank
+    could not come this far, or has other settings than rank 0.
+    """
+    global starting
+    if not dist.is_initialized():
+        return
+    texts = {what: json.dumps(value) for what, value in settings.items()}
+    mine = torch.tensor([0, digest(json.dumps(texts)), digest(json.dumps(list(texts)))], device=wire())
+    everyones = torch.stack(all_gather(mine))  # (ranks, 3)
+    starting = False
+    failed = everyones[:, 0].nonzero().flatten().tolist()
+    if failed:
+        raise BadConfig(f"{name_ranks(failed)} could not start, for the reason that it gave")
+    if (everyones[:, 1] == everyones[0, 1]).all():
+        return
+    others = (everyones[:, 2] != everyones[0, 2]).nonzero().flatten().tolist()
+    if others:
+        raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; copy rank 0's there")
+    details = torch.stack(all_gather(torch.tensor([digest(text) for text in texts.values()], device=wire())))
+    differs = details != details[0]  # (ranks, settings)
+    what = list(texts)[int(differs.any(0).nonzero()[0])]
+    raise BadConfig(f"{name_ranks(differs.any(1).nonzero().flatten().tolist())} differs from rank 0 in {what}; give all ranks "
+                    "the same files and settings")
+
+
+def name_ranks(numbers):
+    return " and ".join(f"rank {r}" for r in numbers)
+
+
+def tell_others(message):
+    """
+    Called as this rank leaves with a BadInput: if the others may be waiting in agree, answer there. Returns whether rank 0
+    leaves with the very same message, so that once is enough.
+    """
+    global starting
+    if not starting:
+        return False
+    starting = False
+    everyones = all_gather(torch.tensor([digest(message), 0, 0], device=wire()))
+    return bool(everyones[0][0] == digest(message))
+
+
+def on_signal(number, frame):
+    """SIGTERM or SIGINT: remember it. A second one, not from the same key press, ends the process at once."""
+    global signalled_at
+    now = time.monotonic()
+    if signalled_at is not None and now - signalled_at > 1:
+        os._exit(128 + number)
+    if signalled_at is None:
+        signalled_at = now
+        if os.environ.get("RANK", "0") == "0":  # os.write: print is not safe in a handler
+            line = f"{signal.Signals(number).name}: stopping at the next safe point; send it again to stop at once\n"
+            os.write(2, line.encode())
+
+
+def stop_asked():
+    """Whether this rank has been asked to stop; cheap, for loops that can be left early."""
+    return signalled_at is not None
+
+
+def stop_agreed():
+    """Whether any rank has been asked to stop, the same answer on all: only together can ranks leave."""
+    if not dist.is_initialized():
+        return stop_asked()
+    return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
 
 
 def my_share(items):
@@ -56,7 +205,7 @@ def broadcast_parameters(models):
     if dist.is_initialized():
         for model in models:
             for p in model.parameters():
-                dist.broadcast(p.data, src=0)
+                collective(dist.broadcast, p.data, src=0)
 
 
 def gather_rows(batch):
@@ -83,7 +232,7 @@ def all_gather(t):
     if not dist.is_initialized():
         return [t]
     parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, t.contiguous())
+    collective(dist.all_gather, parts, t.contiguous())
     return parts
 
 
@@ -91,7 +240,7 @@ def all_reduce_max(t):
     """The largest over all ranks, elementwise. NaN counts as larger than anything: it must not get lost."""
     if dist.is_initialized():
         t = torch.where(t.isnan(), torch.inf, t)
-        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        collective(dist.all_reduce, t, op=dist.ReduceOp.MAX)
     return t
 
 
@@ -100,9 +249,8 @@ def all_reduce_metrics(metrics):
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (M, 2)
     if dist.is_initialized():
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        pairs = pairs.to(device)
-        dist.all_reduce(pairs)
+        pairs = pairs.to(wire())
+        collective(dist.all_reduce, pairs)
     return {name: (total / max(count, 1)) for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
 
@@ -142,7 +290,7 @@ def all_reduce_gradients(buffers):
     """Sum over ranks, one collective per dtype. Not a mean: the losses are already divided by the global token count."""
     if dist.is_initialized():
         for flat in buffers:
-            dist.all_reduce(flat)
+            collective(dist.all_reduce, flat)
 
 
 def clip_gradients(buffers, max_norm):
@@ -196,14 +344,14 @@ def checksums(models):
 
 def audit(models, frozen, iteration):
     """
-    Stop the run unless all ranks hold the same parameters of {name: model}, and the frozen ones still have the checksums
-    they began with. frozen: {name: checksums}, filled here at the first audit. One all_reduce when all is well.
+    Stop the run unless all ranks hold the same finite parameters of {name: model}, and the frozen ones still have the
+    checksums they began with. frozen: {name: checksums}, filled here at the first audit. One all_reduce when all is well.
     """
     mine = checksums(models)
     names = [(model_name, n) for model_name, model in models.items() for n, _ in model.named_parameters()]
     if dist.is_initialized():
         extremes = torch.stack([mine, -mine])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        collective(dist.all_reduce, extremes, op=dist.ReduceOp.MAX)
         differs = extremes[0] != -extremes[1]  # largest != smallest
         if differs.any():
             first = int(differs.nonzero()[0])
@@ -213,7 +361,12 @@ def audit(models, frozen, iteration):
             if 2 * len(odd) >= len(values):  # no majority to be right
                 odd = list(range(len(values)))
             raise Stop(f"iteration {iteration}: the ranks have drifted apart: {names[first][0]}, parameter {names[first][1]}, "
-                       f"differs on {' and '.join(f'rank {r}' for r in odd)} ({int(differs.sum())} parameters in all)")
+                       f"differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
+    for model_name, model in models.items():
+        for n, p in model.named_parameters():
+            if not p.isfinite().all():  # as a huge learning rate does it, with finite gradients
+                raise Stop(f"iteration {iteration}: {model_name}'s {n} is not finite; the last checkpoint is good. Lower the "
+                           "learning rate, or look at its gradients")
     for i, (model_name, parameter) in enumerate(names):
         if not any(p.requires_grad for p in models[model_name].parameters()):
             if frozen.setdefault((model_name, parameter), int(mine[i])) != int(mine[i]):

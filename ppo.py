@@ -21,17 +21,19 @@ B responses of an iteration, P prompt length, R response length, T = P + R, V vo
 import contextlib
 import hashlib
 import os
+import sys
 import time
 
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, Stop, configure
 from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, kl_estimate, learning_rate_at, logprobs_from_logits,
-                  masked_mean, masked_sum, masked_whiten, policy_loss, scaled_logits, value_loss)
+                  masked_mean, masked_sum, masked_whiten, policy_loss, scaled_logits, standard_deviation, update_moments,
+                  value_loss)
 from model import Transformer, freeze
 from rewards import accuracy, last_real, reward_model_scores, thinks
 from rollout import generate, response_uniforms
@@ -43,6 +45,7 @@ eval_interval = 10  # iterations between evaluations; also at iteration 0 and af
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+keep_best = False  # also leave out_dir/best_policy, the policy with the highest held-out score so far
 sync_check_interval = 10  # iterations between checks that all ranks hold the same four models [>= 1]
 # the four models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
@@ -52,11 +55,12 @@ value_init = "reward"  # the value model starts as the reward model, or as the p
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
 # 1) rollout
-batch_size = 512  # responses an iteration, over all ranks [>= 1]
-max_new_tokens = 53  # longest response R (N+ detail 4) [>= 1]
+batch_size = 512  # responses an iteration, over all ranks [1..1000000]
+max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
+scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 kl_coef = 0.05  # weight of the KL to the reference [>= 0]
@@ -67,7 +71,7 @@ kl_horizon = 10000  # responses in which an adapted kl_coef changes by at most 2
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 # 4) PPO
-ppo_epochs = 4  # passes over the batch [>= 1]
+ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # the ratio earns nothing beyond 1 +- this [> 0]
@@ -92,13 +96,14 @@ grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
-timeout = 600  # seconds after which waiting for a lost rank is an error [>= 1]
+deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
 
-rank, world_size, device = parallel.init(device, timeout)
+rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
@@ -126,16 +131,22 @@ longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
+               | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
+               | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
+
 # optimizers, then resume or begin
 policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
 value_optimizer = torch.optim.AdamW(value_model.parameters(), value_learning_rate, (beta1, beta2), adam_eps, weight_decay,
                                     fused=True)
 optimizers = dict(policy=policy_optimizer, value_model=value_optimizer)
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "policy_path", "reward_path", "prompts_path"])
-start, kl_coef_now = 0, kl_coef
+sources = ["policy_path", "reward_path", "prompts_path"]  # neither their names nor their contents may change underway
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", *sources], sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers)
-    start, kl_coef_now = state["iteration"], state["kl_coef"]
+else:  # what the loop carries from one iteration to the next, beside weights and optimizers
+    state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None)
+start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
@@ -179,20 +190,23 @@ def reward(rows):
         return reward_model_scores(rows, reward_model, reward_tokenizer, tokenizer, micro_batch_size)
 
 
-def rollout_and_score(rows, prompts, purpose, iteration):
+def rollout_and_score(rows, prompts, purpose, noise):
     """
     Sample a response to each of B data rows, whose prompts are given as ids, and score it with all four models. Every rank
     does its share and gets everyone's: a dict of tensors with all B rows, in order. From there on, all ranks compute on the
     same numbers.
     """
+    enter(purpose)
     width = max(len(p) for p in prompts)  # one P for all ranks
     slots = parallel.my_share(range(len(rows)))
     my_rows = [rows[i] for i in slots]
     with precision:
         mine = generate(policy, [prompts[i] for i in slots], max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                        tokenizer.vocab_size, response_uniforms(seed, purpose, iteration, slots, max_new_tokens),
-                        batch_size=rollout_batch_size, prompt_width=width)
-    lap("rollout")
+                        tokenizer.vocab_size, response_uniforms(seed, purpose, noise, slots, max_new_tokens),
+                        batch_size=rollout_batch_size, prompt_width=width, stop=parallel.stop_asked)
+    leave_if_asked()
+    if purpose == "rollout":
+        enter("score")
 
     # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
@@ -204,22 +218,28 @@ def rollout_and_score(rows, prompts, purpose, iteration):
             mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
         mine["index"] = torch.arange(len(slots), device=device)
         for mb in micro_batches(mine, mine["index"], micro_batch_size):
+            if parallel.stop_asked():
+                break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
             mine["old_logprobs"][mb["index"], :length] = response_logprobs(response_logits(policy, mb), mb)
             mine["ref_logprobs"][mb["index"], :length] = response_logprobs(response_logits(ref_policy, mb), mb)
             mine["values"][mb["index"], :length] = response_values(mb)
         mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
+    leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
     parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")},
                           iteration)
 
     batch["raw_scores"] = batch["scores"]
+    if scale_scores == "running":
+        if purpose == "rollout":
+            state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
+        batch["scores"] = batch["scores"] / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
         batch["scores"] = torch.where(batch["finished"], batch["scores"], -missing_eos_penalty)
     if reward_clip > 0:
         batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
-    lap("score")
     return batch
 
 
@@ -239,14 +259,32 @@ def must_agree(worst_gap, what, iteration):
     return worst
 
 
-def lap(phase):
-    """Book the seconds since the last call under this phase."""
-    global clock
+def enter(phase):
+    """Begin a phase of the iteration. Seconds are booked under it until the next one, and errors name it."""
+    global current, clock
     if device.type == "cuda":
         torch.cuda.synchronize()
     now = time.perf_counter()
-    times[phase] = times.get(phase, 0.0) + now - clock
-    clock = now
+    times[current] = times.get(current, 0.0) + now - clock
+    current, clock = phase, now
+    parallel.phase = f"iteration {iteration}, {phase}"
+
+
+def save():
+    """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
+    enter("checkpoint")
+    parallel.audit(models, frozen_sums, iteration)
+    save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints)
+
+
+def leave_if_asked():
+    """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
+    if parallel.stop_agreed():
+        save()
+        if master:
+            print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
+        parallel.finish()
+        sys.exit(0)
 
 
 def summarize(batch, prefix):
@@ -270,29 +308,34 @@ def print_samples(batch, rows, n=2):
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 
-times, clock, began = {}, time.perf_counter(), time.time()
+times, current, clock, began = {}, "start", time.perf_counter(), time.time()
 for iteration in range(start, max_iters + 1):
-    # 0) evaluation, audit, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
+    # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
+    enter("audit")
+    times.clear()
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    if iteration % sync_check_interval == 0 or iteration == start:
+        parallel.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
         record |= summarize(batch, "eval")
+        if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
+            state["best_score"] = record["eval/scores"]
+            save_final(out_dir, "best_policy", policy, tokenizer)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
             print_samples(batch, rows)
-    if iteration % sync_check_interval == 0 or iteration == start or due or last:
-        parallel.audit(models, frozen_sums, iteration)
     if due or last:
-        save_checkpoint(out_dir, iteration, trained, optimizers, {"kl_coef": kl_coef_now}, tokenizer, keep_checkpoints)
+        save()
     if last:
-        write_log(out_dir, record)
+        enter("log")
+        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
         break
 
     # 1) rollout, 2) score it with all four models: afterwards every rank holds the whole batch
-    lap("evaluation")
-    times.clear()
+    leave_if_asked()
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
     batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
@@ -302,13 +345,15 @@ for iteration in range(start, max_iters + 1):
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
-    rewards = -kl_coef_now * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
+    rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
     non_score_reward = rewards.sum(1).mean()
     rewards[batch["index"], last_real(mask)] += batch["scores"]
     advantages, batch["returns"] = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["advantages"] = masked_whiten(advantages, mask)  # over the responses of all ranks
+    parallel.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"], returns=batch["returns"]), iteration)
 
     # 4) PPO epochs: policy and value model each have their loss, optimizer and learning rate
+    enter("update")
     names = ["loss/policy", "loss/value", "loss/kl", "policy/approx_kl", "policy/clipfrac", "val/clipfrac"]
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
     learning_rates = {
@@ -331,7 +376,7 @@ for iteration in range(start, max_iters + 1):
             kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
             pg_loss = masked_sum(pg_losses, m) / token_count
             if kl_in == "loss":
-                pg_loss = pg_loss + kl_coef_now * masked_sum(kl_losses, m) / token_count
+                pg_loss = pg_loss + state["kl_coef"] * masked_sum(kl_losses, m) / token_count
             if entropy_coef > 0:
                 pg_loss = pg_loss - entropy_coef * masked_sum(entropy_from_logits(logits), m) / token_count
             pg_loss.backward()
@@ -361,31 +406,32 @@ for iteration in range(start, max_iters + 1):
                 group["lr"] = lr
             optimizer.step()
         steps += 1
-    lap("update")
 
     # 5) metrics: means over all tokens and ranks, never means of means
+    enter("metrics")
     token_count = int(mask.sum())
     record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
     record |= summarize(batch, "objective") | parallel.all_reduce_metrics(sums)
     returns, residual = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
     record |= {
-        "objective/kl_coef": kl_coef_now, "objective/non_score_reward": non_score_reward.item(),
+        "objective/kl_coef": state["kl_coef"], "objective/non_score_reward": non_score_reward.item(),
         "objective/rlhf_reward": rewards.sum(1).mean().item(), "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": policy_norm.item(), "val/grad_norm": value_norm.item(), "policy/steps": steps,
         "val/explained_variance": (1 - residual.var() / returns.var().clamp(min=1e-8)).item(),
         "policy/lr": learning_rates[policy_optimizer], "val/lr": learning_rates[value_optimizer],
     }
     if kl_target > 0:
-        kl_coef_now = adapt_kl_coef(kl_coef_now, record["objective/kl"], kl_target, kl_horizon, batch_size)
+        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_target, kl_horizon, batch_size)
 
     # 6) timing and logging
+    enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
     record["mem/peak_mib"] = parallel.peak_memory_mib(device)
     write_log(out_dir, record)
     if master:
         known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
-        phases = " ".join(f"{phase} {t:.1f}s" for phase, t in times.items())
+        phases = " ".join(f"{phase} {times[phase]:.1f}s" for phase in ("rollout", "score", "update"))
         eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
         print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}"
               f"{known} | len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f}"

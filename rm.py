@@ -10,12 +10,14 @@ resumes. This script has the sections of sft.py; `diff sft.py rm.py` shows what 
 """
 import contextlib
 import os
+import sys
 import time
+from array import array
 
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import at_least_float32, learning_rate_at, preference_loss
@@ -38,7 +40,7 @@ eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
 init_from = "out/arithmetic_sft/policy"  # folder or hub name; a language model gets a new scalar head (N+ detail 11)
 # optimizer: AdamW
 max_iters = 100  # optimizer steps [>= 1]
-batch_size = 64  # pairs a step, over all ranks [>= 1]
+batch_size = 64  # pairs a step, over all ranks [1..1000000]
 micro_batch_size = 32  # pairs at once; only memory depends on it [>= 1]
 learning_rate = 3e-4  # peak [> 0]
 warmup_iters = 5  # steps of linear warm-up [>= 0]
@@ -52,10 +54,11 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
-timeout = 600  # seconds after which waiting for a lost rank is an error [>= 1]
+deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
-rank, world_size, device = parallel.init(device, timeout)
+rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
@@ -67,10 +70,34 @@ tokenizer = load_tokenizer(init_from)
 reward_model = Transformer.from_pretrained(init_from, head="scalar", dtype=weights_dtype, device=device, seed=seed)
 reward_model.config.score_shift = 0.0
 check_tokenizer_fits(tokenizer, reward_model, init_from)
+
+
+def encode(rows, field, path):
+    """
+    Ids of prompt, completion (row[field]) and EOS of every row, all at once at the start: a row that does not fit should not
+    end a run on its third day. Raises BadInput.
+    """
+    sequences = []
+    for number, row in enumerate(rows, 1):
+        ids = tokenizer.encode_prompt(row["prompt"]) + tokenizer.encode_completion(row[field])
+        if len(ids) > reward_model.config.max_positions:
+            raise BadInput(f"{path}, row {number}: prompt and {field} make {len(ids)} tokens, more than the model's context of "
+                           f"{reward_model.config.max_positions}; shorten or drop the row")
+        sequences.append(array("i", ids))  # a tenth of a list's memory
+    return sequences
+
+
+train_pairs, val_pairs = (list(zip(encode(rows, "chosen", path), encode(rows, "rejected", path), strict=True))
+                          for rows, path in ((train_rows, train_path), (val_rows, val_path)))
+demonstrations = encode(demonstrations, "completion", demonstrations_path)
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path, demonstrations_path)}
+               | {"the tokenizer": tokenizer.fingerprint,
+                  "the weights": parallel.checksums({"reward_model": reward_model}).tolist()})
 optimizer = torch.optim.AdamW(reward_model.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
 
 # resume, or begin
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", "train_path"])
+sources = ["train_path", "init_from"]  # whose contents may not change either
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", *sources], sources)
 start = 0
 if checkpoint:
     load_checkpoint(checkpoint, {"reward_model": reward_model}, {"reward_model": optimizer})
@@ -88,15 +115,6 @@ if master:
           f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
 
 
-def encode(prompt, completion, where):
-    """Ids of prompt, completion and EOS. Raises BadInput when they do not fit the model's context."""
-    ids = tokenizer.encode_prompt(prompt) + tokenizer.encode_completion(completion)
-    if len(ids) > reward_model.config.max_positions:
-        raise BadInput(f"{where}: a completion makes a sequence of {len(ids)} tokens, more than the model's context of "
-                       f"{reward_model.config.max_positions}; shorten or drop it")
-    return ids
-
-
 def scores_of(sequences):
     """The scalar at the last real token of each sequence of ids, (b,): with its EOS there, where it is meant to be read."""
     tokens, attention_mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
@@ -105,19 +123,18 @@ def scores_of(sequences):
     return at_least_float32(scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1))
 
 
-def pair_scores(rows, where):
-    """Scores of the chosen and of the rejected completions of some rows, (b,) each, in one forward."""
-    scores = scores_of([encode(row["prompt"], row[side], where) for side in ("chosen", "rejected") for row in rows])
-    return scores.chunk(2)
+def pair_scores(pairs):
+    """Scores of the chosen and of the rejected ones of some pairs, (b,) each, in one forward."""
+    return scores_of([pair[side] for side in (0, 1) for pair in pairs]).chunk(2)
 
 
 @torch.no_grad()
 def evaluate():
     """Held-out loss, and in how many pairs the chosen one scores higher (a tie counts half); every rank does its share."""
     totals = {"eval/loss": [0.0, 0], "eval/accuracy": [0.0, 0]}
-    mine = parallel.my_share(val_rows[:eval_size or len(val_rows)])
+    mine = parallel.my_share(val_pairs[:eval_size or len(val_pairs)])
     for i in range(0, len(mine), micro_batch_size):
-        chosen, rejected = pair_scores(mine[i:i + micro_batch_size], val_path)
+        chosen, rejected = pair_scores(mine[i:i + micro_batch_size])
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
         for key, x in (("eval/loss", preference_loss(chosen, rejected)), ("eval/accuracy", right)):
             totals[key][0] += x.sum().item()
@@ -131,9 +148,9 @@ def demonstration_mean():
     totals = {"score": [0.0, 0]}
     mine = parallel.my_share(demonstrations)
     for i in range(0, len(mine), micro_batch_size):
-        rows = mine[i:i + micro_batch_size]
-        totals["score"][0] += scores_of([encode(r["prompt"], r["completion"], demonstrations_path) for r in rows]).sum().item()
-        totals["score"][1] += len(rows)
+        scores = scores_of(mine[i:i + micro_batch_size])
+        totals["score"][0] += scores.sum().item()
+        totals["score"][1] += len(scores)
     return parallel.all_reduce_metrics(totals)["score"]
 
 
@@ -141,29 +158,39 @@ def demonstration_mean():
 began = time.time()
 for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
-    if iteration % eval_interval == 0 or iteration == max_iters:
+    last = iteration == max_iters
+    parallel.phase = f"iteration {iteration}, evaluation"
+    if iteration % eval_interval == 0 or last:
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, {record['eval/accuracy']:.1%} of pairs right")
-    due = iteration > start and (checkpoint_interval and iteration % checkpoint_interval == 0 or iteration == max_iters)
-    if iteration % sync_check_interval == 0 or iteration == max_iters or due:
+    stop = not last and parallel.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
+    due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    parallel.phase = f"iteration {iteration}, checkpoint"
+    if iteration % sync_check_interval == 0 or due:
         parallel.audit({"reward_model": reward_model}, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"reward_model": reward_model}, {"reward_model": optimizer}, {}, tokenizer,
                         keep_checkpoints)
-    if iteration == max_iters:
+    if stop:
+        if master:
+            print(f"stopped before iteration {iteration}, and saved; resume with the same command")
+        parallel.finish()
+        sys.exit(0)
+    if last:
         write_log(out_dir, record)
         break
 
+    parallel.phase = f"iteration {iteration}, update"
     # this rank's pairs; the normaliser is the pair count of the whole step, over micro-batches and ranks
     t0 = time.time()
-    rows = [train_rows[i] for i in batch_rows(seed, iteration, batch_size, len(train_rows))]
-    rows = sorted(rows, key=lambda row: max(len(row["chosen"]), len(row["rejected"])))[rank::world_size]  # less padding
+    pairs = [train_pairs[i] for i in batch_rows(seed, iteration, batch_size, len(train_pairs))]
+    pairs = sorted(pairs, key=lambda pair: max(map(len, pair)))[rank::world_size]  # alike lengths meet: less padding
     for flat in gradients:
         flat.zero_()
     sums = {"loss/preference": [0.0, 0], "train/accuracy": [0.0, 0]}
-    for i in range(0, len(rows), micro_batch_size):
-        chosen, rejected = pair_scores(rows[i:i + micro_batch_size], train_path)
+    for i in range(0, len(pairs), micro_batch_size):
+        chosen, rejected = pair_scores(pairs[i:i + micro_batch_size])
         losses = preference_loss(chosen, rejected)  # (b,)
         (losses.sum() / batch_size).backward()
         for key, x in (("loss/preference", losses), ("train/accuracy", chosen > rejected)):

@@ -42,7 +42,7 @@ def left_pad(prompts, pad_id, width=None):
 
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0, vocab_size=None, uniforms=None,
-             seed=0, batch_size=0, prompt_width=None, attention_mask=None):
+             seed=0, batch_size=0, prompt_width=None, attention_mask=None, stop=None):
     """
     Sample one response to each prompt.
 
@@ -51,6 +51,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     response and belongs to it; none given: all have max_new_tokens. vocab_size: ids from here on are never sampled.
     uniforms (B, max_new_tokens): the randomness; None draws it from `seed`. batch_size: how many responses decode at once
     (0 = all). prompt_width: pad prompts to this length (default: the longest). The last two cannot change a result.
+    stop: asked before each token; when it says True, responses are left as they are, for a caller who has no use for them.
 
     Returns a dict: tokens (B, T = P + R) int64, prompt left-padded to P, response right-padded to R = max_new_tokens;
     attention_mask (B, T) bool; response_mask (B, R) bool, True on sampled tokens, the EOS included; sampler_logprobs (B, R)
@@ -71,7 +72,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     parts = [decode(policy, tokens[i:i + (batch_size or B)].to(device), mask[i:i + (batch_size or B)].to(device),
-                    uniforms[i:i + (batch_size or B)].to(device), R, temperature, eos, pad_id, vocab_size)
+                    uniforms[i:i + (batch_size or B)].to(device), R, temperature, eos, pad_id, vocab_size, stop)
              for i in range(0, B, batch_size or B)] if B else [decode_nothing(P, R, policy)]
     responses, logprobs, lengths, finished = (torch.cat(x) for x in zip(*parts, strict=True))
     response_mask = torch.arange(R, device=device) < lengths[:, None]  # from lengths, never from ids: pad may equal EOS
@@ -85,7 +86,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
 
 
 @torch.inference_mode()  # lighter than no_grad; what leaves generate is concatenated outside of it, so it may be trained on
-def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size):
+def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size, stop=None):
     """Responses (b, R), log-probs (b, R), lengths (b,), finished (b,) for prompts (b, P) that decode together."""
     b, P = prompt.shape
     device, float_dtype = prompt.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
@@ -117,7 +118,7 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
             finished[rows[ended]] = True
             running = running & ~ended
             left = int(running.sum())
-        if left == 0 or t == R - 1:
+        if left == 0 or t == R - 1 or stop and stop():
             break
         if 2 * left <= len(rows):  # half of the batch is done: drop it, so that it costs nothing more
             keep = running.nonzero().squeeze(1)

@@ -8,12 +8,14 @@ Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same
 """
 import contextlib
 import os
+import sys
 import time
+from array import array
 
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, write_log
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import learning_rate_at, logprobs_from_logits, masked_sum, scaled_logits
@@ -34,14 +36,14 @@ eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 
 init_from = "scratch"  # a model folder or hub name; or "scratch": a new one of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # tokenizer of a scratch model (others bring their own)
 family = "gpt2"  # scratch: the architecture [gpt2 | llama]
-n_layer = 2  # scratch: layers [>= 1]
-n_head = 8  # scratch: attention heads [>= 1]
-d_model = 128  # scratch: width of the residual stream [>= 2]
-d_ff = 512  # scratch: width inside the MLP [>= 1]
-context = 64  # scratch: longest sequence [>= 2]
+n_layer = 2  # scratch: layers [1..1000]
+n_head = 8  # scratch: attention heads [1..1000]
+d_model = 128  # scratch: width of the residual stream [2..100000]
+d_ff = 512  # scratch: width inside the MLP [1..1000000]
+context = 64  # scratch: longest sequence [2..10000000]
 # optimizer: AdamW
 max_iters = 700  # optimizer steps [>= 1]
-batch_size = 128  # demonstrations a step, over all ranks [>= 1]
+batch_size = 128  # demonstrations a step, over all ranks [1..1000000]
 micro_batch_size = 32  # rows at once; only memory depends on it [>= 1]
 learning_rate = 3e-3  # peak [> 0]
 warmup_iters = 20  # steps of linear warm-up [>= 0]
@@ -55,13 +57,14 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides initial weights and the order of the data [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
-timeout = 600  # seconds after which waiting for a lost rank is an error [>= 1]
+deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if init_from == "scratch" and d_model % (2 * n_head):
     raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads have an even width")
 
-rank, world_size, device = parallel.init(device, timeout)
+rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
@@ -81,10 +84,34 @@ if init_from == "scratch":
 else:
     policy = Transformer.from_pretrained(init_from, dtype=weights_dtype, device=device)
 check_tokenizer_fits(tokenizer, policy, init_from)
+
+
+def encode(rows, path):
+    """
+    (Prompt ids, completion ids) of every row, all at once at the start: a row that does not fit should not end a run on its
+    third day. Raises BadInput.
+    """
+    pairs = []
+    for number, row in enumerate(rows, 1):
+        prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
+        if len(prompt) + len(completion) > policy.config.max_positions:
+            raise BadInput(f"{path}, row {number}: a demonstration of {len(prompt) + len(completion)} tokens exceeds the model's "
+                           f"context of {policy.config.max_positions}; shorten or drop it")
+        if not prompt:
+            raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is nothing to predict the "
+                           "answer from")
+        pairs.append((array("i", prompt), array("i", completion)))  # a tenth of a list's memory
+    return pairs
+
+
+train_pairs, val_pairs = encode(train_rows, train_path), encode(val_rows, val_path)
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
+               | {"the tokenizer": tokenizer.fingerprint, "the weights": parallel.checksums({"policy": policy}).tolist()})
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
 
 # resume, or begin
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", "train_path"])
+sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]  # whose contents may not change either
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", *sources], sources)
 start = 0
 if checkpoint:
     load_checkpoint(checkpoint, {"policy": policy}, {"policy": optimizer})
@@ -99,17 +126,6 @@ if master:
     print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), {world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
           f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
-
-
-def encode(row, where):
-    """Prompt ids, completion ids. Raises BadInput when they do not fit the model's context."""
-    prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
-    if len(prompt) + len(completion) > policy.config.max_positions:
-        raise BadInput(f"{where}: a demonstration of {len(prompt) + len(completion)} tokens exceeds the model's context of "
-                       f"{policy.config.max_positions}; shorten or drop it")
-    if not prompt:
-        raise BadInput(f"{where}: a prompt encodes to no token at all; there is nothing to predict the answer from")
-    return prompt, completion
 
 
 def completion_logprobs(pairs):
@@ -128,11 +144,10 @@ def completion_logprobs(pairs):
 @torch.no_grad()
 def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
-    rows = val_rows[:eval_size or len(val_rows)]
     totals = {"eval/loss": [0.0, 0]}
-    mine = parallel.my_share(rows)
+    mine = parallel.my_share(val_pairs[:eval_size or len(val_pairs)])
     for i in range(0, len(mine), micro_batch_size):
-        logprobs, mask = completion_logprobs([encode(row, val_path) for row in mine[i:i + micro_batch_size]])
+        logprobs, mask = completion_logprobs(mine[i:i + micro_batch_size])
         totals["eval/loss"][0] -= masked_sum(logprobs, mask).item()
         totals["eval/loss"][1] += mask.sum().item()
     return parallel.all_reduce_metrics(totals)
@@ -142,22 +157,32 @@ def evaluate():
 began = time.time()
 for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
-    if iteration % eval_interval == 0 or iteration == max_iters:
+    last = iteration == max_iters
+    parallel.phase = f"iteration {iteration}, evaluation"
+    if iteration % eval_interval == 0 or last:
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
-    due = iteration > start and (checkpoint_interval and iteration % checkpoint_interval == 0 or iteration == max_iters)
-    if iteration % sync_check_interval == 0 or iteration == max_iters or due:
+    stop = not last and parallel.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
+    due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    parallel.phase = f"iteration {iteration}, checkpoint"
+    if iteration % sync_check_interval == 0 or due:
         parallel.audit({"policy": policy}, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
-    if iteration == max_iters:
+    if stop:
+        if master:
+            print(f"stopped before iteration {iteration}, and saved; resume with the same command")
+        parallel.finish()
+        sys.exit(0)
+    if last:
         write_log(out_dir, record)
         break
 
+    parallel.phase = f"iteration {iteration}, update"
     # this rank's demonstrations; the normaliser is the token count of the whole step, over micro-batches and ranks
     t0 = time.time()
-    pairs = [encode(train_rows[i], train_path) for i in batch_rows(seed, iteration, batch_size, len(train_rows))]
+    pairs = [train_pairs[i] for i in batch_rows(seed, iteration, batch_size, len(train_pairs))]
     token_count = sum(len(c) for _, c in pairs)
     pairs = sorted(pairs, key=lambda pair: len(pair[0] + pair[1]))[rank::world_size]  # alike lengths meet: less padding
     for flat in gradients:

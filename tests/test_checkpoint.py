@@ -4,7 +4,12 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -26,6 +31,7 @@ from data import ByteTokenizer, load_tokenizer
 from model import Transformer
 
 TOKENIZER = ByteTokenizer({"markers": ["<a>"], "eos": "<eos>", "pad": "<pad>"})
+CONFIG = dict(out_dir="x", max_iters=9, seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
 TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=16)
 
@@ -60,10 +66,25 @@ def same(a, b):
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
+def begun(out_dir):
+    """A folder as open_run leaves it; returns its path."""
+    os.makedirs(out_dir, exist_ok=True)
+    for name, text in (("config.json", json.dumps(CONFIG)), ("log.jsonl", "")):
+        if not os.path.exists(os.path.join(out_dir, name)):
+            with open(os.path.join(out_dir, name), "w") as f:
+                f.write(text)
+    return str(out_dir)
+
+
+def listing(out_dir):
+    """What is in a run's folder beside what every run has there."""
+    return sorted(set(os.listdir(out_dir)) - {"config.json", "log.jsonl", ".lock"})
+
+
 def save(out_dir, iteration, keep=9, seed=0, state=None):
     """A checkpoint of an untrained tiny model."""
     model = tiny(seed=seed)
-    os.makedirs(out_dir, exist_ok=True)
+    begun(out_dir)
     save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, state or {}, TOKENIZER, keep)
 
 
@@ -96,7 +117,7 @@ def test_resuming_changes_no_bit(variant, dtype, tmp_path):
     for name in models:
         train(models[name], optimizers[name], range(3))
     middle = {name: snapshot(models[name], optimizers[name]) for name in models}
-    save_checkpoint(str(tmp_path), 3, models, optimizers, {"kl_coef": 0.1, "note": "x"}, TOKENIZER, 1)
+    save_checkpoint(begun(tmp_path), 3, models, optimizers, {"kl_coef": 0.1, "note": "x"}, TOKENIZER, 1)
     for name in models:
         assert same(snapshot(models[name], optimizers[name]), middle[name])  # saving changes nothing
         train(models[name], optimizers[name], range(3, 6))
@@ -129,30 +150,39 @@ def test_every_file_is_in_the_manifest(tmp_path):
     optimizers = {name: adamw(model) for name, model in models.items()}
     for name in models:
         train(models[name], optimizers[name], range(1))
-    save_checkpoint(str(tmp_path), 12, models, optimizers, {}, TOKENIZER, 1)
+    save_checkpoint(begun(tmp_path), 12, models, optimizers, {}, TOKENIZER, 1)
     folder = tmp_path / "checkpoint-000012"
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
-    assert set(manifest) == files - {"manifest.json"}
+    assert set(manifest) == files  # manifest.json, which vouches for itself, among them
     assert {"state.json", "policy_optimizer.safetensors", "value_model_optimizer.safetensors", "policy/model.safetensors",
             "policy/generation_config.json", "policy/tiktoken.json", "value_model/config.json"} <= files
+    del manifest["manifest.json"]
     for name, digest in manifest.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     assert load_tokenizer(str(folder / "policy")).eos_ids == TOKENIZER.eos_ids
-    assert os.listdir(tmp_path) == ["checkpoint-000012"]  # no temporary folder is left
+    assert listing(tmp_path) == ["checkpoint-000012"]  # no temporary folder is left
 
 
 def test_keep(tmp_path):
     for iteration in (5, 50, 500, 99_999, 100_000):
         save(tmp_path, iteration, keep=2)
     assert checkpoints(tmp_path) == ["checkpoint-099999", "checkpoint-100000"]
+    for iteration in (999_999, 1_000_000):  # by number, not by letters
+        save(tmp_path / "long", iteration, keep=2)
+        assert find_checkpoint(str(tmp_path / "long"))[1] == {"iteration": iteration}
+    save(tmp_path / "long", 1_000_001, keep=2)
+    assert checkpoints(tmp_path / "long") == ["checkpoint-1000000", "checkpoint-1000001"]
+    shutil.rmtree(tmp_path / "long")
     assert find_checkpoint(str(tmp_path))[1] == {"iteration": 100_000}
     save(tmp_path, 100_001, keep=1)
     assert checkpoints(tmp_path) == ["checkpoint-100001"]
-    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True})  # the same number once more
+    (tmp_path / "checkpoint-100001" / "state.json").write_text("{}")
+    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True})  # the same number once more: the damaged one is replaced
+    save(tmp_path, 100_001, keep=1, seed=5, state={"again": False})  # but a whole one is what we resumed from, and stays
     assert checkpoints(tmp_path) == ["checkpoint-100001"]
     folder, state = find_checkpoint(str(tmp_path))
-    assert state["again"] and os.listdir(tmp_path) == ["checkpoint-100001"]
+    assert state["again"] and listing(tmp_path) == ["checkpoint-100001"]
     model = tiny(seed=1)
     load_checkpoint(folder, {"policy": model}, {"policy": adamw(model)})
     assert torch.equal(model.embed.weight, tiny(seed=4).embed.weight)
@@ -186,7 +216,7 @@ def test_an_out_dir_in_another_spelling(tmp_path, monkeypatch, spelling):
     out_dir = spelling.format(tmp_path / "run")
     for iteration in (1, 2, 3):
         model = tiny()
-        save_checkpoint(out_dir, iteration, {"policy": model}, {"policy": adamw(model)}, {}, TOKENIZER, 2)
+        save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, {}, TOKENIZER, 2)
     assert checkpoints(tmp_path / "run") == ["checkpoint-000002", "checkpoint-000003"]
     assert find_checkpoint(out_dir)[1] == {"iteration": 3}
 
@@ -218,7 +248,7 @@ def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
     assert leftover.is_dir()
     (leftover / "stray.txt").write_text("from before")
     save(tmp_path, 6, keep=1)
-    assert os.listdir(tmp_path) == ["checkpoint-000006"]
+    assert listing(tmp_path) == ["checkpoint-000006"]
     assert not (tmp_path / "checkpoint-000006" / "stray.txt").exists()
 
 
@@ -247,12 +277,13 @@ def two(tmp_path_factory):
     optimizer = adamw(model)
     for iteration in (1, 2):
         train(model, optimizer, [iteration])
-        save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
+        save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
     return out_dir
 
 
-FILES = ["manifest.json", "state.json", "policy_optimizer.safetensors", "policy/config.json", "policy/generation_config.json",
-         "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json", "policy/tokenizer_config.json"]
+FILES = ["manifest.json", "config.json", "state.json", "policy_optimizer.safetensors", "policy/config.json",
+         "policy/generation_config.json", "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json",
+         "policy/tokenizer_config.json"]
 
 
 @pytest.mark.parametrize("damage", ["first bit", "middle bit", "last bit", "truncated", "emptied", "longer", "missing"])
@@ -260,8 +291,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(two, tmp_path, d
     assert sorted(str(f.relative_to(two / "checkpoint-000002")) for f in (two / "checkpoint-000002").rglob("*") if f.is_file()
                   ) == sorted(FILES)
     for name in FILES:
-        if name == "manifest.json" and damage == "longer":
-            continue  # white space after JSON is no damage
         out_dir = shutil.copytree(two, tmp_path / f"{damage} {name.replace('/', ' ')}")
         file = out_dir / "checkpoint-000002" / name
         content = bytearray(file.read_bytes())
@@ -276,8 +305,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(two, tmp_path, d
         assert (folder, state) == (str(out_dir / "checkpoint-000001"), {"iteration": 1}), name
         said = capsys.readouterr().out
         assert said.count("\n") == 1 and f"{out_dir / 'checkpoint-000002'} is refused" in said
-        if name != "manifest.json" and damage != "missing":
-            assert f"{name} is damaged" in said
+        assert f"{name} is {'missing' if damage == 'missing' else 'damaged'}" in said
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "7", "null", '"x"', "{", '{"state.json": 3}', "\xff"])
@@ -315,7 +343,6 @@ def test_an_optimizer_file_of_another_model(two, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # the run's folder
 
-CONFIG = dict(seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
 MATCH = ["seed", "batch_size", "train_path"]
 
 
@@ -326,7 +353,7 @@ def log_lines(out_dir):
 def test_open_run_begins_and_resumes(tmp_path):
     out_dir = tmp_path / "deep" / "run"
     assert open_run(str(out_dir), CONFIG, MATCH) == (None, None)
-    assert json.loads((out_dir / "config.json").read_text()) == CONFIG
+    assert json.loads((out_dir / "config.json").read_text()) == CONFIG | {"sha256": {}}
     for iteration in range(6):
         write_log(str(out_dir), {"iteration": iteration, "loss/a": iteration / 7})
     assert [json.loads(line) for line in log_lines(out_dir)] == [{"iteration": i, "loss/a": i / 7} for i in range(6)]
@@ -335,7 +362,7 @@ def test_open_run_begins_and_resumes(tmp_path):
     folder, state = open_run(str(out_dir), changed, MATCH)
     assert (folder, state) == (str(out_dir / "checkpoint-000004"), {"iteration": 4, "kl_coef": 0.3})
     assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
-    assert json.loads((out_dir / "config.json").read_text()) == changed
+    assert json.loads((out_dir / "config.json").read_text()) == changed | {"sha256": {}}
 
 
 @pytest.mark.parametrize("key, value", [("seed", 2), ("batch_size", 16), ("train_path", "data/y.jsonl")])
@@ -353,10 +380,9 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path, key, value):
 
 
 def test_an_unreadable_config_is_refused(tmp_path):
-    save(tmp_path, 4)
-    for text in (None, "{", "\xff"):
-        if text:
-            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    write_log(str(tmp_path), {"iteration": 0})
+    for text in ("{", "\xff"):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(BadInput, match="config.json: unreadable"):
             open_run(str(tmp_path), CONFIG, MATCH)
 
@@ -367,7 +393,103 @@ def test_config_json_is_replaced_whole(tmp_path):
     os.link(tmp_path / "config.json", tmp_path / "held")
     open_run(str(tmp_path), dict(CONFIG, learning_rate=0.2), MATCH)
     assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == 0.2
-    assert json.loads((tmp_path / "held").read_text()) == CONFIG
+    assert json.loads((tmp_path / "held").read_text()) == CONFIG | {"sha256": {}}
+
+
+def test_a_checkpoint_vouches_for_itself(tmp_path):
+    """Its own config.json, under the manifest, says whose it is; a damaged one in out_dir is written anew."""
+    open_run(str(tmp_path), CONFIG, MATCH)
+    save(tmp_path, 4)
+    for text in (None, "{", "\xff"):
+        os.remove(tmp_path / "config.json")
+        if text:
+            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
+        assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}}
+        with pytest.raises(BadInput, match="seed = 1, not 2"):
+            open_run(str(tmp_path), CONFIG | {"seed": 2}, MATCH)
+
+
+def test_other_contents_are_refused(tmp_path):
+    """A data file, or a model folder, that is not what it was when the run began."""
+    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    data.write_text("{}\n")
+    tiny().save_pretrained(model)
+    config = CONFIG | dict(train_path=str(data), policy_path=str(model))
+    match = dict(must_match=["seed", "train_path", "policy_path"], sources=["train_path", "policy_path"])
+    out_dir = tmp_path / "run"
+    open_run(str(out_dir), config, **match)
+    data.write_text("{}\n{}\n")
+    open_run(str(out_dir), config, **match)  # nothing done yet, nothing to lose
+    write_log(str(out_dir), {"iteration": 0})
+    save(out_dir, 1)
+    assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
+    data.write_text("{}\n")
+    with pytest.raises(BadInput, match="train_path .*rows.jsonl.* other contents"):
+        open_run(str(out_dir), config, **match)
+    data.write_text("{}\n{}\n")
+    tiny(seed=1).save_pretrained(model)
+    before = {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()}
+    with pytest.raises(BadInput, match="policy_path .*model.* other contents"):
+        open_run(str(out_dir), config, **match)
+    assert {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()} == before
+    tiny().save_pretrained(model)
+    assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
+
+
+@pytest.mark.parametrize("name", ["config.json", "policy", "value_model", "reward_model", "log.jsonl"])
+def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
+    """Somebody's models, say: out_dir=models, where models/policy is what we are to train."""
+    if name == "config.json":
+        (tmp_path / name).write_text(json.dumps(TINY))
+    elif name == "log.jsonl":
+        (tmp_path / name).write_text("not ours")
+    else:
+        tiny().save_pretrained(tmp_path / name)
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    with pytest.raises(BadInput, match=f"{name}.*choose another --out_dir"):
+        open_run(str(tmp_path), CONFIG, MATCH)
+    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+
+
+def test_fewer_iterations_than_done(tmp_path):
+    open_run(str(tmp_path), CONFIG, MATCH)
+    save(tmp_path, 4)
+    assert open_run(str(tmp_path), CONFIG | {"max_iters": 4}, MATCH)[1] == {"iteration": 4}
+    with pytest.raises(BadInput, match="max_iters = 3, but .*checkpoint-000004 has 4 iterations done"):
+        open_run(str(tmp_path), CONFIG | {"max_iters": 3}, MATCH)
+
+
+def test_leftovers_are_swept(tmp_path):
+    save(tmp_path, 4)
+    for name in (".tmp-checkpoint-000009", ".old-policy"):
+        shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / name)
+    open_run(str(tmp_path), CONFIG, MATCH)
+    assert listing(tmp_path) == ["checkpoint-000004"]
+
+
+def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, capsys):
+    """The lock is a process's: it goes when the process goes, however that happens."""
+    script = "import sys, time; sys.path.insert(0, sys.argv[1]); from checkpoint import open_run; import json; " \
+             "open_run(sys.argv[2], json.loads(sys.argv[3]), ['seed']); print('locked', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", script, ROOT, str(tmp_path), json.dumps(CONFIG)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 0.3)
+        with pytest.raises(BadInput, match=f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on "):
+            open_run(str(tmp_path), CONFIG, MATCH)
+        assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+        assert f"in use by process {holder.pid}" in capsys.readouterr().out  # said while it waited
+        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 30)
+        threading.Timer(0.5, holder.kill).start()
+        began = time.monotonic()
+        open_run(str(tmp_path), CONFIG, MATCH)
+        assert 0.3 < time.monotonic() - began < 20
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 def test_out_dir_that_cannot_be_made(tmp_path):

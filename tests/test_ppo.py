@@ -417,7 +417,7 @@ KNOBS = {
     "policy_path": ("OTHER", {}, "policy"), "reward_path": ("OTHER", dict(value_init="policy"), "policy"),
     "prompts_path": ("OTHER", {}, "policy"), "value_init": ("policy", {}, "value_model"),
     "batch_size": (8, {}, "policy"), "max_new_tokens": (9, {}, "policy"), "temperature": (1.2, {}, "policy"),
-    "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
+    "scale_scores": ("running", {}, "policy"), "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
     "kl_coef": (0.5, {}, "policy"), "kl_in": ("loss", dict(kl_estimator="k2"), "policy"), "kl_estimator": ("k3", {}, "policy"),
     "kl_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
     "kl_horizon": (50, dict(kl_target=5.0, max_iters=3), "policy"),
@@ -436,7 +436,8 @@ KNOBS = {
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "out_dir": None, "eval_interval": 1,
-            "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "sync_check_interval": 1}
+            "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
+            "sync_check_interval": 1, "deterministic": True}
 
 
 def test_every_key_is_listed():
@@ -454,8 +455,8 @@ def turned(world, tmp_path_factory):
     from checkpoint import save_model
     from data import load_tokenizer
 
-    save_model(f"{out}/policy_path", other, load_tokenizer(world.policy))
-    others = {"policy_path": f"{out}/policy_path", "reward_path": world.other_reward, "prompts_path": world.rl_val,
+    save_model(f"{out}/other_policy", other, load_tokenizer(world.policy))
+    others = {"policy_path": f"{out}/other_policy", "reward_path": world.other_reward, "prompts_path": world.rl_val,
               "eval_path": world.rl_train}
     runs = {"base": HELD}
     for key, (value, setting, _) in KNOBS.items():
@@ -486,6 +487,18 @@ def test_knobs_of_memory_and_files_move_nothing(turned):
     for model in TRAINED:
         assert tiny.distance(f"{turned}/base/{model}", f"{turned}/unmoving/{model}") == 0
     assert len([f for f in os.listdir(f"{turned}/unmoving") if f.startswith("checkpoint-")]) == 2
+
+
+def test_the_best_policy_is_kept(turned):
+    """It is the policy of the iteration with the highest held-out score: here, of two, or the one after the last."""
+    log = tiny.read_log(f"{turned}/unmoving")
+    scores = [r["eval/scores"] for r in log]
+    state = json.loads(open(f"{turned}/unmoving/checkpoint-000002/state.json", encoding="utf-8").read())
+    assert len(scores) == 3 and state["best_score"] == max(scores)
+    best = scores.index(max(scores))
+    assert best in (1, 2), "the tiny run should improve, or this shows nothing"
+    assert tiny.distance(f"{turned}/unmoving/checkpoint-00000{best}/policy", f"{turned}/unmoving/best_policy") == 0
+    assert not os.path.exists(f"{turned}/base/best_policy")
 
 
 def test_policy_and_value_model_have_their_own_optimizers(turned):
