@@ -15,7 +15,6 @@ import ast
 import difflib
 import errno
 import io
-import math
 import os
 import re
 import sys
@@ -215,8 +214,8 @@ def convert(key, value, default, where):
     if type(value) is not wanted:
         raise BadConfig(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
                         f"{type(value).__name__} {shorten(value)}")
-    if wanted is float and not math.isfinite(value):
-        raise BadConfig(f"{key} ({where}): wanted a finite number, given {value}")
+    if wanted is float and not abs(value) < 1e30:  # which also refuses NaN; beyond it, float32 would soon overflow
+        raise BadConfig(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     if wanted is int and abs(value) >= 2**63:
         raise BadConfig(f"{key} ({where}): {shorten(value)} does not fit in 64 bits")
     return value

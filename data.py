@@ -257,6 +257,9 @@ class HFTokenizer(Tokenizer):
     def __init__(self, folder):
         from transformers import AutoTokenizer  # here, for it takes seconds and 150 MB that the toy does not need
 
+        names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):  # it would make up an empty one
+            raise BadInput(f"{folder}: no tokenizer in this folder ({', '.join(names)}); copy its files there")
         try:
             self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as e:

@@ -1,0 +1,63 @@
+"""
+Runs of scripts, described in a JSON file, in forked children: 0.2 s each instead of 4. Not a test, but what tests start:
+
+    python tests/forked.py cases.json results.json 2            # so many ranks at once
+
+A case is {"folder", "runs": [{"script", "ranks": [{"args": [...], "code": "Python to run before the script"}, ...]}, ...]}: runs
+one after the other in that folder, each on as many ranks as have an entry. The result of a run is {"codes", "seconds",
+"stdout", "stderr"}, with an entry for each rank; that of a case is the list of them.
+"""
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+
+import campaign
+
+run_child = campaign.child
+
+
+def child(script, ranks, rank, *rest):
+    """campaign's, after the case's own code, which may patch modules of ours."""
+    exec(ranks[rank].get("code", ""), {"RANK": rank})
+    run_child(script, ranks[rank]["args"], rank, *rest)
+
+
+def trial(case):
+    """For campaign.schedule: the runs of a case, and their results."""
+    results = []
+    for number, job in enumerate(case["runs"]):
+        run = yield campaign.Run((job["script"], len(job["ranks"])), job["ranks"], case["folder"])
+        ranks = sorted(run.codes)
+        result = dict(codes=[run.codes[r] for r in ranks], seconds=[run.ended[r] - run.began for r in ranks])
+        for name in ("stdout", "stderr"):
+            result[name] = []
+            for rank in ranks:
+                file = os.path.join(case["folder"], f"{name}-{rank}")
+                with open(file, encoding="utf-8") as f:
+                    result[name].append(f.read())
+                shutil.move(file, f"{file}-of-run-{number}")
+        results.append(result)
+    return case["folder"], results
+
+
+def main():
+    campaign.child = child
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with open(sys.argv[1], encoding="utf-8") as f:
+        cases = json.load(f)
+    began = time.monotonic()
+    try:
+        done = dict(campaign.schedule([(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases], int(sys.argv[3])))
+    finally:
+        for pid in list(campaign.LIVE):
+            campaign.end(pid)
+    with open(sys.argv[2], "w", encoding="utf-8") as f:
+        json.dump([done[case["folder"]] for case in cases], f)
+    print(f"{len(cases)} runs in {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,509 @@
+"""
+What must not happen, made to happen: ranks that start from different things, that die or hang, signals, a full disk, bad input.
+(Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
+"""
+import ast
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+import torch
+from conftest import ROOT
+
+from configurator import BadConfig, BadInput, configure, read_keys
+from data import encode_prompts, load_tokenizer, read_jsonl
+from model import Transformer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+def forked(folder, cases, at_once=2):
+    """{name: [run, ...]}, as forked.py takes them -> {name: [result of each]}. The runs' out_dir is "out" in folder/name."""
+    for name in cases:
+        os.makedirs(os.path.join(folder, name))
+    with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
+        json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
+    files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "forked.py"), *files, str(at_once)], capture_output=True, text=True,
+                          timeout=280)
+    assert done.returncode == 0, done.stderr
+    with open(files[1], encoding="utf-8") as f:
+        return dict(zip(cases, json.load(f), strict=True))
+
+
+def one_run(script, *ranks):
+    """A run; each rank is its arguments, or (arguments, code)."""
+    return dict(script=script, ranks=[dict(args=r) if isinstance(r, list) else dict(args=r[0], code=r[1]) for r in ranks])
+
+
+def is_one_line(text, pattern, script="ppo.py", where=""):
+    """Whether this is all that a rank said on stderr: one line, of our form, that says so."""
+    return re.fullmatch(re.escape(script) + r": error" + re.escape(where) + r": [^\n]+\n", text) and re.search(pattern, text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks that start
+
+OPEN = "import os; os.dup2(os.open({!r}, os.O_RDONLY), 99)"  # one path, /proc/self/fd/99, is another file on each rank
+STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
+    "other prompts": (("rl_train", "rl_val"), "prompts_path", r"rank 1 differs from rank 0 in the content of /proc/self/fd/99;"),
+    "other weights": (("policy", "other_policy"), "policy_path", r"rank 1 differs from rank 0 in the weights of policy;"),
+    "other tokenizer": (("policy", "other_tokens"), "policy_path", r"rank 1 differs from rank 0 in the tokenizers;"),
+    "no prompts on rank 1": (("rl_train", None), "prompts_path", "rank 1 could not start"),
+    "no prompts on rank 0": ((None, "rl_train"), "prompts_path", "/proc/self/fd/99: No such file"),
+    "no prompts at all": ((None, None), "prompts_path", "/proc/self/fd/99: No such file"),
+    "no model on rank 1": (("policy", None), "policy_path", "rank 1 could not start"),
+}
+
+
+@pytest.fixture(scope="module")
+def starts(world, tmp_path_factory):
+    from checkpoint import save_model
+
+    folder = str(tmp_path_factory.mktemp("starts"))
+    policy = Transformer.from_pretrained(world.policy)
+    save_model(f"{folder}/other_tokens", policy, load_tokenizer(world.other_tokenizer))
+    with torch.no_grad():
+        policy.lm_head.weight[0, 0] += 1e-6
+    save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
+    cases = {}
+    for name, (contents, key, _) in STARTS.items():
+        paths = [content and (f"{folder}/{content}" if content.startswith("other") else getattr(world, content))
+                 for content in contents]
+        cases[name] = [one_run("ppo.py", *((world.ppo("out", value_init="policy", **{key: "/proc/self/fd/99"}),
+                                            OPEN.format(path) if path else "") for path in paths))]
+    cases["another setting"] = [one_run("ppo.py", world.ppo("out", kl_coef=0.1), world.ppo("out", kl_coef=0.2))]
+    cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
+    cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
+    return folder, forked(folder, cases)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_ranks_start_from_the_same_or_not_at_all(starts, name):
+    folder, results = starts
+    result, (contents, _, pattern) = results[name][0], STARTS[name]
+    assert result["codes"] == [2, 2], result
+    assert is_one_line(result["stderr"][0], pattern), result
+    if contents[0] is not None and contents[1] is None:  # the one that failed says why
+        assert is_one_line(result["stderr"][1], "/proc/self/fd/99", where=" (rank 1)"), result
+    else:
+        assert result["stderr"][1] == "", result
+    assert max(result["seconds"]) < 20 and not os.path.exists(f"{folder}/{name}/out")
+
+
+def test_ranks_start_with_the_same_settings(starts):
+    for name, pattern in (("another setting", "differs from rank 0 in kl_coef;"), ("sft", "could not start"),
+                          ("rm", "differs from rank 0 in seed;")):
+        result = starts[1][name][0]
+        assert result["codes"] == [2, 2] and re.search(pattern, result["stderr"][0]), result
+        assert not os.path.exists(f"{starts[0]}/{name}/out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks that die or hang; signals; a full disk
+
+AT = """
+import os, signal, threading, time
+import data, loss, parallel, rewards, rollout
+now, original = -1, data.batch_rows
+def batch_rows(seed, iteration, *rest):
+    global now
+    now = iteration
+    return original(seed, iteration, *rest)
+data.batch_rows = batch_rows
+
+def once(owner, name, action):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        if now == 1:
+            action()
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+
+def hang():
+    time.sleep(6)  # longer than the timeout of 3 s
+    os._exit(9)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fail():
+    raise KeyError("a bug")
+
+def later(seconds, number):
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+"""
+LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
+    "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
+    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "iteration 1, update"),
+    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "iteration 1, update"),
+    "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
+}
+SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
+TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
+    "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 6),
+    "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 6),
+    "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
+    "SIGTERM to rank 1 alone": (["", f"once(loss, 'policy_loss', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
+    "twice": ([f"once(loss, 'policy_loss', lambda: time.sleep(60))\nlater(2, {TERM}); later(3.5, {TERM})"], 128 + TERM, 10),
+}
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
+
+
+@pytest.fixture(scope="module")
+def hurt(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("hurt")), {}
+    for name, (action, _, _) in LOST.items():
+        args = world.ppo("out", timeout=3)
+        cases[name] = [one_run("ppo.py", (args, AT), (args, AT + action))]
+    for name, (codes, _, _) in SIGNALS.items():
+        args = world.ppo("out", max_iters=4, eval_interval=1)
+        cases[name] = [one_run("ppo.py", *((args, AT + code) for code in codes)), one_run("ppo.py", *(args for _ in codes))]
+    for script in ("sft.py", "rm.py"):
+        args = getattr(world, script[:-3])("out", max_iters=5)
+        stop = AT + f"once(parallel, 'clip_gradients', lambda: os.kill(os.getpid(), {TERM}))"
+        cases[script] = [one_run(script, (args, AT), (args, stop)), one_run(script, args, args)]
+        cases[f"{script} whole"] = [one_run(script, args, args)]
+    constant = dict(lr_decay="constant", value_lr_decay="constant", keep_best=True, eval_interval=1)
+    short, long = (world.ppo("out", max_iters=n, checkpoint_interval=1, **constant) for n in (2, 4))
+    for ranks in (1, 2):
+        cases[f"full {ranks}"] = [one_run("ppo.py", *[short] * ranks), one_run("ppo.py", *[(long, LIMIT)] * ranks),
+                                  one_run("ppo.py", *[long] * ranks)]
+        cases[f"whole {ranks}"] = [one_run("ppo.py", *[world.ppo("out", max_iters=4, eval_interval=1)] * ranks)]
+        cases[f"never full {ranks}"] = [one_run("ppo.py", *[long] * ranks)]
+    return folder, forked(folder, cases, at_once=6)  # most of them sleep
+
+
+def contents(folder):
+    """{path: bytes} of what a finished run has left in folder/out: but for times and memory in the log."""
+    found = {}
+    for d, _, files in os.walk(os.path.join(folder, "out")):
+        for name in set(files) - {".lock", "log.jsonl"}:
+            with open(os.path.join(d, name), "rb") as f:
+                found[os.path.relpath(os.path.join(d, name), folder)] = f.read()
+    found["log"] = [{k: v for k, v in r.items() if not k.startswith(("time/", "mem/"))} for r in tiny.read_log(f"{folder}/out")]
+    return found
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_rank_is_one_line_that_names_the_phase(hurt, name):
+    result, (_, code, phase) = hurt[1][name][0], LOST[name]
+    assert result["codes"] == [1, code], result
+    pattern = f"error: {phase}: lost touch with the other ranks.*resume with the same command"
+    assert is_one_line(result["stderr"][0], pattern), result
+    assert max(result["seconds"]) < 20
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signals_stop_all_ranks_and_lose_nothing(hurt, name):
+    folder, results = hurt
+    (stopped, again), (codes, code, seconds) = results[name], SIGNALS[name]
+    assert stopped["codes"] == [code] * len(codes) and max(stopped["seconds"]) < seconds, stopped
+    if code == 0:
+        assert "resume with the same command" in stopped["stdout"][0]
+        assert re.search(r"checkpoint-00000\d$", again["stdout"][0].split("resuming from ")[1].split("\n")[0]), again
+    assert all(re.fullmatch(r"(SIG\w+: stopping at the next safe point[^\n]*\n)?", said) for said in stopped["stderr"]), stopped
+    assert again["codes"] == [0] * len(codes), again
+    assert contents(f"{folder}/{name}") == contents(f"{folder}/whole {len(codes)}")
+
+
+@pytest.mark.parametrize("script", ["sft.py", "rm.py"])
+def test_a_signal_to_one_rank_stops_the_other_scripts_too(hurt, script):
+    folder, results = hurt
+    stopped, again = results[script]
+    assert stopped["codes"] == again["codes"] == [0, 0] and "resume with the same command" in stopped["stdout"][0]
+    assert "checkpoint-000002" in again["stdout"][0]
+    assert contents(f"{folder}/{script}") == contents(f"{folder}/{script} whole")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
+    folder, results = hurt
+    begun, full, again = results[f"full {ranks}"]
+    assert begun["codes"] == again["codes"] == [0] * ranks
+    assert full["codes"] == [1] * ranks and full["stderr"][1:] == [""] * (ranks - 1), full
+    assert is_one_line(full["stderr"][0], r"cannot be written \(.*[Ff]ile too large.*resume with the same command"), full
+    assert "checkpoint-000002" in again["stdout"][0], again
+    assert contents(f"{folder}/full {ranks}") == contents(f"{folder}/never full {ranks}")
+    assert not [f for f in os.listdir(f"{folder}/full {ranks}/out") if f.startswith((".tmp", ".old"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# as a user runs it
+
+
+def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
+    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_target=1.0, kl_horizon=20)
+    env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
+    for name in "ab":
+        os.makedirs(tmp_path / name)
+        done = tiny.run("ppo.py", *world.ppo(tmp_path / name / "out", **keys), env=env)
+        assert done.returncode == 0, done.stderr
+    a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
+    for side in (a, b):  # each says where it is itself
+        for path in [path for path in side if path.endswith(("out/config.json", "000002/config.json", "manifest.json"))]:
+            del side[path]
+    assert a == b and len(a) > 15
+
+
+def alive(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]]
+
+
+def test_torchrun_restarts_and_its_death_is_not_outlived(world, tmp_path):
+    """Rank 1 is killed once, --max-restarts goes on; then the launcher alone is killed, and its workers die with it."""
+    args = world.ppo(tmp_path / "out", max_iters=100_000, checkpoint_interval=2)
+    wrapper = tiny.wrap(tmp_path / "wrapper.py", AT.replace("now == 1", "now == 5") + f"""
+with open({str(tmp_path)!r} + "/pids", "a") as f:
+    f.write(f"{{os.getpid()}} ")
+def die_once():
+    if RANK == 1 and not os.path.exists({str(tmp_path)!r} + "/died"):
+        open({str(tmp_path)!r} + "/died", "w").close()
+        die()
+once(loss, "policy_loss", die_once)
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
+               wrapper, os.path.join(ROOT, "ppo.py"), *args]
+    with open(tmp_path / "said", "w") as said:
+        launcher = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT,
+                                    env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT))
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            if (tmp_path / "died").exists() and "resuming from" in (tmp_path / "said").read_text():
+                break
+        else:
+            raise AssertionError((tmp_path / "said").read_text())
+        workers = [int(pid) for pid in (tmp_path / "pids").read_text().split()][-2:]
+        assert len(alive(workers)) == 2
+        launcher.kill()
+        launcher.wait()
+        for _ in range(100):
+            time.sleep(0.1)
+            if not alive(workers):
+                break
+        assert not alive(workers)
+    finally:
+        launcher.kill()
+    # and the same command, which must not find out_dir locked
+    log = tiny.read_log(tmp_path / "out") if os.path.getsize(tmp_path / "out" / "log.jsonl") else []
+    done = tiny.run("ppo.py", *[a for a in args if "max_iters" not in a], f"--max_iters={max(len(log), 8) + 50}")
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stderr
+
+
+def test_a_closed_pipe_ends_without_a_word():
+    done = subprocess.run(f"{sys.executable} {ROOT}/ppo.py --help | head -n 1", shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("PPO for language models") and done.stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input
+
+
+def write(path, text):
+    with open(path, "wb") as f:
+        f.write(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def edited(source, folder, **files):
+    """A copy of a model folder with these files (dots as __) deleted (None), replaced (str) or their JSON updated (dict)."""
+    import shutil
+
+    shutil.copytree(source, folder)
+    for name, change in files.items():
+        file = os.path.join(folder, name.replace("__", "."))
+        if change is None:
+            os.remove(file)
+        elif isinstance(change, dict):
+            with open(file, encoding="utf-8") as f:
+                write(file, json.dumps(json.load(f) | change))
+        else:
+            write(file, change)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bad(world, tmp_path_factory):
+    """{name: (script, arguments, what is said)} and their results."""
+    f = str(tmp_path_factory.mktemp("bad"))
+    os.makedirs(f"{f}/in")
+    os.makedirs(f"{f}/not a config")
+    row = '{"prompt": "1+2=", "answer": "3"}\n'
+    data = {  # contents of the prompts' file -> what is said of it
+        "an empty file": ("", "the file is empty"), "blank lines": ("\n\n", "the file is empty"),
+        "not JSON": (row + "{prompt: 1}\n", "line 2: not JSON"),
+        "not an object": (row + "[1]\n", "line 2: wanted an object, found list"),
+        "a missing field": (row + '{"answer": "3"}\n', "line 2: field 'prompt' is missing; it has 'answer'"),
+        "a wrong type": (row + '{"prompt": 7}\n', "line 2: field 'prompt' must be a string, found int"),
+        "not UTF-8": (row.encode() + b'{"prompt": "\xff"}\n', r"line 2: not UTF-8 \(byte 12\)"),
+        "an empty prompt": (row + '{"prompt": ""}\n', "line 2: field 'prompt' is empty"),
+        "a long prompt": (row + json.dumps(dict(prompt="1" * 30)) + "\n", "row 2: the prompt has 30 tokens; from 1 to 24 fit"),
+        "half a surrogate": (row + '{"prompt": "\\ud800"}\n', "line 2: .*surrogate"),
+        "messages without a template": (row + '{"prompt": [{"role": "user", "content": "x"}]}\n', "no chat template"),
+    }
+    cases = {name: ("ppo.py", world.ppo("out", prompts_path=write(f"{f}/in/{name}.jsonl", text)), said)
+             for name, (text, said) in data.items()}
+    config = {  # contents of a config file -> what is said of it
+        "unknown in a file": ("kl_coeff = 1.0\n", "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
+        "twice in a file": ("seed = 1\nkl_coef = 0.1\nseed = 2\n", "line 3: seed is set twice .*line 1"),
+        "twice, annotated": ("seed: int = 1\nseed = 2\n", "line 2: seed is set twice"),
+        "twice, chained": ("seed = batch_size = 1\nbatch_size = 2\n", "line 2: batch_size is set twice"),
+        "mistyped in a file": ("kl_coef = 'high'\n", "kl_coef .*wanted float like 0.05, given str 'high'"),
+        "a syntax error": ("seed = 1\nkl_coef = = 2\n", "line 2: invalid syntax"),
+        "an exception": ("seed = 1\nkl_coef = 1 / 0\n", "line 2: ZeroDivisionError"),
+        "an exit": ("import sys\nsys.exit()\n", "line 2: SystemExit"),
+        "not Python": (b"\xff\xfe", "cannot read config file"),
+    }
+    cases |= {name: ("ppo.py", [write(f"{f}/in/{name}.py", text), *world.ppo("out")], said)
+              for name, (text, said) in config.items()}
+    keys = {
+        "unknown": (["--kl_coeff=1"], "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
+        "mistyped": (["--seed=1.5"], "seed .*wanted int like 1, given float 1.5"),
+        "out of range": (["--lam=1.5"], r"lam = 1.5 .*out of range: \[0..1\]"), "no such choice": (["--kl_in=both"], "kl_in"),
+        "not finite": (["--lam=1e999"], "lam .*finite"), "no value": (["--lam"], "a value is missing"),
+        "no such file": (["config/nothing.py"], "cannot read config file 'config/nothing.py': No such file"),
+        "twice": (["--seed=2", "--lam=1.0", "--lam=0.9"], "--lam is given twice"),
+        "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
+        "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
+    }
+    base = world.ppo("out")
+    cases |= {name: ("ppo.py", [a for a in base if not any(a.startswith(k.split("=")[0] + "=") for k in new)] + new, said)
+              for name, (new, said) in keys.items()}
+    policy, reward = world.policy, world.reward
+    index = json.dumps(dict(weight_map={"lm_head.weight": "model-00001-of-00002.safetensors"}))
+    models = {
+        "no folder": (dict(policy_path=f"{f}/nowhere"), "nowhere: no such model folder"),
+        "a file": (dict(policy_path=world.rl_val), "no such model folder"),
+        "no config.json": (dict(policy_path=f"{f}/not a config"), "no config.json in this folder"),
+        "no weights": (dict(policy_path=edited(policy, f"{f}/in/no weights", model__safetensors=None)), "no model.safetensors"),
+        "cut weights": (dict(policy_path=edited(policy, f"{f}/in/cut", model__safetensors="xxx")),
+                        "model.safetensors: not a readable"),
+        "a missing shard": (dict(policy_path=edited(policy, f"{f}/in/shard", model__safetensors=None,
+                                                    model__safetensors__index__json=index)), "shard model-00001-of-00002"),
+        "another architecture": (dict(policy_path=edited(policy, f"{f}/in/t5", config__json=dict(model_type="t5"))),
+                                 "model_type 't5' is not supported; quartet knows gpt2"),
+        "config.json is no JSON": (dict(policy_path=edited(policy, f"{f}/in/json", config__json="{")), "config.json: "),
+        "more tokens than embeddings": (dict(value_init="policy", policy_path=edited(policy, f"{f}/in/big", tiktoken__json=dict(
+            markers=[f"<{i}>" for i in range(50)]))), "tokenizer has 308 tokens but the model's vocabulary only 264"),
+        "no score head": (dict(reward_path=policy), "no score head"),
+        "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tiktoken__json=None, tokenizer__json=None,
+                                                 tokenizer_config__json=None)), "no tokenizer in this folder"),
+        "no such device": (dict(device="cuda"), "torch sees no GPU"),
+        "out_dir under a file": (dict(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
+        "out_dir is a file": (dict(out_dir=world.rl_val), "cannot be written"),
+        "out_dir is a model": (dict(out_dir=policy), "config.json is not the configuration of a run"),
+    }
+    cases |= {name: ("ppo.py", world.ppo(**(dict(out_dir="out") | new)), said) for name, (new, said) in models.items()}
+    long = json.dumps(dict(prompt="1+2=", completion="3" * 40, chosen="3" * 40, rejected="4")) + "\n"
+    write(f"{f}/in/long.jsonl", 3 * '{"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}\n' + long)
+    cases |= {
+        "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"), "row 4: a demonstration of 45 tokens"),
+        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"), "row 4: a demonstration of 45"),
+        "sft: heads": ("sft.py", world.sft("out", d_model=18, n_head=4), "d_model = 18 must be a multiple"),
+        "sft: no completion": ("sft.py", world.sft("out", train_path=world.rl_train), "field 'completion' is missing"),
+        "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: prompt and chosen make 45 tokens"),
+        "rm: a long demonstration": ("rm.py", world.rm("out", demonstrations_path=f"{f}/in/long.jsonl"), "row 4: .*45 tokens"),
+        "rm: no pairs": ("rm.py", world.rm("out", train_path=world.sft_train), "field 'chosen' is missing"),
+    }
+    before = {path: os.path.getmtime(path) for d, _, files in os.walk(world.root) for path in (os.path.join(d, x) for x in files)}
+    results = forked(f, {name: [one_run(script, args)] for name, (script, args, _) in cases.items()})
+    after = {path: os.path.getmtime(path) for d, _, files in os.walk(world.root) for path in (os.path.join(d, x) for x in files)}
+    assert before == after
+    return f, cases, results
+
+
+def test_bad_input_is_one_line_with_code_2_and_nothing_written(bad):
+    folder, cases, results = bad
+    for name, (script, _, pattern) in cases.items():
+        result = results[name][0]
+        assert result["codes"] == [2], (name, result)
+        assert is_one_line(result["stderr"][0], pattern, script), (name, pattern, result["stderr"])
+        assert not os.path.exists(f"{folder}/{name}/out"), name
+    assert len(cases) > 50
+
+
+NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", "1e999", "nan", "None", "True", "[]", "{}", "()",
+         "'", '"', "9" * 30, "9" * 5000, "1_0", "0x10", "1+1", "lambda: 0", "é", "\u2028", "none", "loss", "policy", "linear",
+         "cpu", "float64", "out/x"]
+
+
+def defaults_of(script):
+    """{key: default} of a script's configuration."""
+    with open(script, encoding="utf-8") as f:
+        tree = ast.parse(f.read())
+    assigned = {node.targets[0].id: node.value for node in reversed(tree.body)  # the first one counts
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "sft.py", "rm.py", "sample.py"])
+def test_no_value_of_any_key_makes_a_traceback(script):
+    """Every key with nasty values, in configure alone: it takes it, or says one line."""
+    path, rng = os.path.join(ROOT, script), random.Random(0)
+    defaults, taken, hook = defaults_of(path), 0, sys.excepthook
+    for _ in range(120):
+        key, text = rng.choice(list(defaults)), rng.choice(NASTY)
+        try:
+            value = configure({**defaults, "__file__": path}, [f"--{key}={text}"])[key]
+            assert type(value) is type(defaults[key])
+            taken += 1
+        except BadConfig as e:
+            assert "\n" not in str(e) and key in str(e) and len(str(e)) < 500
+    sys.excepthook = hook
+    assert 10 < taken < 110
+
+
+def test_nasty_runs_end_well(world, tmp_path):
+    """Several keys at once, in whole runs: they end with 0, or 1 (a Stop: say, NaN), or 2, and never with a traceback."""
+    rng, cases = random.Random(1), {}
+    defaults = defaults_of(os.path.join(ROOT, "ppo.py"))
+    names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir")]
+    small = [x for x in NASTY if len(x) < 20]
+    fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}
+    for i in range(40):
+        new = {k: rng.choice(fitting[type(defaults[k])] if i % 4 else small) for k in rng.sample(names, 2)}
+        cases[str(i)] = [one_run("ppo.py", world.ppo("out", **new))]
+    codes = []
+    for name, (result,) in forked(str(tmp_path), cases).items():
+        codes += result["codes"]
+        assert result["codes"][0] in (0, 1, 2), (cases[name], result)
+        assert result["codes"] == [0] and result["stderr"] == [""] or is_one_line(result["stderr"][0], ""), (cases[name], result)
+    assert 5 < codes.count(0) < 35
+
+
+def test_no_line_of_data_makes_a_traceback(world, tmp_path):
+    """Lines bent in a thousand ways: read and encoded, or one line that says where."""
+    rng, tokenizer = random.Random(2), load_tokenizer(world.policy)
+    good = [b'{"prompt": "1+2=", "answer": "3"}', '{"prompt": [{"role": "user", "content": "é<think>"}]}'.encode()]
+    values = [b"1", b"-1e999", b"NaN", b"null", b"[]", b"{}", b'""', b'" "', b'"\\u0000"', b'"\\ud83d"', b"[[[[]]]]",
+              b"[" * 100_000, b'"<eos><pad>"', b"9" * 5000, b'[{"role": 1, "content": "x"}]', b'[{"role": "user"}]',
+              b'[{"role": "user", "content": 1}]']
+    bits = [b"", b"\xff", b'"', b"\\", b"{", b"\0", b"\r"]
+    refused = 0
+    for i in range(1500):
+        line = bytearray(rng.choice(good))
+        if i % 3 == 0:
+            line = bytearray(b'{"prompt": %b, "answer": "3"}' % rng.choice(values))
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(line) + 1)
+            line[at:at + rng.randrange(3)] = rng.choice([*bits, bytes([rng.randrange(256)])])
+        path = write(tmp_path / "rows.jsonl", bytes(line))
+        try:
+            rows = read_jsonl(path, ["prompt"])
+            assert all(encode_prompts(rows, tokenizer, 100, path))
+        except BadInput as e:
+            refused += 1
+            assert "\n" not in str(e).strip() and len(str(e)) < 500, str(e)
+    assert 500 < refused < 1400
