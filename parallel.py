@@ -52,13 +52,40 @@ def init(device, timeout, deterministic=False):
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
     if world_size > 1:
+        wait = datetime.timedelta(seconds=timeout)
+        group = dict(backend="nccl" if device.startswith("cuda") else "gloo", timeout=wait)
         try:
-            collective(dist.init_process_group, "nccl" if device.startswith("cuda") else "gloo",
-                       timeout=datetime.timedelta(seconds=timeout))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                group |= dict(store=collective(meet, rank, world_size, wait), rank=rank, world_size=world_size)
+            collective(dist.init_process_group, **group)
         except ValueError as e:
             raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them with torchrun") from e
         starting, configurator.tell_others = True, tell_others
     return rank, world_size, torch.device(device)
+
+
+def meet(rank, world_size, wait):
+    """
+    A store that is this attempt's alone. torchrun restarts workers on the store of those before, with their addresses still
+    in it, and gloo would call the dead (torch 2.13). So rank 0 draws a name, and goes on when every other rank has answered
+    to it; the others, when their answer has been seen, for the name that they read first may be an old one.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
+    mine, began = os.urandom(8).hex(), time.monotonic()
+    if rank == 0:
+        store.set("name", mine)
+        for r in range(1, world_size):
+            store.set(f"{mine}/{r}/{store.get(f'{mine}/{r}').decode()}", "seen")
+        return dist.PrefixStore(mine, store)
+    while True:
+        name = store.get("name").decode()
+        store.set(f"{name}/{rank}", mine)
+        try:
+            store.wait([f"{name}/{rank}/{mine}"], datetime.timedelta(seconds=0.3))
+            return dist.PrefixStore(name, store)
+        except RuntimeError:  # not seen yet: ask for the name again
+            if time.monotonic() - began > wait.total_seconds():
+                raise
 
 
 def finish():

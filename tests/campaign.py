@@ -201,9 +201,10 @@ def inject(points):
             if kind == "file" and kwargs.get("dir_fd") is None and not inside(args[0]):
                 return original(*args, **kwargs)
             number = points.begin(kind, f"{name} {shown(args[0])}" if kind == "file" else name)
-            result = original(*args, **kwargs)
-            points.reach(kind, number, "after")
-            return result
+            try:
+                return original(*args, **kwargs)
+            finally:  # also after one that fails, as mkdir does where a folder is
+                points.reach(kind, number, "after")
 
         put(owner, name, wrapped)
 

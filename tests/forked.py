@@ -50,7 +50,9 @@ def main():
         cases = json.load(f)
     began = time.monotonic()
     try:
-        done = dict(campaign.schedule([(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases], int(sys.argv[3])))
+        trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
+        trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
+        done = dict(campaign.schedule(trials, int(sys.argv[3])))
     finally:
         for pid in list(campaign.LIVE):
             campaign.end(pid)

@@ -34,8 +34,8 @@ def forked(folder, cases, at_once=2):
     with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
         json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "forked.py"), *files, str(at_once)], capture_output=True, text=True,
-                          timeout=280)
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "forked.py"), *files, str(at_once)],
+                          capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     with open(files[1], encoding="utf-8") as f:
         return dict(zip(cases, json.load(f), strict=True))
