@@ -399,7 +399,10 @@ class Run:
         """The end of what the ranks have said, for a report."""
         said = []
         for rank in self.pids:
-            with open(os.path.join(self.folder, f"{name}-{rank}"), encoding="utf-8", errors="replace") as f:
+            file = os.path.join(self.folder, f"{name}-{rank}")
+            if not os.path.exists(file):  # killed before it could open it
+                continue
+            with open(file, encoding="utf-8", errors="replace") as f:
                 said += [f"rank {rank}: {line}" for line in f.read().splitlines()[-3:]]
         return said
 

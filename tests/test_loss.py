@@ -18,6 +18,8 @@ from loss import (
     policy_loss,
     preference_loss,
     scaled_logits,
+    standard_deviation,
+    update_moments,
     value_loss,
 )
 
@@ -354,6 +356,24 @@ def test_preference_loss():
 def test_kl_controller(kl, want):
     """target 6, 512 of 10000 episodes: the coefficient moves by the relative error, at most 0.2, times 0.0512."""
     assert adapt_kl_coef(0.1, kl, 6.0, 10000, 512) == pytest.approx(want, abs=1e-15)
+
+
+def test_moments_are_those_of_all_numbers_so_far():
+    """By hand for two batches, then against numpy over many, also far from 0 where naive sums of squares lose all digits."""
+    moments = update_moments([0, 0.0, 0.0], torch.tensor([1.0, 3.0]))
+    assert moments == [2, 2.0, 2.0] and standard_deviation(moments) == 1.0
+    moments = update_moments(moments, torch.tensor([5.0]))
+    assert moments == [3, 3.0, 8.0] and standard_deviation(moments) == pytest.approx((8 / 3) ** 0.5)
+    assert standard_deviation([0, 0.0, 0.0]) == standard_deviation(update_moments([0, 0.0, 0.0], torch.full((4,), 7.0))) == 1.0
+    rng = np.random.default_rng(0)
+    for shift in (0.0, 1e7):
+        batches, moments = [rng.normal(shift, 0.3, size=n) for n in (1, 5, 2, 64, 7)], [0, 0.0, 0.0]
+        for batch in batches:
+            moments = update_moments(moments, torch.tensor(batch))
+        everything = np.concatenate(batches)
+        assert moments[0] == len(everything) and moments[1] == pytest.approx(everything.mean(), rel=1e-14)
+        assert standard_deviation(moments) == pytest.approx(everything.std(), rel=1e-7)
+        assert [type(x) for x in moments] == [int, float, float]  # which JSON keeps to the last bit
 
 
 def test_learning_rate_at_by_hand():

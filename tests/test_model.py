@@ -147,6 +147,56 @@ def test_shards_and_bare_trunks(tmp_path):
         Transformer.from_pretrained(str(tmp_path / "shards"))
 
 
+class Trap:
+    """An object whose unpickling would run code: here, make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_old_bin_files_load_and_run_nothing(tmp_path):
+    """pytorch_model.bin, in one file, in shards, and as from before torch 1.6; safetensors are preferred where there are both."""
+    theirs = make("llama")
+    theirs.save_pretrained(tmp_path / "new")
+    want = Transformer.from_pretrained(str(tmp_path / "new")).state_dict()
+    config = (tmp_path / "new" / "config.json").read_text()
+    tensors = {name: t.clone() for name, t in theirs.state_dict().items()}
+    for kind in ("zip", "legacy", "shards"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        if kind == "shards":
+            names, index = sorted(tensors), {}
+            for i in range(2):
+                part = f"pytorch_model-0000{i + 1}-of-00002.bin"
+                torch.save({n: tensors[n] for n in names[i::2]}, folder / part)
+                index |= dict.fromkeys(names[i::2], part)
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(dict(weight_map=index)))
+        else:
+            torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "zip")
+        got = Transformer.from_pretrained(str(folder)).state_dict()
+        assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want), kind
+    for old in (True, False):
+        evil = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"], "x": Trap(str(tmp_path / "made"))}
+        torch.save(evil, tmp_path / "zip" / "pytorch_model.bin", _use_new_zipfile_serialization=old)
+        with pytest.raises(BadInput, match="pytorch_model.bin: not a file of mere weights"):
+            Transformer.from_pretrained(str(tmp_path / "zip"))
+        assert not (tmp_path / "made").exists()
+    for damaged in (b"", b"nonsense", (tmp_path / "legacy" / "pytorch_model.bin").read_bytes()[:5000]):
+        (tmp_path / "zip" / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises(BadInput, match="pytorch_model.bin: not a file of mere weights") as e:
+            Transformer.from_pretrained(str(tmp_path / "zip"))
+        assert "\n" not in str(e.value)
+    torch.save([1, 2], tmp_path / "zip" / "pytorch_model.bin")
+    with pytest.raises(BadInput, match="not a dict of tensors"):
+        Transformer.from_pretrained(str(tmp_path / "zip"))
+    (tmp_path / "new" / "pytorch_model.bin").write_bytes(b"nonsense")
+    Transformer.from_pretrained(str(tmp_path / "new"))
+
+
 def test_hub_style_rope_settings(tmp_path):
     """transformers 5 writes rope_parameters; the hub's configs have rope_theta, rope_scaling, rotary_pct at the top."""
     for variant in ("llama3-gqa-tied", "gpt_neox-sequential-tied"):

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import parallel
-from configurator import Stop
+from configurator import BadInput, Stop
 
 
 def two_layers(seed=0, dtype=torch.float32):
@@ -28,6 +28,35 @@ def test_my_share_covers_everything_once(monkeypatch):
                 shares.append(parallel.my_share(list(range(n))))
             assert sum(shares, []) == list(range(n))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_more_ranks_than_gpus_is_said_by_all(monkeypatch):
+    """By every rank of the machine: one that has a GPU would wait for one that has none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for local_rank in range(3):
+        for key, value in dict(RANK=local_rank, LOCAL_RANK=local_rank, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3).items():
+            monkeypatch.setenv(key, str(value))
+        with pytest.raises(BadInput, match="this machine has 2 GPUs for 3 ranks; lower --nproc_per_node"):
+            parallel.init("auto", 10)
+
+
+def test_one_process_starts_and_stops_alone(monkeypatch):
+    assert parallel.from_rank_0(lambda: {"a": (1, None)}) == {"a": (1, None)}
+    parallel.agree({"anything": 1})
+    assert not parallel.stop_asked() and not parallel.stop_agreed()
+    monkeypatch.setattr(parallel, "signalled_at", 1.0)
+    assert parallel.stop_asked() and parallel.stop_agreed()
+
+
+def test_a_parameter_that_is_not_finite_is_no_secret():
+    """As after a step with a huge learning rate and finite gradients: the audit, which comes before every save, stops it."""
+    model = two_layers()
+    parallel.audit({"policy": model}, {}, 1)
+    with torch.no_grad():
+        model[1].bias[3] = torch.inf
+    with pytest.raises(Stop, match=r"iteration 2: policy's 1\.bias is not finite; the last checkpoint is good"):
+        parallel.audit({"policy": model}, {}, 2)
 
 
 def test_one_process_needs_no_group():

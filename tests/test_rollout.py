@@ -391,3 +391,18 @@ def test_prompts_may_be_a_left_padded_tensor(tmp_path):
     whole = torch.tensor([PROMPTS[0], PROMPTS[0]])
     assert torch.equal(generate(model, whole, 3, temperature=0)["tokens"],
                        generate(model, [PROMPTS[0]] * 2, 3, temperature=0)["tokens"])
+
+
+def test_stop_leaves_early_and_keeps_the_shapes():
+    """Asked before each token; what is left has the shapes of a whole answer, so that the caller needs no branch."""
+    policy, asked = script([range(20, 29), range(30, 39)], V=40), []
+
+    def stop():
+        asked.append(1)
+        return len(asked) == 3
+
+    whole = generate(policy, [[1, 2], [1]], 9, seed=4)
+    batch = generate(policy, [[1, 2], [1]], 9, seed=4, stop=stop)
+    assert len(asked) == 3 and batch.keys() == whole.keys()
+    assert all(batch[k].shape == whole[k].shape for k in whole)
+    assert torch.equal(batch["tokens"][:, :2 + 3], whole["tokens"][:, :2 + 3]) and not batch["finished"].any()
