@@ -146,6 +146,30 @@ def from_rank_0(function):
     raise BadConfig(value) if kind == "BadInput" else Stop(value)
 
 
+def together(function):
+    """
+    What function() returns on this rank; every rank calls it, on its own share. A BadInput or Stop of any rank is raised on
+    all, so that nobody waits for one that has left.
+    """
+    if not dist.is_initialized():
+        return function()
+    error, value = None, None
+    try:
+        value = function()
+    except (BadInput, Stop) as e:
+        error = e
+    failed = torch.cat(all_gather(torch.tensor([error is not None], device=wire()).long())).nonzero().flatten().tolist()
+    if not failed:
+        return value
+    text = torch.zeros(1000, dtype=torch.uint8, device=wire())  # the first one's message
+    if dist.get_rank() == failed[0]:
+        said = list(str(error).encode()[:1000])
+        text[:len(said)] = torch.tensor(said, dtype=torch.uint8, device=wire())
+    collective(dist.broadcast, text, src=failed[0])
+    message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    raise Stop(message if failed[0] == 0 else f"on rank {failed[0]}: {message}") from error
+
+
 def digest(text):
     """64 bits of a text's hash, as an int64; never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
@@ -349,6 +373,16 @@ def check_finite(tensors, iteration):
             row = int((~t.isfinite()).flatten(1).any(1).nonzero()[0]) if t.dim() > 1 else int((~t.isfinite()).nonzero()[0])
             raise Stop(f"iteration {iteration}: {name} is not finite (first in response {row} of the batch); stopped before "
                        "the step")
+
+
+def must_agree(worst_gap, dtype, what, iteration):
+    """Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap)."""
+    worst = all_reduce_max(worst_gap).item()
+    limit = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.02}[dtype]
+    if not worst <= limit:
+        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
+                   f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
+    return worst
 
 
 # ---------------------------------------------------------------------------------------------------------------------

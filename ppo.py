@@ -13,7 +13,7 @@ model; 5) add up the metrics; 6) print and log them.
     model          output                       trained   starts as
     policy         logprobs (B, R)              yes       policy_path, the SFT model
     ref_policy     ref_logprobs (B, R)          no        the same
-    reward_model   scores (B,)                  no        reward_path
+    reward_model   scores (B,)                  no        reward_path; or rules instead of it, or beside it (rewards)
     value_model    values (B, R)                yes       reward model or policy (value_init)
 
 B responses of an iteration, P prompt length, R response length, T = P + R, V vocabulary. Masks are True where it counts.
@@ -23,19 +23,20 @@ import hashlib
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadConfig, BadInput, Stop, configure
+from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
-from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, kl_estimate, learning_rate_at, logprobs_from_logits,
-                  masked_mean, masked_sum, masked_whiten, policy_loss, scaled_logits, standard_deviation, update_moments,
+from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, gap, kl_estimate, learning_rate_at, logprobs_from_logits,
+                  masked_sum, masked_whiten, policy_loss, scaled_logits, standard_deviation, update_moments,
                   value_loss)
 from model import Transformer, freeze
-from rewards import accuracy, last_real, reward_model_scores, thinks
+from rewards import (RULES, accuracy, call_rewards, check_rows, collect, last_real, parse_rewards, reward_model_scores, thinks)
 from rollout import generate, response_uniforms
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ keep_best = False  # also leave out_dir/best_policy, the policy with the highest
 sync_check_interval = 10  # iterations between checks that all ranks hold the same four models [>= 1]
 # the four models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
 value_init = "reward"  # the value model starts as the reward model, or as the policy with a new head [reward | policy]
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
@@ -60,6 +61,8 @@ max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
+rewards = "reward_model"  # what scores a response, such as "1.0*accuracy,0.1*format" or "mine.py:brevity"; see rewards.py
+reward_timeout = 600  # seconds that the rules may take for an iteration's responses [1..1000000]
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
@@ -103,30 +106,43 @@ config = configure(globals())
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
 
+# several rewards may be mixed; reward_model is the learned one, the others are rules
+terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+rules = [term for term in terms if term[1] != "reward_model"]
+learned = len(rules) < len(terms)
+if value_init == "reward" and not learned:
+    raise BadConfig("value_init = 'reward', but rewards does not use reward_model; type --value_init=policy")
+
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
+for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
+    check_rows(rules, rows, path)
 
 # the four models. None has dropout; the two frozen ones cannot move, and the audit below checks that they have not
-tokenizer, reward_tokenizer = load_tokenizer(policy_path), load_tokenizer(reward_path)
+tokenizer = load_tokenizer(policy_path)
+reward_tokenizer = load_tokenizer(reward_path) if learned else tokenizer
 policy = Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)
 ref_policy = freeze(Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device))
-reward_model = freeze(Transformer.from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+reward_model = None
+if learned:
+    reward_model = freeze(Transformer.from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+    check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
+    if reward_model.new_head:
+        raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
 value_path = reward_path if value_init == "reward" else policy_path
 value_model = Transformer.from_pretrained(value_path, head="scalar", dtype=weights_dtype, device=device, seed=seed)
 models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
+models = {name: model for name, model in models.items() if model is not None}
 trained = dict(policy=policy, value_model=value_model)
-if reward_model.new_head:
-    raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
 same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
 if value_init == "reward" and not same_tokens:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
 check_tokenizer_fits(tokenizer, policy, policy_path)
-check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
-longest = min(m.config.max_positions for m in ((policy, value_model, reward_model) if same_tokens else (policy, value_model)))
+longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model)
 longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
@@ -140,7 +156,7 @@ policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1,
 value_optimizer = torch.optim.AdamW(value_model.parameters(), value_learning_rate, (beta1, beta2), adam_eps, weight_decay,
                                     fused=True)
 optimizers = dict(policy=policy_optimizer, value_model=value_optimizer)
-sources = ["policy_path", "reward_path", "prompts_path"]  # neither their names nor their contents may change underway
+sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
 checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", *sources], sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers)
@@ -184,12 +200,6 @@ def response_values(rows):
     return torch.where(rows["response_mask"], at_least_float32(values) + value_model.config.score_shift, 0)
 
 
-def reward(rows):
-    """The learned reward of each response, (b,). Anything that is called like this can take its place."""
-    with precision:
-        return reward_model_scores(rows, reward_model, reward_tokenizer, tokenizer, micro_batch_size)
-
-
 def rollout_and_score(rows, prompts, purpose, noise):
     """
     Sample a response to each of B data rows, whose prompts are given as ids, and score it with all four models. Every rank
@@ -199,11 +209,19 @@ def rollout_and_score(rows, prompts, purpose, noise):
     enter(purpose)
     width = max(len(p) for p in prompts)  # one P for all ranks
     slots = parallel.my_share(range(len(rows)))
-    my_rows = [rows[i] for i in slots]
-    with precision:
-        mine = generate(policy, [prompts[i] for i in slots], max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                        tokenizer.vocab_size, response_uniforms(seed, purpose, noise, slots, max_new_tokens),
-                        batch_size=rollout_batch_size, prompt_width=width, stop=parallel.stop_asked)
+    n = rollout_batch_size or max(len(slots), 1)
+    parts, pending, texts = [], [], dict(rows=[rows[i] for i in slots], completions=[])
+    for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
+        with precision:
+            parts.append(generate(policy, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
+                                  tokenizer.pad_id, tokenizer.vocab_size,
+                                  response_uniforms(seed, purpose, noise, part, max_new_tokens), prompt_width=width,
+                                  stop=parallel.stop_asked))
+        responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
+        said = dict(rows=[rows[i] for i in part], completions=[tokenizer.decode(r) for r in responses])
+        texts["completions"] += said["completions"]
+        pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
+    mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
@@ -211,9 +229,13 @@ def rollout_and_score(rows, prompts, purpose, noise):
     # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        responses = [t[width:][m].tolist() for t, m in zip(mine["tokens"], mine["response_mask"], strict=True)]
-        texts = dict(rows=my_rows, completions=[tokenizer.decode(r) for r in responses])
-        mine["scores"] = reward({**mine, **texts})
+        each = parallel.together(lambda: collect(pending, reward_timeout))
+        if learned:
+            with precision:
+                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                           micro_batch_size)
+        mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
+        mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs", "values"):
             mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
         mine["index"] = torch.arange(len(slots), device=device)
@@ -243,22 +265,6 @@ def rollout_and_score(rows, prompts, purpose, noise):
     return batch
 
 
-def gap(log_ratio, mask):
-    """How far log-ratios that are 0 on paper are from 0: the largest, or, as 16 bits round so much, the mean."""
-    log_ratio = log_ratio.detach().abs()
-    return masked_mean(log_ratio, mask) if dtype == "bfloat16" else torch.where(mask, log_ratio, 0).max()
-
-
-def must_agree(worst_gap, what, iteration):
-    """Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap."""
-    worst = parallel.all_reduce_max(worst_gap).item()
-    limit = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.02}[dtype]
-    if not worst <= limit:
-        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
-                   f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
-    return worst
-
-
 def enter(phase):
     """Begin a phase of the iteration. Seconds are booked under it until the next one, and errors name it."""
     global current, clock
@@ -283,6 +289,7 @@ def leave_if_asked():
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
+        threads.shutdown(wait=False, cancel_futures=True)
         parallel.finish()
         sys.exit(0)
 
@@ -295,6 +302,8 @@ def summarize(batch, prefix):
                   finished=batch["finished"].double().mean())
     if not batch["accuracy"].isnan().any():
         record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
+    if len(terms) > 1:
+        record |= {f"reward/{name}": batch[f"reward/{name}"].mean() for _, name, _ in terms}
     return {f"{prefix}/{k}": x.item() for k, x in record.items()}
 
 
@@ -309,6 +318,7 @@ def print_samples(batch, rows, n=2):
 # the loop
 
 times, current, clock, began = {}, "start", time.perf_counter(), time.time()
+threads = ThreadPoolExecutor(1)  # for rules; those that take long wait for processes of their own, so one is enough
 for iteration in range(start, max_iters + 1):
     # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
     enter("audit")
@@ -339,9 +349,10 @@ for iteration in range(start, max_iters + 1):
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
     batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask), "the sampler", iteration)
+    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
+                                      iteration)
     if iteration == 0:
-        must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask), "the reference", iteration)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
@@ -371,7 +382,7 @@ for iteration in range(start, max_iters + 1):
             logits = response_logits(policy, mb)  # (b, R, V)
             logprobs = response_logprobs(logits, mb)  # (b, R)
             if steps == 0:
-                ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], m))
+                ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], m, dtype))
             pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange)
             kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
             pg_loss = masked_sum(pg_losses, m) / token_count
@@ -397,7 +408,7 @@ for iteration in range(start, max_iters + 1):
         parallel.check_gradients(policy_norm, policy, "policy", iteration)
         parallel.check_gradients(value_norm, value_model, "value_model", iteration)
         if steps == 0:
-            ratio_gap = must_agree(ratio_gap, "the training forward", iteration)
+            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
         if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
             break

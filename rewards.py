@@ -1,27 +1,170 @@
 """
 Responses -> one number each. Every reward is called alike, reward(batch) -> scores (B,), where the batch is a dict with the
-tokens and masks of rollout.generate and, of each row, the `prompts` and `completions` as text and the data `rows`.
+`completions` as text, the data `rows`, and the tokens and masks of rollout.generate; if it has the `prompts` as text, too,
+they show what a chat template put behind a row's messages.
+
+Rules first, then the reward model, then how a run chooses and mixes them. When two answers are the same is answers.py's.
 """
+import difflib
+import importlib.util
+import math
+import os
+import re
+import sys
+import traceback
+
 import torch
 
-from configurator import BadInput
+from answers import evaluate_arithmetic, same_answer
+from configurator import BadConfig, BadInput, Stop, first_line, shorten
 from data import right_pad
 
-
-def final_answer(completion):
-    """What a completion answers: the text after its thinking, without blanks at the ends."""
-    return completion.rpartition("</think>")[2].strip()
+# ---------------------------------------------------------------------------------------------------------------------
+# rules
 
 
 def accuracy(batch):
-    """1.0 where the completion's final answer is the row's `answer`, else 0.0; NaN where the row has none. (B,)"""
-    return torch.tensor([float(final_answer(c) == row["answer"].strip()) if "answer" in row else float("nan")
-                         for c, row in zip(batch["completions"], batch["rows"], strict=True)])
+    """
+    1.0 where the completion's final answer is the row's `answer`, else 0.0; NaN where the row has none. (B,) The row's may be
+    bare, or at the end of a worked solution, as GSM8K ("#### 72") and MATH (\\boxed{72}) have it.
+    """
+    scores = []
+    for opening, completion, row in zip(openings(batch), batch["completions"], batch["rows"], strict=True):
+        answer = row.get("answer")
+        right = answer is not None and same_answer(final_answer(opening + completion), final_answer(str(answer)))
+        scores.append(math.nan if answer is None else float(right))
+    return torch.tensor(scores)
+
+
+def format(batch):
+    """
+    1.0 where the response is exactly <think>...</think> and then an answer that is not blank, bare or as
+    <answer>...</answer>: each tag once, in order, blanks around them; else 0.0. (B,) The format reward of DeepSeek-R1 (arXiv
+    2501.12948, section 2.2.2). Empty thinking is allowed. Where the prompt ends with <think>, that one is the only one.
+    """
+    return torch.tensor([float(is_formatted(opening + completion))
+                         for opening, completion in zip(openings(batch), batch["completions"], strict=True)])
+
+
+def is_formatted(text):
+    """Whether a whole response is thinking and an answer, as the reward `format` wants it."""
+    if text.count("<think>") != 1 or text.count("</think>") != 1 or not text.lstrip().startswith("<think>"):
+        return False
+    answer = text.partition("</think>")[2].strip()
+    if "<answer>" in text or "</answer>" in text:
+        if text.count("<answer>") != 1 or text.count("</answer>") != 1:
+            return False
+        if not (answer.startswith("<answer>") and answer.endswith("</answer>")):
+            return False
+        answer = answer[len("<answer>"):-len("</answer>")]
+    return bool(answer.strip())
 
 
 def thinks(batch):
     """1.0 where the completion thinks out loud, between <think> and </think>, before it answers. (B,)"""
     return torch.tensor([float(0 <= c.find("<think>") < c.find("</think>")) for c in batch["completions"]])
+
+
+def length(batch):
+    """
+    Minus what a response's length costs, from 0 to -1, (B,): soft_overlong with the longest response as max_length and a fifth
+    of it as cache, which is DAPO's share, 4096 of 20480 tokens (arXiv 2503.14476, section 4.1).
+    """
+    mask = batch["response_mask"]  # (B, R)
+    return soft_overlong(mask.sum(1), mask.shape[1], mask.shape[1] / 5)
+
+
+def soft_overlong(lengths, max_length, cache):
+    """
+    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 for up to max_length - cache tokens, from there in a line down
+    to -1 at max_length, and -1 beyond. lengths (B,) in tokens -> (B,) float32; cache > 0.
+    """
+    return ((max_length - lengths.float()) / cache - 1).clamp(-1, 0)
+
+
+def countdown(batch):
+    """
+    1.0 where the <answer> is an expression of each of the row's `numbers` exactly once that equals its `target`, 0.1 where
+    there is any <answer>...</answer> that is not blank, else 0.0. (B,) The scores of TinyZero (github.com/Jiayi-Pan/TinyZero,
+    verl/utils/reward_score/countdown.py), which evaluates with eval and floats; here the sums are exact.
+    """
+    scores = []
+    for opening, completion, row in zip(openings(batch), batch["completions"], batch["rows"], strict=True):
+        text = after_thinking(opening + completion)
+        equation = None if "<think>" in text else last_tagged(text)
+        if not equation or not equation.strip():
+            scores.append(0.0)
+        elif evaluate_arithmetic(equation) == row["target"] and \
+                sorted(map(int, re.findall(r"[0-9]+", equation))) == sorted(row["numbers"]):
+            scores.append(1.0)
+        else:
+            scores.append(0.1)
+    return torch.tensor(scores)
+
+
+RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where a completion answers
+
+
+def final_answer(completion):
+    r"""
+    What a completion answers, without blanks at the ends: of the text after its thinking, what the last \boxed{} holds, else
+    the last <answer>, else the line after the last ####, else all of it. Thinking that never ends answers nothing: all of it.
+    """
+    text = after_thinking(completion)
+    if "<think>" not in text:
+        for find in (last_boxed, last_tagged, last_hashed):
+            found = find(text)
+            if found is not None:
+                return found.strip()
+    return text
+
+
+def after_thinking(completion):
+    return completion.rpartition("</think>")[2].strip()
+
+
+def openings(batch):
+    """For each row "<think>" if its prompt ends with that, so that the completion goes on after it; else ""."""
+    prompts = batch.get("prompts") or [prompt_text(row) for row in batch["rows"]]
+    return ["<think>" if prompt.rstrip().endswith("<think>") else "" for prompt in prompts]
+
+
+def prompt_text(row):
+    """A row's prompt, or the last of its messages; "" if it has none."""
+    prompt = row.get("prompt", "")
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def last_boxed(text):
+    r"""What the \boxed{...} that begins last holds, its braces balanced; None if there is none. One pass, however nested."""
+    opened, begin, end = [], -1, -1  # where the contents of the open braces begin, and whether they are boxed
+    for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):  # \\. so that \{ and \} are not counted
+        if match[0].endswith("{") and match[0] != r"\{":
+            opened.append((match.end(), match[0] != "{"))
+        elif match[0] == "}" and opened:
+            start, boxed = opened.pop()
+            if boxed and start > begin:
+                begin, end = start, match.start()
+    return text[begin:end] if begin >= 0 else None
+
+
+def last_tagged(text):
+    """What the last <answer>...</answer> holds, None if there is none."""
+    parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
+    return next((parts[i] for i in range(len(parts) - 3, 1, -2) if parts[i - 1] + parts[i + 1] == "<answer></answer>"), None)
+
+
+def last_hashed(text):
+    """The line after the last ####, as GSM8K ends its solutions; None if there is none."""
+    _, hashes, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0] if hashes else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the reward model
 
 
 def last_real(mask):
@@ -62,3 +205,142 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     tokens, mask = right_pad(sequences, reward_tokenizer.pad_id)
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which rewards a run uses
+
+NEEDS = {"accuracy": ("answer",), "countdown": ("numbers", "target"), "code": ("tests",)}  # fields of a row, by reward
+FIELDS = {  # what a field must be
+    "answer": (lambda x: isinstance(x, str) and x.strip(), "a string that is not blank"),
+    "numbers": (lambda x: isinstance(x, list) and x and all(type(n) is int and n >= 0 for n in x), "a list of integers >= 0"),
+    "target": (lambda x: type(x) is int, "an integer"),
+}
+
+
+def parse_rewards(spec, known, base_folder):
+    """
+    "1.0*accuracy,0.1*format,-0.5*mine.py:brevity" -> [(weight, name, function)]. A part without a weight has weight 1.
+
+    known: {name: function}. FILE.py:FUNCTION is a function of the user's, called `FUNCTION` from then on; the file, relative to
+    base_folder, is imported, so it is trusted like the rest of the code. Raises BadConfig, which is a BadInput.
+    """
+    where = f"rewards = {spec!r}"
+    if not spec.strip():
+        raise BadConfig(f"{where}: wanted at least one reward, such as '1.0*accuracy,0.1*format'")
+    rewards, modules = [], {}
+    for part in spec.split(","):
+        weight, star, name = (text.strip() for text in part.rpartition("*"))
+        if not name:
+            raise BadConfig(f"{where}: a reward's name is missing{f' after {part.strip()!r}' if star else ' beside a comma'}")
+        try:
+            factor = float(weight) if star else 1.0
+        except ValueError:
+            factor = math.nan
+        if not math.isfinite(factor):
+            raise BadConfig(f"{where}: the weight of {name!r} must be a finite number, found {weight!r}")
+        file, colon, function_name = name.rpartition(":")
+        if colon:
+            function = load_function(os.path.abspath(os.path.join(base_folder, file)), function_name, where, modules)
+            if function_name in known:
+                raise BadConfig(f"{where}: {function_name!r} is already the name of a built-in reward; rename yours")
+            name = function_name
+        elif name in known:
+            function = known[name]
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and FILE.py:FUNCTION of your own"
+            raise BadConfig(f"{where}: unknown reward {name!r}; {hint}")
+        if name in [n for _, n, _ in rewards]:
+            raise BadConfig(f"{where}: {name!r} is given twice; keep one")
+        rewards.append((factor, name, function))
+    return rewards
+
+
+def load_function(path, name, where, modules):
+    """The function of that name in a Python file, imported unless `modules`, {path: module}, has it. Raises BadConfig."""
+    if path not in modules:
+        if not path.endswith(".py"):
+            raise BadConfig(f"{where}: wanted FILE.py:FUNCTION, and {path!r} does not end with .py")
+        if not os.path.isfile(path):
+            raise BadConfig(f"{where}: there is no file {path!r}")
+        module_name = "rewards_in_" + re.sub(r"\W", "_", path)
+        loading = importlib.util.spec_from_file_location(module_name, path)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(loading)  # dataclasses look there for their module
+        try:
+            loading.loader.exec_module(module)
+        except (Exception, SystemExit) as e:  # whatever the user's file raises is reported with its line
+            lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+            raise BadConfig(f"{where}: {path}, line {lines[-1] if lines else getattr(e, 'lineno', '?')}: {first_line(e)}") from e
+        modules[path] = module
+    function = getattr(modules[path], name, None)
+    if not callable(function):
+        found = "has no" if function is None else f"has a {type(function).__name__}, not a function,"
+        raise BadConfig(f"{where}: {path} {found} {name!r}")
+    return function
+
+
+def check_rows(rewards, rows, path):
+    """Raise BadInput, with file, row and field, unless the rows of a data file have what the chosen rewards need."""
+    for _, name, _ in rewards:
+        for field in NEEDS.get(name, ()):
+            good, wanted = FIELDS.get(field, (lambda x: x is not None, "not null"))
+            for number, row in enumerate(rows, 1):
+                if field not in row:
+                    raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field {field!r}; the row has "
+                                   f"{', '.join(map(repr, row))}")
+                if not good(row[field]):
+                    raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} for the reward {name!r}, "
+                                   f"found {shorten(row[field])}")
+
+
+def call_rewards(rewards, batch):
+    """
+    {name: scores (B,) float64 on the CPU} of rewards, [(weight, name, function)], on a batch. Raises Stop, naming the reward,
+    where a function fails or does not return one finite number a response.
+    """
+    return {name: torch.tensor(call_reward(name, function, batch), dtype=torch.float64) for _, name, function in rewards}
+
+
+def collect(pending, timeout):
+    """The results of call_rewards in threads, on the parts of a batch, put together. Raises Stop after timeout seconds."""
+    try:
+        parts = [future.result(timeout) for future in pending]
+    except TimeoutError as e:
+        raise Stop(f"the rewards have not answered for {timeout} s; does one of them hang? Raise reward_timeout if not") from e
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def call_reward(name, function, batch):
+    """A reward's scores as a list of floats, checked. Raises Stop."""
+    try:
+        returned = function(batch)
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+    except (BadInput, Stop):
+        raise
+    except (Exception, SystemExit) as e:
+        frames = traceback.extract_tb(e.__traceback__)[1:]  # without this function
+        own = [f for f in frames if f.filename == frames[0].filename]  # the last line of the reward's own file
+        raise Stop(f"reward {name!r} failed{f' at {own[-1].filename}, line {own[-1].lineno}' if own else ''}: "
+                   f"{first_line(e)}") from e
+    B, listed, found = len(batch["completions"]), isinstance(values, (list, tuple)), type(returned).__name__
+    shape = tuple(getattr(returned, "shape", (len(values),) if listed else ()))
+    if not listed or len(values) != B or len(shape) != 1:
+        raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, array or list; it returned "
+                   f"{found}{f' of shape {shape}' if shape else ''}")
+    numbers = [as_number(value) for value in values]
+    for number, value, row in zip(numbers, values, batch["rows"], strict=True):
+        if not math.isfinite(number):
+            missing = [field for field in NEEDS.get(name, ()) if row.get(field) is None]
+            fault = f"no score: there is no {missing[0]!r} in" if missing else f"{shorten(value)}, no finite number, for"
+            raise Stop(f"reward {name!r} gave {fault} the row with the prompt {shorten(prompt_text(row))}")
+    return numbers
+
+
+def as_number(value):
+    """A number, Python's, numpy's or a tensor's, as a float; NaN for anything else, and for what float32 cannot hold."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, (int, float)) and abs(value) < 3e38 else math.nan
+    except (ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, an int without end
+        return math.nan

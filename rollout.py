@@ -14,13 +14,13 @@ from loss import logprobs_from_logits, scaled_logits
 from model import KVCache
 
 
-def response_uniforms(seed, purpose, iteration, slots, length, sample=0):
+def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
     Uniforms in [0, 1) of the responses to the prompts at these slots of an iteration's batch, (len(slots), length) float64.
-    purpose: "rollout" or "eval"; sample: which response to the same prompt.
+    purpose: "rollout", "eval", ...; samples: of each, which response to its prompt it is (None: the first).
     """
     rows = []
-    for slot in slots:
+    for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
         digest = hashlib.blake2b(f"{seed} {purpose} {iteration} {slot} {sample}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))  # 32 bits: it ignores those above
         rows.append(torch.rand(length, generator=generator, dtype=torch.float64))

@@ -52,8 +52,8 @@ if reward_model:
 def answer(rows, first):
     """Print `samples` responses to each row's prompt; first: the number of the first prompt, which decides its noise."""
     rows = [row for row in rows for _ in range(samples)]
-    uniforms = torch.cat([response_uniforms(seed, "sample", 0, [first + i // samples], max_new_tokens, i % samples)
-                          for i in range(len(rows))])
+    uniforms = response_uniforms(seed, "sample", 0, [first + i // samples for i in range(len(rows))], max_new_tokens,
+                                 [i % samples for i in range(len(rows))])
     with precision:
         batch = generate(policy, [tokenizer.encode_prompt(row["prompt"]) for row in rows], max_new_tokens, temperature,
                          tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms, batch_size=batch_size)

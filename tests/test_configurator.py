@@ -423,4 +423,4 @@ def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
 def test_ppo_stays_small():
     keys, lines = len(real_keys("ppo.py")), len(source_of(os.path.join(ROOT, "ppo.py")).splitlines())
     assert keys <= 60, f"ppo.py has {keys} keys; at most 60"
-    assert lines <= 450, f"ppo.py has {lines} lines; at most 450"
+    assert lines <= 460, f"ppo.py has {lines} lines; at most 460"

@@ -350,22 +350,22 @@ def test_no_prompts():
 
 
 def test_uniforms_are_a_function_of_their_key():
-    key = dict(seed=1, purpose="rollout", iteration=5, slots=[3, 0, 7], length=40, sample=2)
+    key = dict(seed=1, purpose="rollout", iteration=5, slots=[3, 0, 7], length=40, samples=[2, 2, 2])
     base = response_uniforms(**key)
     assert base.shape == (3, 40) and base.dtype == torch.float64
     assert (base >= 0).all() and (base < 1).all()
     torch.manual_seed(99)
     assert torch.equal(response_uniforms(**key), base)
     for i, slot in enumerate([3, 0, 7]):  # whoever else is in the batch, and on which rank
-        assert torch.equal(response_uniforms(**dict(key, slots=[slot]))[0], base[i])
-    assert torch.equal(response_uniforms(**dict(key, slots=range(8)))[[3, 0, 7]], base)
+        assert torch.equal(response_uniforms(**dict(key, slots=[slot], samples=[2]))[0], base[i])
+    assert torch.equal(response_uniforms(**dict(key, slots=range(8), samples=[2] * 8))[[3, 0, 7]], base)
 
 
 def test_uniforms_differ_for_every_part_of_the_key():
-    key = dict(seed=1, purpose="rollout", iteration=1, slots=[1], length=8, sample=1)
+    key = dict(seed=1, purpose="rollout", iteration=1, slots=[1], length=8, samples=[1])
     rows = [response_uniforms(**key)]
     changes = [("seed", 11), ("seed", 0), ("purpose", "eval"), ("iteration", 11), ("iteration", 0), ("slots", [11]),
-               ("slots", [0]), ("sample", 11), ("sample", 0)]
+               ("slots", [0]), ("samples", [11]), ("samples", [0])]
     rows += [response_uniforms(**dict(key, **{name: value})) for name, value in changes]
     rows = torch.cat(rows)
     for i in range(len(rows)):

@@ -1,0 +1,203 @@
+"""data/countdown/prepare.py, offline in full, and data/gsm8k/prepare.py on a tiny made-up copy of OpenAI's folder."""
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from conftest import ROOT
+
+from data import read_jsonl
+from rewards import RULES, call_rewards, check_rows, parse_rewards
+
+COUNTDOWN = os.path.join(ROOT, "data", "countdown", "prepare.py")
+GSM8K = os.path.join(ROOT, "data", "gsm8k", "prepare.py")
+
+
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    """A script in this process: exit code, stdout, stderr."""
+    def run(script, *args):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: None)  # it would outlive the test
+        try:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as e:
+            code = e.code
+        return code, *capsys.readouterr()
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# countdown
+
+
+def reachable(numbers, target):
+    """Whether the target can be made of all numbers: join any two by any operation, until one is left."""
+    if len(numbers) == 1:
+        return numbers[0] == target
+    for i, a in enumerate(numbers):
+        for j, b in enumerate(numbers):
+            if i != j:
+                rest = [x for k, x in enumerate(numbers) if k not in (i, j)]
+                results = [a - b] + ([a / b] if b else []) + ([a + b, a * b] if i < j else [])
+                if any(reachable([*rest, x], target) for x in results):
+                    return True
+    return False
+
+
+def test_the_solver_of_this_test():
+    assert reachable([Fraction(n) for n in (3, 3, 8, 8)], 24)  # 8 / (3 - 8/3)
+    assert not reachable([Fraction(n) for n in (1, 1, 1, 1)], 24)
+
+
+def test_countdown_problems_are_solvable_and_disjoint(tmp_path, prepare):
+    code, stdout, stderr = prepare(COUNTDOWN, f"--out={tmp_path / 'new'}", "--train=120", "--val=40")
+    assert (code, stdout, stderr) == (0, "rl_train.jsonl: 120 rows\nrl_val.jsonl: 40 rows\n", "")
+    assert sorted(os.listdir(tmp_path / "new")) == ["rl_train.jsonl", "rl_val.jsonl"]
+    train, val = (read(tmp_path / "new" / f"rl_{part}.jsonl") for part in ("train", "val"))
+    assert (len(train), len(val)) == (120, 40)
+    for row in train + val:
+        assert list(row) == ["prompt", "numbers", "target"]
+        assert len(row["numbers"]) in (3, 4) and all(type(n) is int and 1 <= n <= 99 for n in row["numbers"])
+        assert type(row["target"]) is int and 10 <= row["target"] <= 100
+        assert reachable([Fraction(n) for n in row["numbers"]], row["target"]), row
+        assert f"the numbers {row['numbers']}" in row["prompt"] and f"equals {row['target']}." in row["prompt"]
+        assert row["prompt"].endswith("\n<think>") and "<answer>" in row["prompt"]
+    assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in train + val}) == 160
+    assert 0.3 < sum(len(row["numbers"]) == 3 for row in train + val) / 160 < 0.7
+    assert any(row["numbers"] != sorted(row["numbers"]) for row in val)
+
+
+def test_countdown_is_a_function_of_the_seed(tmp_path, prepare):
+    sizes = {"a": (30, 5, 1), "b": (30, 5, 1), "fewer": (10, 5, 1), "seed": (30, 5, 2)}
+    files = {}
+    for name, (train, val, seed) in sizes.items():
+        assert prepare(COUNTDOWN, f"--out={tmp_path / name}", f"--train={train}", f"--val={val}", f"--seed={seed}")[0] == 0
+        files[name] = [(tmp_path / name / f"rl_{part}.jsonl").read_bytes() for part in ("train", "val")]
+    assert files["a"] == files["b"]
+    assert files["fewer"][1] == files["a"][1] and files["a"][0].startswith(files["fewer"][0])
+    assert files["seed"][0] != files["a"][0] and files["seed"][1] != files["a"][1]
+
+
+def test_countdown_as_chat_and_in_a_run(tmp_path, prepare):
+    """What the script writes is what the trainer reads; a chat prompt does not open the thinking."""
+    assert prepare(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
+    path = str(tmp_path / "rl_train.jsonl")
+    rows = read_jsonl(path, ["prompt"])
+    rewards = parse_rewards("countdown,0.5*format", RULES, ".")
+    check_rows(rewards, rows, path)
+    assert [m["role"] for row in rows for m in row["prompt"]] == ["user"] * 3
+    assert all(str(row["numbers"]) in row["prompt"][0]["content"] and "<think>" in row["prompt"][0]["content"] for row in rows)
+    completions = ["<think>?</think><answer>1</answer>", "<answer>1</answer>", "1"]
+    each = call_rewards(rewards, dict(completions=completions, rows=rows))
+    assert sum(w * each[name] for w, name, _ in rewards).tolist() == pytest.approx([0.6, 0.1, 0])
+
+
+@pytest.mark.parametrize("script, options, message", [
+    (COUNTDOWN, ["--train=0"], "--train=0 is out of range: [1..1000000]"), (COUNTDOWN, ["--val=-1"], "--val=-1 is out of range"),
+    (COUNTDOWN, ["--train=many"], "argument --train: invalid int value: 'many'"),
+    (COUNTDOWN, ["--seeds=1"], "unrecognized arguments"),
+    (COUNTDOWN, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"),
+    (GSM8K, ["--limit=-1"], "--limit=-1 is out of range"),
+    (GSM8K, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"), (GSM8K, ["extra"], "unrecognized arguments: extra")])
+def test_bad_arguments_are_one_line(prepare, script, options, message):
+    code, stdout, stderr = prepare(script, *options)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("prepare.py: error: ") and message in stderr and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script, words", [(COUNTDOWN, ["--train", "20000", "--val", "500", "--seed", "--chat", "--out"]),
+                                           (GSM8K, ["--source", "--chat", "--out", "--limit", "default: 0"])])
+def test_help_names_the_options_and_defaults(script, words):
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(word in done.stdout for word in words)
+
+
+# gsm8k
+
+TRAIN = [("Two and two?", "2+2 = <<2+2=4>>4\n#### 4", "4"), (" How many? ", "Lots.\n#### 1,234,567", "1234567"),
+         ("Below zero?", "Cold.\n#### -5", "-5"), ("Half?\u2028é {x}", "1/2 = 0.5\n#### 0.5", "0.5"),
+         ("A #### trap?", "no #### 3 but\n#### 7 ", "7"), ("Words?", "#### many", None), ("Nothing?", "It is 4.", None)]
+TEST = [("Three?", "#### 3", "3")]
+REPORT = "rl_train.jsonl: 5 rows; dropped 2: answer is no number\nrl_val.jsonl: 1 rows\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        text = "".join(json.dumps({"question": q, "answer": a}, ensure_ascii=False) + "\n" for q, a, _ in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_gsm8k(tmp_path, source, prepare):
+    out = tmp_path / "out"
+    code, stdout, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
+    assert (code, stderr) == (0, "") and stdout.endswith(REPORT)
+    assert sorted(os.listdir(out)) == ["raw", "rl_train.jsonl", "rl_val.jsonl"]
+    assert sorted(os.listdir(out / "raw")) == ["test.jsonl", "train.jsonl"]
+    for name, made in (("rl_train", TRAIN), ("rl_val", TEST)):
+        rows = read_jsonl(str(out / f"{name}.jsonl"), ["prompt", "answer"])
+        kept = [row for row in made if row[2]]
+        assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
+        for row, (question, _, _) in zip(rows, kept, strict=True):
+            assert list(row) == ["prompt", "answer"]
+            assert f"User: {question.strip()} " in row["prompt"] and r"in \boxed{}" in row["prompt"]
+            assert row["prompt"].endswith("\n<think>")
+        rewards = parse_rewards("accuracy,0.5*format", RULES, ".")
+        check_rows(rewards, rows, name)
+        boxed = [f"{int(answer):,}" if answer != "0.5" else r"\frac12" for _, _, answer in kept]
+        completions = [f"so</think>It is \\boxed{{{answer}}}." for answer in boxed]
+        each = call_rewards(rewards, dict(completions=completions, rows=rows))
+        assert sum(w * each[name] for w, name, _ in rewards).tolist() == [1.5] * len(kept)
+
+
+def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, prepare):
+    out = tmp_path / "out"
+    code, stdout, _ = prepare(GSM8K, f"--source={source}", f"--out={out}", "--limit=2")
+    assert code == 0 and stdout.count("downloading ") == 2 and "rl_train.jsonl: 2 rows\n" in stdout
+    source.rename(tmp_path / "gone")
+    code, stdout, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}", "--chat")
+    assert (code, stdout, stderr) == (0, REPORT, "")
+    messages = [row["prompt"] for row in read(out / "rl_train.jsonl")]
+    assert [[m["role"] for m in prompt] for prompt in messages] == [["user"]] * 5
+    assert messages[0][0]["content"].startswith("Two and two? Reason ") and r"\boxed{}" in messages[0][0]["content"]
+
+
+@pytest.mark.parametrize("number, line, message", [
+    (2, '{"question": "a", ', "row: not JSON: "), (1, "[1]", "question: wanted text, found null"),
+    (3, '{"question": "a"}', "answer: wanted text, found null"),
+    (1, '{"question": 5, "answer": "#### 5"}', "question: wanted text, found 5"),
+    (1, '{"question": " ", "answer": "#### 5"}', 'question: wanted text, found " "'),
+    (1, '{"question": "\\ud83d", "answer": "#### 5"}', "question: holds half a surrogate pair"), (2, "", "row: not JSON: ")])
+def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, message):
+    lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")
+    lines[number - 1] = line
+    (source / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    out = tmp_path / "out"
+    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
+    assert code == 2
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}:{number}: {message}") and stderr.count("\n") == 1
+    assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
+
+
+def test_gsm8k_failed_download_or_another_data_set(tmp_path, source, prepare):
+    (source / "test.jsonl").unlink()
+    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
+    assert code == 2 and "test.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
+    (source / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
+    assert code == 2 and "no problem with a number after ####" in stderr and stderr.count("\n") == 1
+    assert not list((tmp_path / "out").glob("*.jsonl"))
