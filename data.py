@@ -95,6 +95,29 @@ def batch_rows(seed, iteration, batch_size, n):
     return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
 
 
+def hashed_row(n, *key):
+    """One of n rows, as a function of the key: for prompts outside of the walk through the epochs."""
+    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % n
+
+
+def replace_rows(batch, rows, fresh, pad_id):
+    """
+    A dict of tensors (B, ...) with these rows (an index tensor) taken from another such dict, whose prompts may be longer or
+    shorter: the narrower (., P + R) tensors get columns of padding on the left.
+    """
+    R = batch["response_mask"].shape[1]
+    P, Q = batch["tokens"].shape[1] - R, fresh["tokens"].shape[1] - R
+    replaced = {}
+    for name, x in batch.items():
+        y = fresh[name]
+        if name in ("tokens", "attention_mask"):
+            fill = pad_id if name == "tokens" else False
+            x, y = (torch.nn.functional.pad(t, (max(P, Q) + R - t.shape[1], 0), value=fill) for t in (x, y))
+        replaced[name] = x.index_copy(0, rows, y)
+    return replaced
+
+
 def right_pad(sequences, pad_id):
     """Lists of ids -> tokens (B, T) int64 padded on the right, attention_mask (B, T) bool, built from lengths."""
     width = max([len(s) for s in sequences], default=0)

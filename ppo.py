@@ -61,7 +61,7 @@ max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
-rewards = "reward_model"  # what scores a response, such as "1.0*accuracy,0.1*format" or "mine.py:brevity"; see rewards.py
+rewards = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
 reward_timeout = 600  # seconds that the rules may take for an iteration's responses [1..1000000]
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
@@ -166,6 +166,7 @@ start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
+gradients = policy_gradients + value_gradients
 frozen_sums = {}  # filled by the first audit
 if master:
     for name, model in models.items():
@@ -250,8 +251,8 @@ def rollout_and_score(rows, prompts, purpose, noise):
     leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
-    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")},
-                          iteration)
+    names = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")
+    parallel.check_finite({k: batch[k] for k in names}, iteration)
 
     batch["raw_scores"] = batch["scores"]
     if scale_scores == "running":
@@ -297,9 +298,11 @@ def leave_if_asked():
 def summarize(batch, prefix):
     """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
     mask = batch["response_mask"]
-    record = dict(scores=batch["raw_scores"].mean(), kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean(),
-                  entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
-                  finished=batch["finished"].double().mean())
+    record = dict(scores=batch["raw_scores"].mean())
+    if "ref_logprobs" in batch:
+        record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
+    record |= dict(entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
+                   finished=batch["finished"].double().mean())
     if not batch["accuracy"].isnan().any():
         record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
     if len(terms) > 1:
@@ -375,7 +378,7 @@ for iteration in range(start, max_iters + 1):
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
         token_count = mask[rows].sum()  # one normaliser for the whole step, over all micro-batches and ranks
         drift = -sums["policy/approx_kl"]
-        for flat in policy_gradients + value_gradients:
+        for flat in gradients:
             flat.zero_()
         for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
             m = mb["response_mask"]  # (b, R)
@@ -402,7 +405,7 @@ for iteration in range(start, max_iters + 1):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(policy_gradients + value_gradients)
+        parallel.all_reduce_gradients(gradients)
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         parallel.check_gradients(policy_norm, policy, "policy", iteration)

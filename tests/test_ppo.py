@@ -417,7 +417,8 @@ KNOBS = {
     "policy_path": ("OTHER", {}, "policy"), "reward_path": ("OTHER", dict(value_init="policy"), "policy"),
     "prompts_path": ("OTHER", {}, "policy"), "value_init": ("policy", {}, "value_model"),
     "batch_size": (8, {}, "policy"), "max_new_tokens": (9, {}, "policy"), "temperature": (1.2, {}, "policy"),
-    "rewards": ("0.5*reward_model,length", {}, "policy"), "scale_scores": ("running", {}, "policy"), "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
+    "rewards": ("0.5*reward_model,length", {}, "policy"), "scale_scores": ("running", {}, "policy"),
+    "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
     "kl_coef": (0.5, {}, "policy"), "kl_in": ("loss", dict(kl_estimator="k2"), "policy"), "kl_estimator": ("k3", {}, "policy"),
     "kl_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
     "kl_horizon": (50, dict(kl_target=5.0, max_iters=3), "policy"),
@@ -435,8 +436,8 @@ KNOBS = {
     "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"),
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
-UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1,
-            "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
+UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61, "out_dir": None,
+            "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
             "sync_check_interval": 1, "deterministic": True}
 
 

@@ -1,0 +1,17 @@
+"""
+GRPO on the built-in addition task, with rules for a reward: a right answer is worth 1, thinking in the right form 0.1. No reward
+model, no value model. Two CPU cores, about two minutes; see the README for the accuracies to expect.
+"""
+out_dir = "out/arithmetic_grpo"
+policy_path = "out/arithmetic_sft/policy"
+prompts_path = "data/arithmetic/rl_train.jsonl"
+eval_path = "data/arithmetic/rl_val.jsonl"
+rewards = "1.0*accuracy,0.1*format"
+batch_size = 256
+group_size = 8
+max_new_tokens = 48
+micro_batch_size = 64
+max_iters = 40
+eval_interval = 10
+learning_rate = 3e-4
+lr_decay = "linear"

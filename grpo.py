@@ -1,0 +1,449 @@
+"""
+GRPO for language models, with two models: policy and reference policy; three with a reward model, one when kl_coef = 0. Read it
+downward; `diff ppo.py grpo.py` is what goes, with the value model, and what comes, with the group.
+
+python grpo.py config/arithmetic_grpo.py                                       # the toy, on a laptop, no download
+python grpo.py config/arithmetic_grpo.py config/dr_grpo.py --seed=2            # another algorithm on it: any keys, in turn
+torchrun --nproc_per_node=8 grpo.py config/grpo_gsm8k.py                       # 8 GPUs
+
+One iteration: take batch_size / group_size prompts; 1) let the policy answer each of them group_size times; 2) score the
+answers, by rules or a reward model; 3) an answer's advantage is its score less its group's mean; 4) take a few clipped steps on
+the policy; 5) add up the metrics; 6) print and log them.
+
+    model          output                       trained   starts as
+    policy         logprobs (B, R)              yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, R)          no        the same; none when kl_coef = 0
+    reward_model   scores (B,)                  no        reward_path, where rewards uses it
+
+B responses of an iteration, a prompt's group_size side by side; P prompt length, R response length, T = P + R, V vocabulary.
+Masks are True where it counts.
+"""
+import contextlib
+import hashlib
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import parallel
+from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
+from configurator import BadConfig, BadInput, configure
+from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, load_tokenizer, micro_batches, permutation,
+                  read_jsonl, replace_rows)
+from loss import (cispo_loss, entropy_from_logits, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at,
+                  logprobs_from_logits, masked_sum, policy_loss, scaled_logits, token_weights)
+from model import Transformer, freeze
+from rewards import (RULES, accuracy, call_rewards, check_rows, collect, parse_rewards, reward_model_scores, thinks)
+from rollout import generate, response_uniforms
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where to write
+out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy; the same command again resumes from here
+eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
+eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
+keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+keep_best = False  # also leave out_dir/best_policy, the policy with the highest held-out score so far
+sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+# the models: folders or hub names
+policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
+# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
+prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
+eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
+# 1) rollout
+batch_size = 512  # responses an iteration, over all ranks: group_size to each of batch_size / group_size prompts [1..1000000]
+group_size = 8  # responses to a prompt, G [2..1000000]
+max_refills = 0  # times that groups of equal scores are replaced by other prompts' (dynamic sampling: DAPO) [0..1000]
+max_new_tokens = 1024  # longest response R [1..1000000]
+temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
+# 2), 3) scores -> advantages
+rewards = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
+reward_timeout = 600  # seconds that the rules may take for an iteration's responses [1..1000000]
+missing_eos_penalty = 0.0  # a response that never ended scores minus this, 0 = leave its score [>= 0]
+reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
+baseline = "mean"  # what a score is compared with: its group's mean, or that of the others in it (RLOO) [mean | others]
+scale = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
+# 4) GRPO
+loss = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
+importance = "token"  # the ratio is each token's, or the whole response's (GSPO) [token | sequence]
+aggregation = "seq-mean-token-mean"  # what a token counts [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
+truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
+kl_coef = 0.04  # weight of the KL to the reference, in the loss; 0 = no reference policy [>= 0]
+kl_estimator = "k3"  # Schulman's: k2's gradient is the KL's, k3's that of KL(ref || policy) near it, k1's noise [k1 | k2 | k3]
+kl_correction = False  # multiply by the ratio, so that k3's and k1's gradients, too, are the KL's (DeepSeek-V3.2)
+num_iterations = 1  # passes over the batch, mu [1..1000]
+num_minibatches = 1  # optimizer steps a pass [>= 1]
+micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
+cliprange = 0.2  # the ratio earns nothing below 1 - this [> 0]
+cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
+dual_clip = 0.0  # a bad token's loss stays below this times its advantage, 0 = no bound; 3 is usual [>= 0]
+entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+target_kl = 0.0  # no more steps this iteration once approx_kl (k3, a token) exceeds this, 0 = take them all [>= 0]
+# optimizer: AdamW
+max_iters = 500  # iterations [>= 1]
+learning_rate = 1e-6  # peak [> 0]
+warmup_iters = 0  # iterations of linear warm-up [>= 0]
+lr_decay = "constant"  # shape of the way down to 0 [constant | linear | cosine]
+weight_decay = 0.0  # AdamW's [>= 0]
+beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
+beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
+adam_eps = 1e-8  # AdamW's epsilon [> 0]
+grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
+# system
+seed = 1  # decides prompts, sampling and minibatches [>= 0]
+device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
+deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
+config = configure(globals())
+# ---------------------------------------------------------------------------------------------------------------------
+if batch_size % group_size:
+    raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")
+if num_minibatches > batch_size:
+    raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
+
+# several rewards may be mixed; reward_model is the learned one, the others are rules
+terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+rules = [term for term in terms if term[1] != "reward_model"]
+learned = len(rules) < len(terms)
+
+rank, world_size, device = parallel.init(device, timeout, deterministic)
+master = rank == 0
+precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
+for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
+    check_rows(rules, rows, path)
+
+# the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
+tokenizer = load_tokenizer(policy_path)
+reward_tokenizer = load_tokenizer(reward_path) if learned else tokenizer
+policy = Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)
+ref_policy = freeze(Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)) if kl_coef > 0 else None
+reward_model = None
+if learned:
+    reward_model = freeze(Transformer.from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+    check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
+    if reward_model.new_head:
+        raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
+models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
+models = {name: model for name, model in models.items() if model is not None}
+trained = dict(policy=policy)
+same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
+check_tokenizer_fits(tokenizer, policy, policy_path)
+longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model)
+longest -= max_new_tokens  # prompts are checked now, not when their turn comes
+train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
+eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
+
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
+               | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
+               | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
+
+# optimizers, then resume or begin
+policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
+optimizers = dict(policy=policy_optimizer)
+sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", *sources], sources)
+if checkpoint:
+    load_checkpoint(checkpoint, trained, optimizers)
+else:  # what the loop carries from one iteration to the next, beside weights and optimizers
+    state = dict(iteration=0, best_score=None)
+start = state["iteration"]
+parallel.broadcast_parameters(models.values())
+gradients = parallel.flatten_gradients(policy.parameters())
+frozen_sums = {}  # filled by the first audit
+if master:
+    for name, model in models.items():
+        print(f"{name:<12} {sum(p.numel() for p in model.parameters()) / 1e6:8.2f}M parameters  "
+              f"{'trained' if name in trained else 'frozen'}")
+    print(f"{world_size} rank(s) on {device.type}, {dtype}; an iteration is {batch_size} responses and {num_iterations} x "
+          f"{num_minibatches} steps on {batch_size // num_minibatches} of them")
+    print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# helpers that close over the configuration
+
+
+def response_logits(model, rows):
+    """The temperature-scaled logits that chose each response token: (b, R, V)."""
+    with precision:
+        logits = model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
+    return scaled_logits(logits, temperature, tokenizer.vocab_size)
+
+
+def response_logprobs(logits, rows):
+    """Log-prob of each response token, (b, R), and 0 under the mask: there exp could overflow into somebody's gradient."""
+    mask = rows["response_mask"]
+    return torch.where(mask, logprobs_from_logits(logits, rows["tokens"][:, -mask.shape[1]:]), 0)
+
+
+def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
+    """
+    Sample G responses to each of some data rows, whose prompts are given as ids, and score them with all models. Every rank
+    does its share and gets everyone's: a dict of tensors with all B rows, a prompt's side by side. From there on, all ranks
+    compute on the same numbers. places: the prompts' slots in the batch, which decide the noise (None: 0, 1, 2, ...).
+    """
+    places = [slot for slot in places or range(len(rows)) for _ in range(G)]
+    rows, prompts = ([x for x in items for _ in range(G)] for items in (rows, prompts))
+    enter(purpose)
+    width = max(len(p) for p in prompts)  # one P for all ranks
+    slots = parallel.my_share(range(len(rows)))
+    n = rollout_batch_size or max(len(slots), 1)
+    parts, pending, texts = [], [], dict(rows=[rows[i] for i in slots], completions=[])
+    for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
+        with precision:
+            parts.append(generate(policy, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
+                                  tokenizer.pad_id, tokenizer.vocab_size,
+                                  response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
+                                                    [i % G for i in part]), prompt_width=width, stop=parallel.stop_asked))
+        responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
+        said = dict(rows=[rows[i] for i in part], completions=[tokenizer.decode(r) for r in responses])
+        texts["completions"] += said["completions"]
+        pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
+    mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+    leave_if_asked()
+    if purpose == "rollout":
+        enter("score")
+
+    # rewards, policy, reference: one output each. The old log-probs are recomputed here, by the very
+    # forward that will be trained, rather than taken from the sampler
+    with torch.no_grad():
+        each = parallel.together(lambda: collect(pending, reward_timeout))
+        if learned:
+            with precision:
+                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                           micro_batch_size)
+        mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
+        mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
+        for name in ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",):
+            mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
+        mine["index"] = torch.arange(len(slots), device=device)
+        for mb in micro_batches(mine, mine["index"], micro_batch_size):
+            if parallel.stop_asked():
+                break  # no matter what is missing now: all ranks leave below
+            length = mb["response_mask"].shape[1]
+            mine["old_logprobs"][mb["index"], :length] = response_logprobs(response_logits(policy, mb), mb)
+            if ref_policy:
+                mine["ref_logprobs"][mb["index"], :length] = response_logprobs(response_logits(ref_policy, mb), mb)
+        mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
+    leave_if_asked()
+    batch = parallel.gather_rows(mine)  # b rows -> all B
+    batch["index"] = torch.arange(len(rows), device=device)
+    names = ("sampler_logprobs", "old_logprobs", *(["ref_logprobs"] if ref_policy else []), "scores")
+    parallel.check_finite({k: batch[k] for k in names}, iteration)
+
+    batch["raw_scores"] = batch["scores"]
+    if missing_eos_penalty > 0:
+        batch["scores"] = torch.where(batch["finished"], batch["scores"], -missing_eos_penalty)
+    if reward_clip > 0:
+        batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
+    return batch
+
+
+def enter(phase):
+    """Begin a phase of the iteration. Seconds are booked under it until the next one, and errors name it."""
+    global current, clock
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    now = time.perf_counter()
+    times[current] = times.get(current, 0.0) + now - clock
+    current, clock = phase, now
+    parallel.phase = f"iteration {iteration}, {phase}"
+
+
+def save():
+    """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
+    enter("checkpoint")
+    parallel.audit(models, frozen_sums, iteration)
+    save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints)
+
+
+def leave_if_asked():
+    """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
+    if parallel.stop_agreed():
+        save()
+        if master:
+            print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
+        threads.shutdown(wait=False, cancel_futures=True)
+        parallel.finish()
+        sys.exit(0)
+
+
+def summarize(batch, prefix):
+    """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
+    mask = batch["response_mask"]
+    record = dict(scores=batch["raw_scores"].mean())
+    if "ref_logprobs" in batch:
+        record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
+    record |= dict(entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
+                   finished=batch["finished"].double().mean())
+    if not batch["accuracy"].isnan().any():
+        record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
+    if len(terms) > 1:
+        record |= {f"reward/{name}": batch[f"reward/{name}"].mean() for _, name, _ in terms}
+    return {f"{prefix}/{k}": x.item() for k, x in record.items()}
+
+
+def print_samples(batch, rows, n=2):
+    """The first n prompts with their responses and scores."""
+    R = batch["response_mask"].shape[1]
+    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
+        print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+times, current, clock, began = {}, "start", time.perf_counter(), time.time()
+threads = ThreadPoolExecutor(1)  # for rules; those that take long wait for processes of their own, so one is enough
+for iteration in range(start, max_iters + 1):
+    # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
+    enter("audit")
+    times.clear()
+    record = {"iteration": iteration}
+    last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    if iteration % sync_check_interval == 0 or iteration == start:
+        parallel.audit(models, frozen_sums, iteration)
+    if iteration % eval_interval == 0 or last:
+        rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
+        batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
+        record |= summarize(batch, "eval")
+        if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
+            state["best_score"] = record["eval/scores"]
+            save_final(out_dir, "best_policy", policy, tokenizer)
+        if master:
+            print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
+            print_samples(batch, rows)
+    if due or last:
+        save()
+    if last:
+        enter("log")
+        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
+        break
+
+    # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
+    leave_if_asked()
+    picked = batch_rows(seed, iteration, batch_size // group_size, len(train_rows))
+    batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration,
+                              G=group_size)
+    for refill in range(max_refills):  # groups with nothing to compare are replaced by other prompts', drawn from a hash
+        flat = flat_groups(batch["scores"], group_size).nonzero().flatten().tolist()
+        if flat:
+            picked = [hashed_row(len(train_rows), seed, "refill", iteration, refill, slot) for slot in flat]
+            fresh = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], f"refill {refill}",
+                                      iteration, flat, group_size)
+            rows = (torch.tensor(flat)[:, None] * group_size + torch.arange(group_size)).flatten().to(device)
+            batch = replace_rows(batch, rows, fresh, tokenizer.pad_id)
+            batch["index"] = torch.arange(batch_size, device=device)
+    mask = batch["response_mask"]  # (B, R)
+    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
+                                      iteration)
+    if iteration == 0 and ref_policy:
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
+
+    # 3) advantages: one number a response, for all of its tokens
+    advantages = group_advantages(batch["scores"], group_size, scale, baseline)  # (B,)
+    batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
+    batch["counted"] = mask & batch["finished"][:, None] if truncated == "mask" else mask  # (B, R): what is trained on
+    batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, R): what each token counts in its step, filled below
+    learns = (advantages != 0) & batch["counted"].any(1)  # (B,)
+    even = flat_groups(batch["scores"], group_size)  # (B / G,)
+    parallel.check_finite(dict(advantages=advantages), iteration)
+
+    # 4) GRPO: clipped steps on the policy
+    enter("update")
+    names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
+    sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
+    learning_rates = {policy_optimizer: learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)}
+    ratio_gap, steps, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, torch.zeros(())
+    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(num_iterations)]
+    for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
+        if not learns[rows].any():  # no step, for momentum and KL alone would move the policy
+            continue
+        # one normaliser for the whole step, over all micro-batches and ranks
+        batch["weights"][rows] = token_weights(batch["counted"][rows], aggregation, max_new_tokens).to(batch["weights"])
+        drift = -sums["policy/approx_kl"]
+        for flat in gradients:
+            flat.zero_()
+        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
+            m = mb["counted"]  # (b, R)
+            logits = response_logits(policy, mb)  # (b, R, V)
+            logprobs = response_logprobs(logits, mb)  # (b, R)
+            if steps == 0:
+                ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype))
+            if loss == "cispo":
+                pg_losses, clipped = cispo_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high)
+            else:
+                pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high,
+                                                 dual_clip, importance)
+            pg_loss = masked_sum(pg_losses * mb["weights"], m)
+            kl_losses = torch.zeros_like(logprobs)
+            if ref_policy:
+                kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
+                if kl_correction:
+                    kl_losses = kl_losses * torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
+                pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
+            if entropy_coef > 0:
+                pg_loss = pg_loss - entropy_coef * masked_sum(entropy_from_logits(logits) * mb["weights"], m)
+            pg_loss.backward()
+            del logits, pg_loss
+
+            approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
+            for k, x in zip(names, (pg_losses, kl_losses, approx_kl, clipped), strict=True):
+                sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
+
+        # the one collective of a step; everything after it is the same on all ranks
+        parallel.all_reduce_gradients(gradients)
+        policy_norm = parallel.clip_gradients(gradients, grad_clip)
+        parallel.check_gradients(policy_norm, policy, "policy", iteration)
+        if steps == 0:
+            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
+        drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
+        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
+            break
+        for optimizer, lr in learning_rates.items():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        steps += 1
+    if steps == 0:
+        ratio_gap = 0.0
+        if master and not learns.any():
+            print(f"iteration {iteration}: nothing to learn, {int(even.sum())} of {len(even)} groups have equal scores; no step")
+
+    # 5) metrics: means over all tokens and ranks, never means of means
+    enter("metrics")
+    token_count = int(mask.sum())
+    record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
+    record |= summarize(batch, "objective") | parallel.all_reduce_metrics(sums)
+    record |= {
+        "objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item(),
+        "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap, "policy/grad_norm": policy_norm.item(),
+        "policy/steps": steps, "policy/lr": learning_rates[policy_optimizer],
+    }
+
+    # 6) timing and logging
+    enter("log")
+    total = sum(times.values())
+    record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
+    record["mem/peak_mib"] = parallel.peak_memory_mib(device)
+    write_log(out_dir, record)
+    if master:
+        known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
+        phases = " ".join(f"{phase} {times[phase]:.1f}s" for phase in ("rollout", "score", "update"))
+        eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
+        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl "
+              f"{record.get('objective/kl', 0):.2f}{known} | len {record['objective/length']:.1f} | flat groups "
+              f"{record['objective/flat_groups']:.2f} | pg {record['loss/policy']:.4f} | clip {record['policy/clipfrac']:.3f}"
+              f" | {phases} | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
+
+save_final(out_dir, "policy", policy, tokenizer)
+if master:
+    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
+parallel.finish()
