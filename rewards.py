@@ -18,6 +18,7 @@ import torch
 from answers import evaluate_arithmetic, same_answer
 from configurator import BadConfig, BadInput, Stop, first_line, shorten
 from data import right_pad
+from sandbox import check_sandbox, check_tests, extract_code, run_all
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rules
@@ -102,7 +103,18 @@ def countdown(batch):
     return torch.tensor(scores)
 
 
-RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown)
+def code(batch):
+    """
+    1.0 where the program in the completion passes all of the row's `tests`, else 0.0, (B,). It runs in the sandbox, many at
+    once, while the next responses are sampled. All or nothing, since a share of the tests can be had without solving anything.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    programs = [(extract_code(c), row["tests"]) for c, row in zip(batch["completions"], batch["rows"], strict=True)]
+    verdicts = run_all(programs, max(1, (os.cpu_count() or 1) // ranks_here))
+    return torch.tensor([float(v.passed == v.total) for v in verdicts])
+
+
+RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown, code=code)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where a completion answers
@@ -282,7 +294,9 @@ def load_function(path, name, where, modules):
 
 def check_rows(rewards, rows, path):
     """Raise BadInput, with file, row and field, unless the rows of a data file have what the chosen rewards need."""
-    for _, name, _ in rewards:
+    for _, name, function in rewards:
+        if function is code:
+            check_sandbox()
         for field in NEEDS.get(name, ()):
             good, wanted = FIELDS.get(field, (lambda x: x is not None, "not null"))
             for number, row in enumerate(rows, 1):
@@ -292,6 +306,8 @@ def check_rows(rewards, rows, path):
                 if not good(row[field]):
                     raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} for the reward {name!r}, "
                                    f"found {shorten(row[field])}")
+                if function is code:
+                    check_tests(row["tests"], f"{path}, row {number}")
 
 
 def call_rewards(rewards, batch):

@@ -436,9 +436,10 @@ KNOBS = {
     "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"),
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
-UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61, "out_dir": None,
-            "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
-            "sync_check_interval": 1, "deterministic": True}
+UNMOVING = {
+    "micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61, "out_dir": None,
+    "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
+    "sync_check_interval": 1, "deterministic": True}
 
 
 def test_every_key_is_listed():

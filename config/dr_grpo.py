@@ -1,0 +1,14 @@
+"""
+Dr. GRPO, "GRPO done right" (arXiv 2503.20783, section 3.2 and figure 1): no division by the group's standard deviation, which
+favours too easy and too hard questions, and none by a response's length, which excuses long wrong answers; no KL.
+On top of a task: python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
+"""
+baseline = "mean"
+scale = "none"
+loss = "clip"
+importance = "token"
+aggregation = "seq-mean-token-sum-norm"
+truncated = "keep"
+kl_coef = 0.0
+cliprange = 0.2
+cliprange_high = 0.2

@@ -1,0 +1,14 @@
+"""
+GSPO (arXiv 2507.18071, equations 5 to 7): one ratio a response, the geometric mean of its tokens', and so a clip range a
+thousand times smaller (section 5.1: 3e-4 and 4e-4); no KL. On top of a task:
+python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
+"""
+baseline = "mean"
+scale = "std"
+loss = "clip"
+importance = "sequence"
+aggregation = "seq-mean-token-mean"
+truncated = "keep"
+kl_coef = 0.0
+cliprange = 0.0003
+cliprange_high = 0.0004

@@ -1,0 +1,15 @@
+"""
+RLOO, REINFORCE with a leave-one-out baseline (arXiv 2402.14740, equation 7): a score less the mean of the *other* responses to
+its prompt. The paper's action is the whole response, so a response's loss is a sum over its tokens, divided by a constant alone.
+On top of a task: python grpo.py config/arithmetic_grpo.py config/rloo.py
+"""
+baseline = "others"
+scale = "none"
+loss = "clip"
+importance = "token"
+aggregation = "seq-mean-token-sum-norm"
+truncated = "keep"
+kl_coef = 0.04
+kl_estimator = "k2"
+cliprange = 0.2
+cliprange_high = 0.2

@@ -1,0 +1,435 @@
+"""
+Runs model-written Python against the tests of a data row, under bubblewrap (bwrap), where it can do no harm.
+
+The program is one process in namespaces of its own, as a user who owns nothing. It sees the Python interpreter and the system's
+shared libraries, read-only, and an empty /tmp: no network, no other process, no /proc, no /dev, nothing of our environment.
+Kernel limits bound its CPU time, memory, threads, files and output; a seccomp filter denies it further processes and the
+kernel's rarer services. It is sent inputs only. What it answers is compared here, so no exit code, marker or patched builtin
+is worth anything. And it runs under bwrap or not at all.
+
+Not protected: against bugs of the kernel that an unprivileged process can reach, nor against spying through timing and CPU
+caches. It can read the interpreter's lib folder (with its site-packages) and learn the kernel's version and the machine's size.
+File names in its /tmp cost the kernel about 1 KB each, and only the CPU limit bounds how many it can make (some 200 MB a
+second). For a model that is itself your enemy, put a virtual machine around all of this.
+"""
+import concurrent.futures
+import errno
+import functools
+import itertools
+import json
+import marshal
+import math
+import os
+import pathlib
+import platform
+import resource
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from configurator import BadInput, Stop, shorten
+
+OUTPUT_LIMIT = 2**16  # bytes that we read back from a process, besides what its tests expect
+WALL_FACTOR = 4  # wall-clock seconds a process may take for each second of CPU time it may use
+START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
+THREADS, OPEN_FILES, TMP_BYTES = 64, 64, 2**24
+OUT_OF_MEMORY = 97  # the bootstrap's exit code after a MemoryError
+FIRST_UID = 2**31  # no system hands out user ids from here on
+runs = itertools.count()
+
+
+class Verdict(NamedTuple):
+    passed: int  # test cases answered right
+    total: int
+    reason: str  # pass, or of the first case that did not: fail, error, crash, killed, timeout, memory, output limit
+
+
+def run_tests(code, tests, timeout=5, memory_mib=512):
+    """
+    Run a program against a row's tests -> Verdict.
+
+    code: Python source, whatever text the model wrote. tests: see check_tests. All function calls share one process, each
+    stdin has its own; after one that was stopped at a limit the others are not run. timeout: CPU seconds a process (rounded up;
+    and on the wall clock WALL_FACTOR times as many). memory_mib: its address space, of which Python itself takes 20.
+    Raises BadInput for tests that make no sense and where bwrap is missing, Stop where the sandbox itself fails.
+    """
+    calls, outputs, scripts = check_tests(tests, "tests")
+    source = code.encode("utf-8", "surrogatepass")  # half a surrogate pair is a SyntaxError, in there
+    reasons = []
+    if calls:
+        limit = OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
+        written, ending = run_program(source, calls, b"", limit, timeout, memory_mib)
+        answers = written.split(b"\n")[:-1]  # after the last newline there is nothing, or half an answer
+        reasons += [judge(answer, want) for answer, want in zip(answers, outputs, strict=False)]
+        reasons += [ending or "crash"] * (len(outputs) - len(reasons))  # it left before the end, however quietly
+    for stdin, stdout in scripts:
+        written, ending = run_program(source, None, stdin, OUTPUT_LIMIT + 2 * len(stdout), timeout, memory_mib)
+        reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
+        if ending in ("timeout", "memory", "output limit"):
+            break
+    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), next((r for r in reasons if r != "pass"), "pass"))
+
+
+def run_all(programs, workers, timeout=5, memory_mib=512):
+    """The Verdict of each of programs [(code, tests)], in order, `workers` at a time. Raises what run_tests raises."""
+    # threads will do: they only wait. A pinned OpenMP master hands down its one core; programs may have any
+    pool = concurrent.futures.ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+    try:
+        return list(pool.map(lambda program: run_tests(*program, timeout, memory_mib), programs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # if one has failed: start no more
+
+
+def check_sandbox():
+    """Try the sandbox from inside, once, before training. Raises BadInput with what is wrong and what to do about it."""
+    try:
+        written, ending = run_program(PROBE, [("probe", [])], b"", OUTPUT_LIMIT, timeout=5, memory_mib=256)
+    except Stop as e:
+        raise BadInput(f"{e}. bwrap needs namespaces: a container must allow them (docker run --privileged, say), and so must "
+                       "Ubuntu from 23.10 on (sysctl kernel.apparmor_restrict_unprivileged_userns=0)") from e
+    if written != b"[]\n":
+        raise BadInput(f"the sandbox does not hold on this system; a program got {written.decode().strip() or ending}")
+
+
+def extract_code(completion):
+    """
+    The program in a completion: after its thinking, the last block fenced by ``` that is tagged python (py, python3), else the
+    last one without a tag, else all of the text. A block that is never closed reaches to the end.
+    """
+    text = completion.rpartition("</think>")[2]
+    blocks, block, outer = {}, None, 0  # tag -> the lines of its last block; the lines of the open one, and its indentation
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        fence, tag = line[indent:indent + 3], line[indent + 3:].strip().lower()
+        if fence != "```" or "`" in tag:
+            if block is not None:
+                block.append(line[min(indent, outer):])
+        elif tag or block is None:  # a tag begins a block, even where the one before was not closed
+            block, outer = [], indent
+            language = tag.split()[0] if tag else ""
+            blocks["python" if language in ("py", "python3") else language] = block
+        else:
+            block = None
+    block = blocks.get("python", blocks.get(""))
+    return text if block is None else "\n".join(block)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tests are data
+
+
+def check_tests(tests, where):
+    """
+    A row's tests as calls [(function, arguments)], outputs (what each of them returns) and scripts [(stdin, stdout)].
+
+    tests: one or a list of {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]} and {"stdin": "1 2", "stdout": "3"},
+    whose stdin and stdout may also be lists of strings. where: names the row in the BadInput that malformed tests raise.
+    """
+    calls, outputs, scripts = [], [], []
+    for test in tests if isinstance(tests, list) else [tests]:
+        fields = set(test) if isinstance(test, dict) else None
+        if fields == {"fn", "inputs", "outputs"}:
+            given, wanted = test["inputs"], test["outputs"]
+            if not isinstance(test["fn"], str) or not test["fn"].isidentifier():
+                raise BadInput(f"{where}: fn must be the name of a function, found {shorten(test['fn'])}")
+        elif fields == {"stdin", "stdout"}:
+            given, wanted = ([x] if isinstance(x, str) else x for x in (test["stdin"], test["stdout"]))
+        else:
+            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout; found {shorten(test)}")
+        if not isinstance(given, list) or not isinstance(wanted, list) or not len(given) == len(wanted) > 0:
+            raise BadInput(f"{where}: what is given and what is wanted must be lists of one length, found {shorten(test)}")
+        for one, want in zip(given, wanted, strict=True):
+            try:  # what does not equal itself is NaN, which no answer equals, or not JSON
+                good = same(one, one) and same(want, want) and type(one) is (list if "fn" in test else str)
+            except RecursionError:
+                raise BadInput(f"{where}: a test case is nested too deep") from None
+            if not good or "stdin" in test and not isinstance(want, str):
+                raise BadInput(f"{where}: {shorten(one)} -> {shorten(want)} is no test case: it takes a list of arguments and a "
+                               "JSON value (not NaN), or stdin and stdout as two strings")
+            if "fn" in test:
+                calls.append((test["fn"], one))
+                outputs.append(want)
+            else:
+                scripts.append((one.encode("utf-8", "surrogatepass"), want.encode("utf-8", "surrogatepass")))
+    if not calls and not scripts:
+        raise BadInput(f"{where}: there are no tests")
+    return calls, outputs, scripts
+
+
+def judge(answer, want):
+    """What became of a function call, from the line (bytes) that the program gave as its result."""
+    if answer in (b"!", b"M"):
+        return "error" if answer == b"!" else "memory"
+    try:
+        return "pass" if same(json.loads(answer.decode()), want) else "fail"
+    except (ValueError, RecursionError):  # the program wrote there itself
+        return "fail"
+
+
+def same(got, want):
+    """
+    Whether two JSON values are equal. Numbers are compared by value, within 1e-6 relative or 1e-9 absolute if want is a float;
+    a bool equals only a bool, and NaN nothing. (A tuple arrives as a list, a dict's keys as strings: what json.dumps does.)
+    """
+    if type(got) in (int, float) and type(want) in (int, float):
+        try:
+            return got == want or isinstance(want, float) and math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-9)
+        except OverflowError:  # an int beyond all floats
+            return False
+    if type(got) is not type(want):
+        return False
+    if isinstance(want, list):
+        return len(got) == len(want) and all(map(same, got, want))
+    if isinstance(want, dict):
+        return got.keys() == want.keys() and all(same(got[k], want[k]) for k in want)
+    return isinstance(want, (str, bool, type(None))) and got == want
+
+
+def tidy(text):
+    """The lines of a text (bytes), without blanks at their ends and blank lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split(b"\n")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the sandbox
+
+
+def run_program(source, calls, stdin, limit, timeout, memory_mib):
+    """
+    One program, one process. calls: the function calls that it reports the results of, a line each; None: it is a script that
+    reads stdin (bytes) and prints. Returns what it wrote (at most limit bytes) and why it ended, None if it just did.
+    Raises BadInput where bwrap is missing, and Stop unless the program has started for certain.
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install bubblewrap")
+    # The kernel never counts root's processes, and who is root outside remains it in a user namespace. So real root becomes
+    # somebody else, a new user for each sandbox, for processes are counted by user; everyone else gets a user namespace.
+    uid = FIRST_UID + os.getpid() % 2**22 * 256 + next(runs) % 256 if is_root() else 0
+    limits = [(resource.RLIMIT_CPU, math.ceil(timeout), math.ceil(timeout) + 1)]  # SIGXCPU, and SIGKILL if that is ignored
+    limits += [(name, value, value) for name, value in (
+        (resource.RLIMIT_AS, memory_mib * 2**20), (resource.RLIMIT_STACK, 2**23), (resource.RLIMIT_NPROC, THREADS),
+        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_FSIZE, TMP_BYTES), (resource.RLIMIT_SIGPENDING, THREADS),
+        (resource.RLIMIT_CORE, 1))]  # 1 byte is no dump; 0 would still call the host's handler, if its core_pattern is a pipe
+    try:  # all that goes in lies ready in anonymous files: a program that does not read blocks nobody
+        with memory_file(marshal.dumps((source, calls, limits, uid))) as job, memory_file(stdin) as text, \
+                memory_file(seccomp_filter()) as seccomp, memory_file() as info, memory_file() as errors, \
+                open(os.devnull, "wb") as null:
+            command = [bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()), "--seccomp", str(seccomp.fileno()),
+                       "--", base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", BOOTSTRAP,  # -I would undo PYTHONHASHSEED
+                       str(job.fileno()), str(null.fileno())]
+            with subprocess.Popen(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={}, bufsize=0,
+                                  start_new_session=True,  # a Ctrl-C is for us
+                                  pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
+                cut = "interrupted"
+                try:
+                    written, cut = read_output(process.stdout.fileno(), limit, timeout)
+                finally:
+                    if cut:
+                        kill(process, info)
+            said = os.pread(errors.fileno(), 1000, 0).decode("utf-8", "replace").strip().splitlines()
+    except OSError as e:
+        raise Stop(f"the sandbox did not start: {e}") from e
+    code = process.returncode
+    if not written or not cut and code < 0:  # the ready byte never came, or someone killed bwrap
+        raise Stop(f"the sandbox {'died' if written else 'did not start'}: {said[-1] if said else cut or f'exit code {code}'}")
+    died = {0: None, OUT_OF_MEMORY: "memory", 128 + signal.SIGXCPU: "timeout", 128 + signal.SIGKILL: "killed"}
+    return bytes(written[1:limit + 1]), cut or died.get(code, "error" if code < 128 else "crash")
+
+
+def read_output(fd, limit, timeout):
+    """
+    What comes through the pipe fd, the bootstrap's ready byte and at most about limit more, until all its writers are gone; and
+    None then, else which limit was hit before.
+    """
+    written, deadline = bytearray(), time.monotonic() + START_SECONDS
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0 and poll.poll(1000 * left):
+        chunk = os.read(fd, 2**16)
+        if not chunk:
+            return written, None
+        if not written:
+            deadline = time.monotonic() + WALL_FACTOR * timeout
+        written += chunk
+        if len(written) > limit + 1:
+            return written, "output limit"
+    return written, "timeout"
+
+
+def kill(process, info):
+    """
+    End a sandbox and wait for it. With the first process of a PID namespace the kernel kills all others in there, and bwrap out
+    here, which waits for that one, ends too. To kill bwrap instead would leave zombies to whoever adopts orphans.
+    """
+    try:
+        os.kill(json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"], signal.SIGKILL)
+        process.wait(10)
+    except (ValueError, ProcessLookupError, subprocess.TimeoutExpired):  # it is not that far yet, or has just ended
+        process.kill()
+    process.wait()
+
+
+def memory_file(content=b""):
+    """An anonymous file of this content (bytes), open at its beginning."""
+    f = open(os.memfd_create("quartet"), "w+b", buffering=0)
+    f.write(content)
+    f.seek(0)
+    return f
+
+
+def is_root():
+    """Whether we are root over all users there are, and not only inside of some user namespace."""
+    with open("/proc/self/uid_map") as f:
+        return os.geteuid() == 0 and f.read().split() == ["0", "0", str(2**32 - 1)]
+
+
+def base_python():
+    """The interpreter itself, where ours is that of a virtual environment."""
+    return os.path.realpath(sys._base_executable)
+
+
+@functools.cache
+def isolation(bwrap, as_root):
+    """bwrap's arguments that make the program's world: what is not named here does not exist in there."""
+    home = os.path.realpath(sys.base_prefix)
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--hostname",
+                 "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv",
+                 "--setenv", "PYTHONHASHSEED", "0", "--setenv", "LD_LIBRARY_PATH", f"{home}/lib",
+                 "--setenv", "MALLOC_ARENA_MAX", "1"]  # or each thread's arena would take 64 MiB of the address space
+    if as_root:
+        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the bootstrap is somebody else
+    else:
+        arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    visible = {base_python(), *(os.path.join(top, lib) for top in (home, "/usr", "/") for lib in ("lib", "lib64"))}
+    parents = {str(parent) for path in visible for parent in pathlib.PurePath(path).parents} - {"/"}
+    for path in sorted(parents | visible):  # a folder before what is in it
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif path in visible and os.path.exists(path):
+            arguments += ["--ro-bind", path, path]
+        elif path in parents:
+            arguments += ["--dir", path]  # bwrap makes them, too, but some versions for root's eyes only
+    sized = "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout  # from bwrap 0.7 on
+    tmp = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"] if sized else ["--dir", "/tmp"]  # else read-only
+    return [*arguments, *tmp, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+# What the filter denies, as system call numbers on (x86_64, aarch64). execve is not among them: bwrap itself needs it, and all
+# limits outlast it.
+DENIED = {
+    # a second process: the limits of memory and CPU time are each process's own, so it must be the only one
+    "fork": (57, None), "vfork": (58, None),
+    # bwrap's first process in there, which has no limits
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    # namespaces, in which it would have capabilities, and with them much more of the kernel to attack
+    "unshare": (272, 97), "setns": (308, 268),
+    # memory that no limit counts
+    "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "io_setup": (206, 0), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    # where the kernel has had its holes, or talks too much
+    "socket": (41, 198), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "syslog": (103, 116),
+    "modify_ldt": (154, None), "personality": (135, 92)}
+CLONE, SOCKETPAIR = (56, 220), (53, 199)
+NEWER = 424  # from here on numbers are the same everywhere, and all calls newer than 2018: io_uring, clone3, pidfds, mounts
+
+
+@functools.cache
+def seccomp_filter():
+    """The filter as the kernel's BPF: instructions of 8 bytes (code, jump if true, jump if false, operand). Raises BadInput."""
+    machines = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+    if platform.machine() not in machines:
+        raise BadInput(f"the sandbox knows the system calls of {' and '.join(machines)} only; this is {platform.machine()}")
+    column = list(machines).index(platform.machine())
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill_process, deny, unknown = 0x7FFF0000, 0x80000000, 0x50000 + errno.EPERM, 0x50000 + errno.ENOSYS
+    program = [(load, 0, 0, 4), (equal, 1, 0, machines[platform.machine()]), (end, 0, 0, kill_process),  # 32-bit system calls
+               (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, unknown)]  # libraries then do without
+    for number in (numbers[column] for numbers in DENIED.values() if numbers[column] is not None):
+        program += [(equal, 0, 1, number), (end, 0, 0, deny)]
+    for numbers, test, operand in ((CLONE, any_bit, 0x10000), (SOCKETPAIR, equal, 1)):  # threads; AF_UNIX pairs, for asyncio
+        program += [(equal, 0, 4, numbers[column]), (load, 0, 0, 16), (test, 1, 0, operand), (end, 0, 0, deny),
+                    (end, 0, 0, allow)]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, (end, 0, 0, allow)])
+
+
+# The first Python in there, light on imports. Up to the ready byte all failure is the sandbox's, from there on the program's,
+# which may meddle with the rest as it likes: whatever it changes are its own answers.
+BOOTSTRAP = f"""
+import _json, builtins, marshal, posix, resource, sys
+def refuse(x):
+    raise TypeError
+def boot(job, null):
+    with open(job, "rb") as f:
+        source, calls, limits, uid = marshal.load(f)
+    for name, soft, hard in limits:
+        most = resource.getrlimit(name)[1]
+        resource.setrlimit(name, (soft, hard) if most < 0 else (min(soft, most), min(hard, most)))
+    if uid:
+        posix.setgroups([])
+        posix.setresgid(uid, uid, uid)
+        posix.setresuid(uid, uid, uid)
+    posix.write(1, b"+")
+    if calls is not None:  # what it prints goes nowhere
+        results = open(posix.dup(1), "wb")
+        posix.dup2(null, 1)
+    posix.dup2(null, 2)
+    posix.close(null)
+    builtins.exit = builtins.quit = sys.exit  # which -S has taken away
+    sys.argv = ["solution.py"]
+    main = type(sys)("__main__" if calls is None else "solution")
+    sys.modules[main.__name__] = main
+    try:
+        exec(compile(source, "solution.py", "exec"), vars(main))
+    except MemoryError:
+        posix._exit({OUT_OF_MEMORY})
+    if calls is None:
+        return
+    encode = _json.make_encoder(None, refuse, _json.encode_basestring_ascii, None, ":", ",", False, False, True)
+    for name, arguments in calls:
+        try:
+            line = "".join(encode(getattr(main, name)(*arguments), 0))
+        except MemoryError:
+            line = "M"
+        except BaseException:
+            line = "!"
+        results.write(line.encode() + b"\\n")
+        results.flush()
+    posix._exit(0)
+boot(*map(int, sys.argv[1:]))
+"""
+
+# A program that rattles at its bars, and returns which of them give.
+PROBE = b"""
+def probe():
+    import _socket, _thread, os, resource
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    _thread.stack_size(2**16)
+    def threads(n):
+        for _ in range(n):
+            _thread.start_new_thread(lock.acquire, ())
+    try:
+        threads(1)
+    except RuntimeError:
+        return ["no thread at all (this takes Linux 5.14)"]
+    attempts = {"a process": os.fork, "a socket": _socket.socket, "to be root": lambda: os.setuid(0),
+                "the host's files": lambda: os.stat("/etc"), "the host's processes": lambda: os.stat("/proc"),
+                "to write a file": lambda: open("/x", "w"), "a GiB": lambda: bytearray(2**30),
+                "1000 threads": lambda: threads(1000), "rid of a limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))}
+    got = []
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            got.append(name)
+        except (OSError, RuntimeError, MemoryError, ValueError):
+            pass
+    return got
+"""
