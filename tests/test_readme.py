@@ -39,8 +39,10 @@ def test_imports_only_point_down_the_map():
 
 
 def test_every_logged_metric_is_explained():
-    with open(os.path.join(ROOT, "ppo.py"), encoding="utf-8") as f:
-        source = f.read()
+    source = ""
+    for script in ("ppo.py", "grpo.py"):
+        with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+            source += f.read()
     logged = set(re.findall(r"\"((?:objective|policy|loss|val|mem)/[a-z_]+)\"", source))
     assert len(logged) > 15
     missing = {key for key in logged if f"`{key}`" not in README}
