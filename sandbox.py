@@ -1,7 +1,7 @@
 """
 Runs model-written Python against the tests of a data row, under bubblewrap (bwrap), where it can do no harm.
 
-The program is one process in namespaces of its own, as a user who owns nothing. It sees the Python interpreter and the system's
+The program is one process in namespaces of its own, without privileges. It sees the Python interpreter and the system's
 shared libraries, read-only, and an empty /tmp: no network, no other process, no /proc, no /dev, nothing of our environment.
 Kernel limits bound its CPU time, memory, threads, files and output; a seccomp filter denies it further processes and the
 kernel's rarer services. It is sent inputs only. What it answers is compared here, so no exit code, marker or patched builtin
@@ -244,13 +244,13 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib):
 
 def read_output(fd, limit, timeout):
     """
-    What comes through the pipe fd, the bootstrap's ready byte and at most about limit more, until all its writers are gone; and
-    None then, else which limit was hit before.
+    What comes through the pipe fd, the bootstrap's ready byte and at most about limit more, until all its writers are gone, and
+    then None; or what came until a limit was hit, and which.
     """
     written, deadline = bytearray(), time.monotonic() + START_SECONDS
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0 and poll.poll(1000 * left):
+    while poll.poll(max(0, 1000 * (deadline - time.monotonic()))):  # if we are late ourselves: take what is there
         chunk = os.read(fd, 2**16)
         if not chunk:
             return written, None
@@ -306,6 +306,8 @@ def isolation(bwrap, as_root):
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the bootstrap is somebody else
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    sized = "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout  # from bwrap 0.7 on
+    arguments += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"] if sized else ["--dir", "/tmp"]  # or read-only
     visible = {base_python(), *(os.path.join(top, lib) for top in (home, "/usr", "/") for lib in ("lib", "lib64"))}
     parents = {str(parent) for path in visible for parent in pathlib.PurePath(path).parents} - {"/"}
     for path in sorted(parents | visible):  # a folder before what is in it
@@ -315,9 +317,7 @@ def isolation(bwrap, as_root):
             arguments += ["--ro-bind", path, path]
         elif path in parents:
             arguments += ["--dir", path]  # bwrap makes them, too, but some versions for root's eyes only
-    sized = "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout  # from bwrap 0.7 on
-    tmp = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"] if sized else ["--dir", "/tmp"]  # else read-only
-    return [*arguments, *tmp, "--remount-ro", "/", "--chdir", "/tmp"]
+    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 # What the filter denies, as system call numbers on (x86_64, aarch64). execve is not among them: bwrap itself needs it, and all
@@ -334,9 +334,9 @@ DENIED = {
     "io_setup": (206, 0), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
-    # where the kernel has had its holes, or talks too much
+    # where the kernel has had its holes, or where the host would feel it
     "socket": (41, 198), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "syslog": (103, 116),
-    "modify_ldt": (154, None), "personality": (135, 92)}
+    "modify_ldt": (154, None), "personality": (135, 92), "sync": (162, 81), "syncfs": (306, 267)}
 CLONE, SOCKETPAIR = (56, 220), (53, 199)
 NEWER = 424  # from here on numbers are the same everywhere, and all calls newer than 2018: io_uring, clone3, pidfds, mounts
 
@@ -408,28 +408,25 @@ boot(*map(int, sys.argv[1:]))
 
 # A program that rattles at its bars, and returns which of them give.
 PROBE = b"""
-def probe():
-    import _socket, _thread, os, resource
-    lock = _thread.allocate_lock()
-    lock.acquire()
-    _thread.stack_size(2**16)
-    def threads(n):
-        for _ in range(n):
-            _thread.start_new_thread(lock.acquire, ())
+import _socket, _thread, os, resource
+lock = _thread.allocate_lock()
+lock.acquire()
+_thread.stack_size(2**16)
+def threads(n):
+    for _ in range(n):
+        _thread.start_new_thread(lock.acquire, ())
+def got(attempt, *arguments):
     try:
-        threads(1)
-    except RuntimeError:
+        attempt(*arguments)
+        return True
+    except (OSError, RuntimeError, MemoryError, ValueError):
+        return False
+def probe():
+    if not got(threads, 1):
         return ["no thread at all (this takes Linux 5.14)"]
-    attempts = {"a process": os.fork, "a socket": _socket.socket, "to be root": lambda: os.setuid(0),
-                "the host's files": lambda: os.stat("/etc"), "the host's processes": lambda: os.stat("/proc"),
-                "to write a file": lambda: open("/x", "w"), "a GiB": lambda: bytearray(2**30),
-                "1000 threads": lambda: threads(1000), "rid of a limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))}
-    got = []
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-            got.append(name)
-        except (OSError, RuntimeError, MemoryError, ValueError):
-            pass
-    return got
+    return [name for name, *attempt in (
+        ("a process", os.fork), ("a socket", _socket.socket), ("to be root", os.setuid, 0), ("the host's files", os.stat, "/etc"),
+        ("the host's processes", os.stat, "/proc"), ("to write a file", open, "/x", "w"), ("a GiB", bytearray, 2**30),
+        ("1000 threads", threads, 1000), ("rid of a limit", resource.setrlimit, resource.RLIMIT_AS, (-1, -1)),
+    ) if got(*attempt)]
 """
