@@ -33,6 +33,71 @@ def logprobs_from_logits(logits, tokens):
     return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
 
 
+def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=None, chunk=0, entropy=True):
+    """
+    log p(tokens) and the entropy of each distribution, (b, R) both, from the states hidden (b, R, d) that the LM head with this
+    weight (V, d) reads. tokens (b, R). entropy=False: 0 instead of it. chunk > 0: so many tokens' logits at a time, computed
+    again in the backward pass, so that all (b, R, V) of them never exist.
+    """
+    settings = temperature, vocab_size, entropy
+    if chunk == 0:
+        return of_logits(torch.nn.functional.linear(hidden, weight), tokens, *settings)
+    logprobs, entropies = HeadInChunks.apply(hidden.flatten(0, 1), weight, tokens.flatten(), chunk, settings)
+    return logprobs.view(tokens.shape), entropies.view(tokens.shape)
+
+
+def of_logits(logits, tokens, temperature, vocab_size, entropy):
+    """logprobs_and_entropy, from the logits (..., V) of tokens (...)."""
+    logits = scaled_logits(logits, temperature, vocab_size)
+    logprobs = logprobs_from_logits(logits, tokens)
+    return logprobs, entropy_from_logits(logits) if entropy else torch.zeros_like(logprobs)
+
+
+class HeadInChunks(torch.autograd.Function):
+    """
+    logprobs_and_entropy for hidden (N, d), tokens (N,). Rather than by torch's checkpoint for each chunk: what is small and stays
+    is allocated before what is large and goes, or the heap fills with holes a little too small for the next chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, tokens, chunk, settings):
+        kind = hidden.device.type
+        ctx.save_for_backward(hidden, weight, tokens)
+        ctx.rest = chunk, settings, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        results = hidden.new_empty(2, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for i in range(0, len(hidden), chunk):
+            logits = torch.nn.functional.linear(hidden[i:i + chunk], weight)  # (chunk, V)
+            results[0, i:i + chunk], results[1, i:i + chunk] = of_logits(logits, tokens[i:i + chunk], *settings)
+        return results[0].clone(), results[1].clone()
+
+    @staticmethod
+    def backward(ctx, *outer):
+        (hidden, weight, tokens), (chunk, settings, (kind, dtype, lowered)) = ctx.saved_tensors, ctx.rest
+        grad_hidden, grad_weight = (torch.zeros_like(x) if needed else None
+                                    for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False))
+        temperature, vocab_size, entropy = settings
+        for i in range(0, len(hidden), chunk):
+            h, t = hidden[i:i + chunk], tokens[i:i + chunk, None]
+            for_logprob, for_entropy = (g[i:i + chunk, None] for g in outer)
+            with torch.autocast(kind, dtype, enabled=lowered):  # as it was in the forward pass
+                logprobs = scaled_logits(torch.nn.functional.linear(h, weight), temperature, vocab_size)  # (chunk, V), logits yet
+            logprobs = logprobs - logprobs.logsumexp(-1, keepdim=True)
+            # d log p(t) / d logits = (1 at t) - p, and d entropy / d logits = -p (log p + entropy)
+            grad = logprobs.exp()
+            if entropy:
+                finite = logprobs.masked_fill_(logprobs == -torch.inf, 0)
+                inner = (grad * finite).sum(-1, keepdim=True)  # minus the entropy
+                grad.mul_(finite.sub_(inner).mul_(-for_entropy).sub_(for_logprob))
+            else:
+                grad.mul_(-for_logprob)
+            grad.scatter_add_(-1, t, for_logprob.to(grad.dtype)).div_(temperature)
+            if grad_hidden is not None:
+                grad_hidden[i:i + chunk] = grad.to(hidden.dtype) @ weight.to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t().to(weight.dtype), h.to(weight.dtype))
+        return grad_hidden, grad_weight, None, None, None
+
+
 def entropy_from_logits(logits):
     """Entropy in nats of each distribution: logits (..., V) -> (...)."""
     logits = at_least_float32(logits)

@@ -178,6 +178,7 @@ class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
         self.c, self.index = c, index
+        self.recomputed = False  # True: the whole layer is computed again in the backward pass, see Transformer.recompute
         d, q_dim, kv_dim = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         norm = RMSNorm if c.rms_norm else nn.LayerNorm
         self.norm1 = norm(d, eps=c.norm_eps)
@@ -217,7 +218,7 @@ class Layer(nn.Module):
 
     def mlp(self, x):
         branches = (self.gate(x), self.up(x)) if self.c.gated_mlp else (self.up(x),)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.recomputed:
             # what lies between the branches and `down` is the widest of all activations and the cheapest to compute again
             return checkpoint(self.narrow, *branches, use_reentrant=False, preserve_rng_state=False)
         return self.narrow(*branches)
@@ -297,10 +298,27 @@ class Transformer(nn.Module):
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
         self.frequencies = {}  # device -> rope_frequencies; no buffer, so that .bfloat16() cannot round it
 
-    def forward(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None):
+    def forward(self, *args, **kwargs):
+        """trunk's arguments -> logits (B, T, V), or scalars (B, T) with the scalar head."""
+        return self.output(self.trunk(*args, **kwargs))
+
+    def output(self, x):
+        """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
+        return self.score(x).squeeze(-1) if self.head == "scalar" else F.linear(x, self.lm_head_weight())
+
+    def lm_head_weight(self):
+        """(V, d)."""
+        return self.embed.weight if self.config.tied else self.lm_head.weight
+
+    def recompute(self, on=True):
+        """Keep only each layer's input for the backward pass, and compute the rest again there: a third slower, far smaller."""
+        for layer in self.layers:
+            layer.recomputed = on
+
+    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None):
         """
         tokens (B, T) int64, attention_mask (B, T) bool (True on real tokens, padding on either side; None: all real)
-        -> logits (B, T, V), or scalars (B, T) with the scalar head.
+        -> the last layer's states, normalised, (B, T, d): what the head reads.
 
         response_length=R returns only the R positions P-1 ... T-2: those that choose, or value the state before, the last
         R tokens. This is the one place where logits and labels are shifted against each other.
@@ -329,15 +347,16 @@ class Transformer(nn.Module):
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
         for layer in self.layers:
-            x = layer(x, rotation, masks[self.config.windows[layer.index]], cache)
+            arguments = x, rotation, masks[self.config.windows[layer.index]], cache
+            if layer.recomputed and torch.is_grad_enabled():
+                x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(*arguments)
         if cache is not None:
             cache.length += T
         if response_length is not None:
             x = x[:, -response_length - 1:-1]  # the state that chose token t is one column to its left
-        x = self.norm(x)
-        if self.head == "scalar":
-            return self.score(x).squeeze(-1)
-        return F.linear(x, self.embed.weight) if self.config.tied else self.lm_head(x)
+        return self.norm(x)
 
     @classmethod
     def from_scratch(cls, hf, head="lm", seed=0, dtype=torch.float32, device="cpu"):
