@@ -9,6 +9,7 @@ either a language model's (logits over the vocabulary) or one scalar a token (re
 Inside, every family has the same module names; the tables under "Hugging Face names" below say what each is called on disk.
 There is no dropout anywhere, whatever config.json says: a policy must give the same token the same probability twice.
 """
+import contextlib
 import functools
 import json
 import math
@@ -295,6 +296,7 @@ class Transformer(nn.Module):
             self.score = nn.Linear(c.d_model, 1, bias=False)
         elif not c.tied:
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.lora = None  # rank and alpha, after add_lora
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
         self.frequencies = {}  # device -> rope_frequencies; no buffer, so that .bfloat16() cannot round it
 
@@ -431,7 +433,8 @@ class Transformer(nn.Module):
         return model
 
     def save_pretrained(self, folder):
-        """Write config.json and model.safetensors as transformers would; a scalar head as sequence classification."""
+        """Write config.json and model.safetensors as transformers would; a scalar head as sequence classification. Adapters are
+        merged into what they adapt."""
         from safetensors.torch import save_file
 
         os.makedirs(folder, exist_ok=True)
@@ -449,8 +452,12 @@ class Transformer(nn.Module):
             json.dump(hf, f, indent=2, sort_keys=True)
         groups = {}  # name on disk -> the parts it is made of
         for name, p in self.named_parameters():
+            module = self.get_submodule(name.rpartition(".")[0])
+            if name.endswith(("lora_A", "lora_B")):
+                continue
             disk_name, part = hf_name(self.config.family, name)
-            groups.setdefault(disk_name, {})[part] = p.detach()
+            merge = isinstance(module, LoRALinear) and name.endswith("weight")
+            groups.setdefault(disk_name, {})[part] = (module.merged() if merge else p).detach()
         tensors = {name: to_hf(self.config, name, parts).cpu().contiguous() for name, parts in groups.items()}
         save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
 
@@ -469,6 +476,122 @@ def allowed_pairs(T, past, window, mask, device):
         # padding sees itself, for a softmax over nothing is NaN, and NaN * 0 is still NaN
         allowed = (allowed & mask[:, None, None, :S]) | (key == query)
     return allowed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoRA
+
+
+class LoRALinear(nn.Linear):
+    """W x + b + scale B A x, of which only A (r, in) and B (out, r) are trained (arXiv 2106.09685, eq. 3)."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.adapter_on:
+            return y
+        return y + (F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B) * self.scale).to(y.dtype)
+
+    def merged(self):
+        """The one matrix that does the same, in the dtype of W."""
+        return (self.weight.float() + self.scale * self.lora_B.float() @ self.lora_A.float()).to(self.weight.dtype)
+
+
+def add_lora(model, rank, alpha, targets="q,k,v,o,gate,up,down", seed=0):
+    """
+    Freeze the model, and give its linear layers of these names adapters of this rank, scaled by alpha / rank. B is 0, so nothing
+    changes yet; A is uniform as in peft. A scalar head stays trainable. Where q, k and v are one tensor on disk (gpt2,
+    gpt_neox) they share A, so that peft, which sees that one, can read the adapter. Raises BadInput.
+    """
+    unknown = set(targets.split(",")) - {"q", "k", "v", "o", "gate", "up", "down"}
+    fused = model.config.family in ("gpt2", "gpt_neox")
+    if unknown or fused and 0 < len(set(targets.split(",")) & {"q", "k", "v"}) < 3:
+        raise BadInput(f"LoRA targets {targets!r}: wanted some of q, k, v, o, gate, up, down"
+                       + (f"; in {model.config.family} q, k and v are one, so take all three or none" if not unknown else ""))
+    freeze(model)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.layers:
+        shared = None
+        for name in (name for name in ("q", "k", "v", "o", "gate", "up", "down") if name in targets.split(",")):
+            linear = getattr(layer, name, None)
+            if linear is None:  # gate, in families without one
+                continue
+            linear.__class__ = LoRALinear
+            linear.scale, linear.adapter_on = alpha / rank, True
+            dtype, device = torch.promote_types(linear.weight.dtype, torch.float32), linear.weight.device
+            if not (fused and name in ("k", "v")):
+                bound = linear.in_features**-0.5
+                shared = nn.Parameter(torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator).to(
+                    device, dtype))
+            linear.lora_A = shared
+            linear.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=dtype, device=device))
+    if model.head == "scalar":
+        model.score.weight.requires_grad_(True)
+    model.lora = dict(rank=rank, alpha=alpha)
+    return model
+
+
+def adapter_parts(model):
+    """{peft's name of an adapted tensor: {part of it, or None: our LoRALinear}}."""
+    groups = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            disk_name, part = hf_name(model.config.family, f"{name}.weight")
+            groups.setdefault(disk_name.removesuffix(".weight"), {})[part] = module
+    return groups
+
+
+def save_adapter(model, folder, base=""):
+    """Write adapter_config.json and adapter_model.safetensors, for peft and load_adapter; base: path of the model adapted."""
+    from safetensors.torch import save_file
+
+    os.makedirs(folder, exist_ok=True)
+    groups, tensors = adapter_parts(model), {}
+    for name, parts in groups.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = next(iter(parts.values())).lora_A
+        tensors[f"base_model.model.{name}.lora_B.weight"] = to_hf(model.config, "", {k: m.lora_B for k, m in parts.items()})
+    if model.head == "scalar":
+        tensors["base_model.model.score.weight"] = model.score.weight
+    settings = dict(peft_type="LORA", task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS", base_model_name_or_path=base,
+                    r=model.lora["rank"], lora_alpha=model.lora["alpha"], lora_dropout=0.0, bias="none", inference_mode=True,
+                    target_modules=sorted({".".join(name.split(".")[-2:]) for name in groups}),
+                    modules_to_save=["score"] if model.head == "scalar" else None, fan_in_fan_out=model.config.family == "gpt2")
+    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
+        json.dump(settings, f, indent=2)
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+              os.path.join(folder, "adapter_model.safetensors"))
+
+
+def load_adapter(model, folder):
+    """Fill the adapters of a model, after add_lora, from save_adapter's files or peft's. Raises BadInput if they do not fit."""
+    file = os.path.join(folder, "adapter_model.safetensors")
+    tensors = read_tensors(file, lambda f: {name: f.get_tensor(name) for name in f.keys()})
+    wanted = {"base_model.model.score.weight": [(model.score.weight, None)]} if model.head == "scalar" else {}
+    for name, parts in adapter_parts(model).items():
+        wanted[f"base_model.model.{name}.lora_A.weight"] = [(next(iter(parts.values())).lora_A, None)]
+        wanted[f"base_model.model.{name}.lora_B.weight"] = [(m.lora_B, part) for part, m in parts.items()]
+    if wanted.keys() != tensors.keys():
+        raise BadInput(f"{file}: it has {len(tensors)} tensors, not the {len(wanted)} of this model's adapters (the first that "
+                       f"differs is {min(wanted.keys() ^ tensors.keys())}); its LoRA targets must be the same")
+    with torch.no_grad():
+        for name, pieces in wanted.items():
+            for p, part in pieces:
+                t = from_hf(model.config, "", part, tensors[name])
+                if t.shape != p.shape:
+                    raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is its rank the same?")
+                p.copy_(t)
+
+
+@contextlib.contextmanager
+def adapter_off(model):
+    """Within this, the model is what it was before add_lora: the reference policy, for the price of a flag."""
+    adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for m in adapters:
+        m.adapter_on = False
+    try:
+        yield model
+    finally:
+        for m in adapters:
+            m.adapter_on = True
 
 
 def freeze(model):

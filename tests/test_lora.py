@@ -1,0 +1,144 @@
+"""LoRA against peft (where it is installed), and against its own formula: the adapter, its files, the reference without it."""
+import json
+
+import pytest
+import torch
+from families import make, padded
+
+from configurator import BadInput
+from model import Transformer, add_lora, adapter_off, load_adapter, save_adapter
+
+VARIANTS = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral", "qwen2-gqa", "qwen3"]
+ALL = "q,k,v,o,gate,up,down"
+
+
+def adapted(variant, folder, head="lm", targets=ALL, noise=0.3):
+    """A model with adapters of rank 3, their B filled, so that they do something; and its folder."""
+    make(variant, head=head).save_pretrained(folder / "base")
+    model = Transformer.from_pretrained(str(folder / "base"), head=head)
+    add_lora(model, 3, 5, targets, seed=7)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.normal_(0, noise, generator=generator)
+    return model
+
+
+def batch():
+    return padded([9, 12, 5], left=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_new_adapter_changes_nothing_and_off_is_the_base(variant, tmp_path):
+    make(variant).save_pretrained(tmp_path / "base")
+    base = Transformer.from_pretrained(str(tmp_path / "base"))
+    want = base(*batch())
+    model = add_lora(Transformer.from_pretrained(str(tmp_path / "base")), 3, 5)
+    assert torch.equal(model(*batch()), want)
+    model = adapted(variant, tmp_path)
+    moved = model(*batch())
+    assert (moved - want).abs().max() > 0.1
+    with adapter_off(model):
+        assert torch.equal(model(*batch()), want)
+    assert torch.equal(model(*batch()), moved)
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_only_the_adapter_is_trained(head, tmp_path):
+    model = adapted("llama", tmp_path, head)
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert names == adapters | ({"score.weight"} if head == "scalar" else set()) and len(adapters) == 3 * 7 * 2
+    model(*batch()).square().sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("targets", ["q", "q,v", "o,down", ALL])
+def test_the_formula(targets, tmp_path):
+    """W x + alpha / rank B A x, by hand on the matrices: what merged weights give is what the adapter gives."""
+    model = adapted("llama", tmp_path, targets=targets)
+    plain = Transformer.from_pretrained(str(tmp_path / "base"))
+    with torch.no_grad():
+        for i, layer in enumerate(model.layers):
+            for name in targets.split(","):
+                ours = getattr(layer, name)
+                getattr(plain.layers[i], name).weight += 5 / 3 * ours.lora_B @ ours.lora_A
+        assert (plain(*batch()) - model(*batch())).abs().max() < 1e-4
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 3 * len(targets.split(","))
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_saved_models_are_merged_and_adapters_come_back(variant, head, tmp_path):
+    model = adapted(variant, tmp_path, head)
+    want = model(*batch())
+    model.save_pretrained(tmp_path / "merged")
+    merged = Transformer.from_pretrained(str(tmp_path / "merged"), head=head)
+    assert merged.lora is None and (merged(*batch()) - want).abs().max() < 1e-4
+    save_adapter(model, tmp_path / "adapter")
+    again = add_lora(Transformer.from_pretrained(str(tmp_path / "base"), head=head), 3, 5, seed=99)
+    if head == "scalar":
+        again.score.weight.zero_()
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again(*batch()), want)
+
+
+def test_adapters_that_do_not_fit(tmp_path):
+    model = adapted("llama", tmp_path)
+    save_adapter(model, tmp_path / "adapter")
+    for rank, targets, said in ((2, ALL, "is its rank the same"), (3, "q,v", "targets must be the same")):
+        other = add_lora(Transformer.from_pretrained(str(tmp_path / "base")), rank, 5, targets)
+        with pytest.raises(BadInput, match=said):
+            load_adapter(other, tmp_path / "adapter")
+    with pytest.raises(BadInput, match="LoRA targets 'q,x'"):
+        add_lora(model, 3, 5, "q,x")
+    make("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(BadInput, match="take all three or none"):
+        add_lora(Transformer.from_pretrained(str(tmp_path / "gpt2")), 3, 5, "q,v")
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
+    """
+    Logits, or per-token scalars, and the gradients of every A and B, in float64; but transformers' RMSNorm and rotation compute
+    in float32 whatever they are given, so those families agree to its precision.
+    """
+    peft = pytest.importorskip("peft")
+    import transformers as hf
+
+    model = adapted(variant, tmp_path, head).double()
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 3 and settings["lora_alpha"] == 5
+    kind = hf.AutoModelForCausalLM if head == "lm" else hf.AutoModelForSequenceClassification
+    theirs = kind.from_pretrained(tmp_path / "base", **({} if head == "lm" else dict(num_labels=1)))
+    theirs = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"), is_trainable=True).double().eval()
+    tokens, mask = batch()
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    if head == "lm":
+        got = theirs(input_ids=tokens, attention_mask=mask.long(), position_ids=positions).logits
+    else:
+        inner = theirs.base_model.model
+        hidden = inner.base_model(tokens, attention_mask=mask.long(), position_ids=positions).last_hidden_state
+        got = inner.score(hidden)[..., 0]
+    want = model(tokens, mask)
+    tolerance = 1e-9 if variant.startswith("gpt") else 2e-5
+    assert (got - want)[mask].abs().max() < tolerance * want[mask].abs().max()
+    (got[mask] ** 2).sum().backward()
+    (want[mask] ** 2).sum().backward()
+    from model import adapter_parts, to_hf
+
+    theirs = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    compared = 0
+    for name, parts in adapter_parts(model).items():
+        a = next(g for n, g in theirs.items() if f"{name}.lora_A" in n)
+        b = next(g for n, g in theirs.items() if f"{name}.lora_B" in n)
+        ours = next(iter(parts.values())).lora_A.grad, to_hf(model.config, "", {k: m.lora_B.grad for k, m in parts.items()})
+        for x, y in zip((a, b), ours, strict=True):
+            assert (x - y).abs().max() < tolerance * x.abs().max()
+        compared += 2
+    assert compared >= 3 * 2 * 4
