@@ -105,6 +105,12 @@ if batch_size % group_size:
     raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
+if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
+    raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
+if 0 < dual_clip <= 1:
+    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; set it above 1, or 0 for none")
+if kl_correction and kl_estimator == "k2":
+    raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
@@ -214,11 +220,9 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
     # rewards, policy, reference: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        each = parallel.together(lambda: collect(pending, reward_timeout))
-        if learned:
-            with precision:
-                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
-                                                           micro_batch_size)
+        with precision:
+            each = parallel.together(lambda: collect(pending, reward_timeout) | (dict(reward_model=reward_model_scores(
+                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size)) if learned else {}))
         mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
         mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",):
@@ -335,9 +339,11 @@ for iteration in range(start, max_iters + 1):
     for refill in range(max_refills):  # groups with nothing to compare are replaced by other prompts', drawn from a hash
         flat = flat_groups(batch["scores"], group_size).nonzero().flatten().tolist()
         if flat:
-            picked = [hashed_row(len(train_rows), seed, "refill", iteration, refill, slot) for slot in flat]
-            fresh = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], f"refill {refill}",
-                                      iteration, flat, group_size)
+            for slot in flat:  # any row but its own
+                away = 1 + hashed_row(max(len(train_rows) - 1, 1), seed, "refill", iteration, refill, slot)
+                picked[slot] = (picked[slot] + away) % len(train_rows)
+            fresh = rollout_and_score([train_rows[picked[slot]] for slot in flat], [train_prompts[picked[slot]] for slot in flat],
+                                      f"refill {refill}", iteration, flat, group_size)
             rows = (torch.tensor(flat)[:, None] * group_size + torch.arange(group_size)).flatten().to(device)
             batch = replace_rows(batch, rows, fresh, tokenizer.pad_id)
             batch["index"] = torch.arange(batch_size, device=device)
@@ -415,7 +421,8 @@ for iteration in range(start, max_iters + 1):
     if steps == 0:
         ratio_gap = 0.0
         if master and not learns.any():
-            print(f"iteration {iteration}: nothing to learn, {int(even.sum())} of {len(even)} groups have equal scores; no step")
+            print(f"iteration {iteration}: nothing to learn: {int(even.sum())} of {len(even)} groups have equal scores, "
+                  f"{int((~batch['counted'].any(1)).sum())} of {batch_size} responses are masked; no step")
 
     # 5) metrics: means over all tokens and ranks, never means of means
     enter("metrics")

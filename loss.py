@@ -247,7 +247,8 @@ def value_loss(values, old_values, returns, response_mask, cliprange_value):
         return 0.5 * squared, torch.zeros_like(response_mask)
     near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     clipped = (near - returns) ** 2
-    return 0.5 * torch.maximum(squared, clipped), clipped > squared
+    # by an ulp, clipped may win where near is values, rounded
+    return 0.5 * torch.maximum(squared, clipped), (clipped > squared) & ((values - old_values).abs() > cliprange_value)
 
 
 def preference_loss(chosen, rejected):

@@ -230,11 +230,9 @@ def rollout_and_score(rows, prompts, purpose, noise):
     # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        each = parallel.together(lambda: collect(pending, reward_timeout))
-        if learned:
-            with precision:
-                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
-                                                           micro_batch_size)
+        with precision:
+            each = parallel.together(lambda: collect(pending, reward_timeout) | (dict(reward_model=reward_model_scores(
+                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size)) if learned else {}))
         mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
         mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs", "values"):

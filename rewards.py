@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 import traceback
 
 import torch
@@ -319,9 +320,10 @@ def call_rewards(rewards, batch):
 
 
 def collect(pending, timeout):
-    """The results of call_rewards in threads, on the parts of a batch, put together. Raises Stop after timeout seconds."""
+    """The results of call_rewards in threads, on the parts of a batch, put together. Raises Stop after timeout seconds in all."""
+    due = time.monotonic() + timeout
     try:
-        parts = [future.result(timeout) for future in pending]
+        parts = [future.result(max(due - time.monotonic(), 0)) for future in pending]
     except TimeoutError as e:
         raise Stop(f"the rewards have not answered for {timeout} s; does one of them hang? Raise reward_timeout if not") from e
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

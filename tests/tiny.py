@@ -35,6 +35,48 @@ def distance(folder, other):
     return max((a[n].double() - b[n].double()).abs().max().item() for n in a)
 
 
+RULES = """
+import os, time
+
+def letters(batch):
+    return [sum(ch.isascii() for ch in c) / 8 for c in batch["completions"]]
+
+def odd(batch):  # the groups of every other prompt are flat
+    return [n if int(row["prompt"][0]) % 2 else 0.1 for n, row in zip(letters(batch), batch["rows"])]
+
+def flat(batch):
+    return [0.1] * len(batch["rows"])
+
+calls = 0
+
+def fades(batch):  # the evaluation and the rollout of iteration 0, then nothing
+    global calls
+    calls += 1
+    return letters(batch) if calls <= 2 else flat(batch)
+
+def raises(batch):
+    return [row["missing"] for row in batch["rows"]]
+
+def not_a_number(batch):
+    return [float("nan")] * len(batch["rows"])
+
+def few(batch):
+    return [1.0]
+
+def text(batch):
+    return "1.0"
+
+def hangs(batch):
+    time.sleep(1000)
+
+def on_rank_1(function):
+    return lambda batch: (function if os.environ.get("RANK") == "1" else letters)(batch)
+
+for function in (raises, not_a_number, few, text, hangs):
+    globals()[function.__name__ + "_on_1"] = on_rank_1(function)
+"""
+
+
 class World:
     """The paths of a tiny world, and the arguments that point a script at it."""
 
@@ -53,6 +95,19 @@ class World:
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
             timeout=60, device="cpu")
         return arguments(defaults | keys)
+
+    def grpo(self, out_dir, **keys):
+        """--key=value for grpo.py: five groups of three, so that two and three ranks part them in the middle."""
+        defaults = dict(
+            out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
+            rewards=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
+            max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
+            learning_rate=3e-3, checkpoint_interval=0, timeout=60, device="cpu")
+        return arguments(defaults | keys)
+
+    def rule(self, name):
+        """How the key `rewards` names a function of RULES, below."""
+        return os.path.join(self.root, f"rules.py:{name}")
 
     def sft(self, out_dir, **keys):
         defaults = dict(
@@ -74,7 +129,7 @@ def arguments(keys):
 
 
 def build(folder):
-    """Tokenizers, a policy, reward models and data in this folder, in a second. Returns a World."""
+    """Tokenizers, a policy, reward models, rules and data in this folder, in a second. Returns a World."""
     import torch
 
     from checkpoint import save_model
@@ -109,6 +164,8 @@ def build(folder):
     sft = [dict(prompt=f"{a}+{b}=", completion=f"<think>{a % 10 + b % 10}</think>{a + b}" if a % 3 == 0 else str(a + b))
            for a, b in problems]
     pairs = [dict(prompt=f"{a}+{b}=", chosen=str(a + b), rejected=str(a + b + 1 + a % 50)) for a, b in problems]
+    with open(os.path.join(folder, "rules.py"), "w", encoding="utf-8") as f:
+        f.write(RULES)
     for name, rows in (("rl", rl), ("sft", sft), ("pairs", pairs)):
         jsonl(os.path.join(folder, f"{name}_train.jsonl"), rows[:40])
         jsonl(os.path.join(folder, f"{name}_val.jsonl"), rows[40:52])

@@ -1,0 +1,733 @@
+"""
+grpo.py as a user runs it: its steps against steps worked out from the papers, ranks, knobs, dynamic sampling, kills, rewards that
+fail, bad input; and ppo.py with rules. Nearly all runs are forked.
+"""
+import ast
+import difflib
+import json
+import math
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from conftest import ROOT
+from test_grpo_loss import PLAIN, paper_divisor, paper_step
+from test_ppo import alike, measured, succeeded
+from test_reliability import contents, forked, is_one_line, one_run
+
+from configurator import read_keys
+from data import load_tokenizer, permutation
+from model import Transformer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+def log_of(folder, name):
+    return tiny.read_log(f"{folder}/{name}/out")
+
+
+# Writes what every rank has after a rollout: batch-0.pt (the evaluation at iteration 0), batch-1.pt (its rollout), ...
+DUMP = """
+import json, torch
+import parallel
+gather_rows, number = parallel.gather_rows, 0
+def dump(mine):
+    global number
+    batch = gather_rows(mine)
+    if RANK == 0:
+        torch.save(batch, f"batch-{number}.pt")
+    number += 1
+    return batch
+parallel.gather_rows = dump
+"""
+
+
+def dumped(folder, name):
+    """Those batches, in order."""
+    files = [f"{folder}/{name}/batch-{i}.pt" for i in range(100)]
+    return [torch.load(file) for file in files if os.path.exists(file)]
+
+
+def texts(batch, tokenizer):
+    """[(prompt, response)] of a batch."""
+    R = batch["response_mask"].shape[1]
+    return [(tokenizer.decode(t[:-R][m[:-R]].tolist()), tokenizer.decode(t[-R:][r].tolist())) for t, m, r
+            in zip(batch["tokens"], batch["attention_mask"], batch["response_mask"], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def forks(world, tmp_path_factory):
+    """All the forked runs below, but those of any number of ranks and of every knob: their folder and results."""
+    folder = str(tmp_path_factory.mktemp("forks"))
+    cases = step_cases(world) | sampling_cases(world) | failing_cases(world, folder)
+    return folder, forked(folder, cases, at_once=8)  # many of them only wait
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a run
+
+
+@pytest.fixture(scope="module")
+def real(world, tmp_path_factory):
+    """By python, not forked, with rules that the tiny model cannot please and one that it can."""
+    out = str(tmp_path_factory.mktemp("real"))
+    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", rewards=f"accuracy,0.1*format,{world.rule('letters')}",
+                                                          max_refills=1)))
+
+
+def test_a_run_logs_every_phase(real):
+    out, result = real
+    log = tiny.read_log(f"{out}/out")
+    assert [r["iteration"] for r in log] == [0, 1, 2, 3] and result.stderr == ""
+    evaluation = {"eval/scores", "eval/kl", "eval/entropy", "eval/length", "eval/finished", "eval/accuracy", "eval/thinks",
+                  "eval/reward/accuracy", "eval/reward/format", "eval/reward/letters"}
+    assert evaluation <= log[0].keys() and evaluation <= log[-1].keys() and not evaluation & log[1].keys()
+    wanted = {"objective/texts", "objective/scores", "objective/kl", "objective/entropy", "objective/length",
+              "objective/finished", "objective/accuracy", "objective/thinks", "objective/reward/accuracy",
+              "objective/reward/letters", "objective/flat_groups", "objective/score_std", "loss/policy", "loss/kl",
+              "policy/approx_kl", "policy/clipfrac", "policy/sampler_gap", "policy/ratio_gap", "policy/grad_norm",
+              "policy/steps", "policy/lr", "time/rollout", "time/score", "time/update", "time/iteration", "mem/peak_mib"}
+    for record in log[:-1]:
+        assert wanted <= record.keys(), wanted - record.keys()
+        assert all(math.isfinite(v) for v in record.values() if not isinstance(v, str))
+        assert record["objective/scores"] == pytest.approx(record["objective/reward/letters"], abs=1e-6)  # the others are 0
+    assert log[0]["objective/kl"] == log[0]["eval/kl"] == 0 != log[1]["objective/kl"]
+    assert [line.split()[0] for line in result.stdout.splitlines() if "M parameters" in line] == ["policy", "ref_policy"]
+    assert len(re.findall(r"^iter \d/3 \| score .*flat groups 0\.\d\d", result.stdout, re.M)) == 3
+
+
+@torch.no_grad()
+def test_transformers_loads_what_it_leaves(real, world):
+    import transformers as hf
+
+    policy, tokens = f"{real[0]}/out/policy", torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(policy).eval()(tokens).logits
+    assert theirs.std() > 0.1 and (theirs - Transformer.from_pretrained(policy)(tokens)).abs().max() < 1e-4
+    assert tiny.distance(world.policy, policy) > 1e-3
+    assert hf.AutoTokenizer.from_pretrained(policy)("<think>1")["input_ids"] == [256, 49]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# its steps are the papers'
+
+G4 = dict(dtype="float64", max_iters=1, batch_size=12, group_size=4, num_iterations=3, num_minibatches=1, learning_rate=3e-2,
+          adam_eps=1e-3, kl_coef=0.0)  # the sizes of test_grpo_loss.py; such steps that clipping has something to do
+NAMES = dict(low="cliprange", high="cliprange_high", dual="dual_clip", estimator="kl_estimator", correction="kl_correction")
+STEPS = {  # in the words of test_grpo_loss.py
+    "GRPO": dict(kl_coef=0.2), "Dr. GRPO": dict(scale="none", aggregation="seq-mean-token-sum-norm"),
+    "DAPO": dict(high=0.28, aggregation="token-mean", truncated="mask"),
+    "GSPO": dict(importance="sequence", low=0.02, high=0.03, kl_coef=0.2, estimator="k2"),
+    "RLOO": dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
+    "CISPO": dict(loss="cispo", low=1.0, high=0.1, aggregation="token-mean"),
+    "V3": dict(kl_coef=0.2, correction=True, truncated="mask", dual=1.2),
+    "k1": dict(kl_coef=0.2, estimator="k1", correction=True),
+    "batch": dict(scale="batch", baseline="others", aggregation="token-mean"),
+}
+MORE = {  # beside the loss: name -> (words, keys of grpo.py)
+    "minibatches": (dict(kl_coef=0.2), dict(num_minibatches=5, num_iterations=2)),
+    "entropy": (dict(aggregation="token-mean", truncated="mask"), dict(entropy_coef=0.2)),
+    "optimizer": (dict(kl_coef=0.2), dict(grad_clip=0.05, weight_decay=0.3, beta1=0.5, beta2=0.9, adam_eps=1e-2)),
+    "scores": (dict(), dict(missing_eos_penalty=1.0, reward_clip=0.4)),
+    "target_kl": (dict(), dict(target_kl=0.02)),
+}
+ALL_STEPS = {name: (words, {}) for name, words in STEPS.items()} | MORE
+
+
+def step_cases(world):
+    cases = {}
+    for name, (words, keys) in ALL_STEPS.items():
+        args = world.grpo("out", **(G4 | {NAMES.get(k, k): x for k, x in words.items()} | keys))
+        cases[name] = [one_run("grpo.py", (args, DUMP))]
+    return cases
+
+
+def each_alone(model, batch, temperature=0.9, vocab_size=260):
+    """Log-probs and entropies of the tokens of each response, [(n,), ...], with no padding and no neighbours."""
+    found, R = [], batch["response_mask"].shape[1]
+    for tokens, mask, response in zip(batch["tokens"], batch["attention_mask"], batch["response_mask"], strict=True):
+        n, ids = int(response.sum()), tokens[mask]
+        assert ids[-n:].tolist() == tokens[-R:][:n].tolist()
+        logprobs = (model(ids[None])[0, -n - 1:-1, :vocab_size] / temperature).log_softmax(-1)
+        found.append((logprobs[torch.arange(n), ids[-n:]], -(logprobs.exp() * logprobs).sum(-1)))
+    return found
+
+
+def by_hand(world, batch, words, keys):
+    """The weights after an iteration on this batch: plain loops for the loss, AdamW as its paper has it. And the steps taken."""
+    keys = dict(beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.0, grad_clip=1.0, entropy_coef=0.0, missing_eos_penalty=0,
+                reward_clip=0, target_kl=0) | G4 | keys
+    k = SimpleNamespace(**(PLAIN | words))
+    policy = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    with torch.no_grad():
+        old = [logprobs for logprobs, _ in each_alone(policy, batch)]
+    case = []
+    for logprobs, score, finished in zip(old, batch["scores"].tolist(), batch["finished"].tolist(), strict=True):
+        score = -keys["missing_eos_penalty"] if keys["missing_eos_penalty"] and not finished else score
+        score = min(max(score, -keys["reward_clip"]), keys["reward_clip"]) if keys["reward_clip"] else score
+        case.append(SimpleNamespace(old=logprobs.tolist(), ref=logprobs.tolist(), score=score, finished=finished))
+    parameters = list(policy.parameters())
+    moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
+    taken = 0
+    for epoch in range(keys["num_iterations"]):
+        for rows in permutation(12, 1, "minibatches", 0, epoch).tensor_split(keys["num_minibatches"]):
+            now = each_alone(policy, batch)
+            for response, (logprobs, _) in zip(case, now, strict=True):
+                response.new = logprobs.tolist()
+            _, slopes = paper_step(case, only=rows.tolist(), **words)
+            counted = [case[i] for i in rows if k.truncated == "keep" or case[i].finished]
+            drifts = [math.exp(x - y) - 1 - (x - y) for response in counted
+                      for x, y in zip(response.new, response.old, strict=True)]
+            if keys["target_kl"] and sum(drifts) / len(drifts) > keys["target_kl"]:
+                return policy, taken
+            loss = sum((torch.tensor(s, dtype=torch.float64) * x).sum() for s, (x, _) in zip(slopes, now, strict=True))
+            for i in rows:
+                if any(case[i] is response for response in counted):
+                    loss = loss - keys["entropy_coef"] * now[i][1].sum() / paper_divisor(case[i], counted, k)
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+            taken += 1
+            with torch.no_grad():
+                for p, g, m in zip(parameters, gradients, moments, strict=True):
+                    g = g * min(1.0, keys["grad_clip"] / (norm + 1e-6))
+                    m[0] = keys["beta1"] * m[0] + (1 - keys["beta1"]) * g
+                    m[1] = keys["beta2"] * m[1] + (1 - keys["beta2"]) * g * g
+                    step = m[0] / (1 - keys["beta1"]**taken) / ((m[1] / (1 - keys["beta2"]**taken)).sqrt() + keys["adam_eps"])
+                    p.mul_(1 - keys["learning_rate"] * keys["weight_decay"]).sub_(keys["learning_rate"] * step)
+    return policy, taken
+
+
+@pytest.mark.parametrize("name", ALL_STEPS)
+def test_an_iteration_is_the_papers(forks, world, name):
+    """Every response alone, loops over plain numbers, AdamW by hand: the same weights, and the reported loss and KL."""
+    (words, keys), (folder, results) = ALL_STEPS[name], forks
+    assert results[name][0]["codes"] == [0], results[name]
+    batch, record = dumped(folder, name)[1], log_of(folder, name)[0]
+    policy, taken = by_hand(world, batch, words, keys)
+    ours = Transformer.from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
+    worst = max((p - q).abs().max().item() for p, q in zip(policy.parameters(), ours.parameters(), strict=True))
+    start = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    moved = max((p - q).abs().max().item() for p, q in zip(start.parameters(), ours.parameters(), strict=True))
+    assert worst < 1e-9 < 1e-3 < moved, (worst, moved)
+    assert record["policy/steps"] == taken and record["policy/clipfrac"] > 0
+    if name == "target_kl":
+        assert 0 < taken < 3
+    assert 0 < batch["finished"].double().mean() < 1 and len(set(batch["response_mask"].sum(1).tolist())) > 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# any number of ranks, any memory knob
+
+RULES = dict(dtype="float64", num_minibatches=6, max_refills=2, truncated="mask", eval_interval=1)  # steps of 3 or 2 rows
+OTHER = dict(dtype="float64", importance="sequence", baseline="others", scale="batch", aggregation="token-mean", dual_clip=1.5,
+             kl_estimator="k1", kl_correction=True, entropy_coef=0.05, target_kl=0.05, cliprange=0.05, cliprange_high=0.07,
+             missing_eos_penalty=0.5, reward_clip=0.7, temperature=1.2, weight_decay=0.1, warmup_iters=2, lr_decay="linear")
+CISPO = dict(dtype="float64", loss="cispo", aggregation="seq-mean-token-sum-norm", kl_estimator="k2", max_refills=1)
+MEMORY = dict(micro_batch_size=64, rollout_batch_size=4)  # four of groups of three
+RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules": ("2", "1", "memory")}  # of all others: four
+
+
+def variants(world):
+    """{name: (script, arguments)} of the runs that are made on any number of ranks."""
+    mixed = f"{world.rule('odd')},accuracy"
+    return {"rules": ("grpo.py", dict(RULES, rewards=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
+            "cispo": ("grpo.py", dict(CISPO, rewards=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
+            "half": ("grpo.py", dict(dtype="bfloat16")),
+            "ppo": ("ppo.py", dict(dtype="float64", rewards=f"{world.rule('letters')},0.5*reward_model,accuracy")),
+            "ppo-rules": ("ppo.py", dict(dtype="float64", rewards=world.rule("letters"), value_init="policy",
+                                         scale_scores="running", reward_path="nowhere"))}
+
+
+@pytest.fixture(scope="module")
+def ranks(world, tmp_path_factory):
+    """Those runs as NAME-1, NAME-2, NAME-3 and NAME-memory: their folder and results."""
+    folder, cases = str(tmp_path_factory.mktemp("ranks")), {}
+    for name, (script, keys) in variants(world).items():
+        for which in RUNS.get(name, ("3", "2", "1", "memory")):
+            args = getattr(world, script[:-3])("out", **(keys | (MEMORY if which == "memory" else {})))
+            cases[f"{name}-{which}"] = [one_run(script, *[(args, DUMP)] * int(which.replace("memory", "1")))]
+    results = forked(folder, cases, at_once=3)
+    for name, (result,) in results.items():
+        assert set(result["codes"]) == {0}, (name, result)
+    return folder, results
+
+
+@pytest.mark.parametrize("name, other", [(name, other) for name in ("rules", "other", "cispo", "ppo", "ppo-rules")
+                                         for other in RUNS.get(name, ("3", "2", "memory")) if other != "1"])
+def test_ranks_and_memory_do_not_change_a_run(ranks, name, other):
+    folder, _ = ranks
+    logs = [[measured(r) for r in log_of(folder, f"{name}-{which}")] for which in ("1", other)]
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert alike(*logs, tolerance=1e-9)
+    for model in ("policy", "value_model") if name.startswith("ppo") else ("policy",):
+        assert tiny.distance(f"{folder}/{name}-1/out/{model}", f"{folder}/{name}-{other}/out/{model}") < 1e-9
+
+
+def test_those_runs_had_something_to_get_wrong(ranks, world):
+    """Weights moved; groups were refilled, and some stayed flat; responses were cut off; clipping and target_kl did something."""
+    folder, _ = ranks
+    for name in ("rules", "other", "cispo", "ppo", "ppo-rules"):
+        assert tiny.distance(world.policy, f"{folder}/{name}-1/out/policy") > 1e-3, name
+        log = log_of(folder, f"{name}-1")[:-1]
+        assert len({r["objective/texts"] for r in log}) == len(log) == 3
+        assert any(0 < r["objective/finished"] < 1 for r in log) and all(r["policy/clipfrac"] > 0 for r in log), name
+    logs = {name: log_of(folder, f"{name}-1")[:-1] for name in ("rules", "other", "cispo")}
+    assert any("time/refill 1" in r for r in logs["rules"]) and any("time/refill 0" in r for r in logs["cispo"])
+    assert any(0 < r["objective/flat_groups"] < 1 for r in logs["cispo"]) and any(r["policy/steps"] < 4 for r in logs["other"])
+    assert 15 // 2 % 3 and 15 // 3 % 3  # the border between ranks lies within a group
+
+
+def test_float32_samples_the_same_texts_on_any_ranks(ranks):
+    texts = [[r["objective/texts"] for r in log_of(ranks[0], f"single-{n}")[:-1]] for n in (1, 2, 3)]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) == 3
+
+
+def test_bfloat16_stays_on_policy(ranks):
+    log = log_of(ranks[0], "half-2")[:-1]
+    assert len(log) == 3 and all(0 < r["policy/sampler_gap"] < 0.02 for r in log)
+
+
+@torch.no_grad()
+def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
+    """"other" has a reward model whose markers have each other's ids: each text, tokenized anew and alone, has the same score."""
+    ours, theirs = load_tokenizer(world.policy), load_tokenizer(world.other_reward)
+    model = Transformer.from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
+    batch = dumped(ranks[0], "other-2")[1]
+    assert len(batch["scores"]) == 15
+    for (prompt, response), finished, score in zip(texts(batch, ours), batch["finished"], batch["reward/reward_model"],
+                                                   strict=True):
+        ids = theirs.encode(prompt) + theirs.encode(response) + [theirs.eos_id] * int(finished)
+        assert model(torch.tensor([ids]))[0, -1].item() + 0.25 == pytest.approx(score.item(), abs=1e-12)
+    assert (batch["scores"] == batch["reward/letters"] + 0.5 * batch["reward/reward_model"]).all()
+
+
+@torch.no_grad()
+def test_ppo_with_rules(ranks, world):
+    """Mixed with a reward model, or without one: its folder is not looked at, and the value model starts as the policy."""
+    folder, results = ranks
+    batch, tokenizer = dumped(folder, "ppo-2")[1], load_tokenizer(world.policy)
+    rows = {}
+    for path in (world.rl_train, world.rl_val):
+        with open(path, encoding="utf-8") as f:
+            rows |= {row["prompt"]: row["answer"] for row in map(json.loads, f)}
+    for i, (prompt, response) in enumerate(texts(batch, tokenizer)):
+        assert batch["reward/letters"][i] == sum(ord(ch) < 128 for ch in response) / 8
+        assert batch["reward/accuracy"][i] == (response == rows[prompt])
+    want = batch["reward/letters"] + 0.5 * batch["reward/reward_model"] + batch["reward/accuracy"]
+    assert (batch["scores"] - want).abs().max() < 1e-15
+    assert {"objective/reward/letters", "objective/reward/reward_model"} <= log_of(folder, "ppo-1")[0].keys()
+    lines = results["ppo-rules-1"][0]["stdout"][0].splitlines()
+    assert [line.split()[0] for line in lines if "M parameters" in line] == ["policy", "ref_policy", "value_model"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dynamic sampling, nothing to learn, kills
+
+AT = """
+import os, signal
+import data, loss, parallel, rollout
+now, original = -1, data.batch_rows
+def batch_rows(seed, iteration, *rest):
+    global now
+    now = iteration
+    return original(seed, iteration, *rest)
+data.batch_rows = batch_rows
+
+def once(owner, name, action):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        if now == 1:
+            action()
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+"""
+KILLS = {  # what the last rank does in iteration 1 -> its exit code, the other rank's, the checkpoint that is there
+    "once(data, 'hashed_row', send(9))": (-9, 1, 1), "once(loss, 'token_weights', send(9))": (-9, 1, 1),
+    "once(data, 'hashed_row', send(15))": (0, 0, 1), "once(data, 'replace_rows', send(15))": (0, 0, 2),
+    "once(loss, 'token_weights', send(15))": (0, 0, 2),
+}
+UNFINISHED_ALL = """
+import rollout
+generate = rollout.generate
+def cut(*args, **kwargs):
+    batch = generate(*args, **kwargs)
+    batch["finished"] = batch["finished"] & False
+    return batch
+rollout.generate = cut
+"""
+REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
+
+
+def sampling_cases(world):
+    odd, letters = world.rule("odd"), world.rule("letters")
+    runs = {
+        "refilled": (dict(REFILLED, rewards=odd), DUMP), "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
+        "never flat": (dict(REFILLED, rewards="reward_model"), DUMP),
+        "never flat, not refilled": (dict(REFILLED, rewards="reward_model", max_refills=0), DUMP),
+        "always flat": (dict(rewards=world.rule("flat"), max_refills=3), DUMP),
+        "later flat": (dict(rewards=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
+        "all cut": (dict(rewards=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
+        "all cut, kept": (dict(rewards=letters, dtype="float64"), UNFINISHED_ALL),
+        "no KL": (dict(rewards=letters, kl_coef=0), DUMP),
+    }
+    found = {name: [one_run("grpo.py", (world.grpo("out", **keys), code))] for name, (keys, code) in runs.items()}
+    args = world.grpo("out", rewards=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
+    for count in (1, 2):
+        found[f"whole {count}"] = [one_run("grpo.py", *[args] * count)]
+        for number, action in enumerate(KILLS):
+            found[f"kill {count} {number}"] = [one_run("grpo.py", *[(args, AT)] * (count - 1), (args, AT + action)),
+                                               one_run("grpo.py", *[args] * count)]
+    return found
+
+
+def flat_by_hand(scores, size=3):
+    """Numbers of the groups whose scores are all equal."""
+    return [i // size for i in range(0, len(scores), size) if len(set(scores[i:i + size])) == 1]
+
+
+def test_flat_groups_are_replaced_by_other_prompts(forks, world):
+    """Followed through the batches of an iteration: only the flat groups, in their places, and never with the same prompt."""
+    folder, results = forks
+    tokenizer = load_tokenizer(world.policy)
+    assert results["refilled"][0]["codes"] == results["not refilled"][0]["codes"] == [0], results["refilled"]
+    evaluation, first, *rest, _ = dumped(folder, "refilled")
+    plain = dumped(folder, "not refilled")
+    assert len(plain) == 4 and torch.equal(first["tokens"], plain[1]["tokens"])  # both sample the same at first
+    said, scores, refills = texts(first, tokenizer), first["scores"].tolist(), 0
+    while flat_by_hand(scores) and refills < 2:
+        fresh, flat = rest.pop(0), flat_by_hand(scores)
+        new = texts(fresh, tokenizer)
+        assert len(new) == 3 * len(flat) < 15
+        refills += 1
+        for place, group in enumerate(flat):
+            for sample in range(3):
+                was, now = said[3 * group + sample], new[3 * place + sample]
+                assert was[0] != now[0] == new[3 * place][0], "the refill has the prompt that it replaces"
+                said[3 * group + sample] = now
+                scores[3 * group + sample] = fresh["scores"][3 * place + sample].item()
+        assert len({response for _, response in new}) > len(flat)  # and they do not all say the same
+    assert refills
+    record, next_rollout = log_of(folder, "refilled")[0], rest[0]
+    assert record["objective/scores"] == pytest.approx(sum(scores) / 15, abs=1e-12)
+    assert record["objective/flat_groups"] == len(flat_by_hand(scores)) / 5
+    # the walk through the epochs goes on as if nothing had been refilled
+    prompts = [[prompt for prompt, _ in texts(batch, tokenizer)] for batch in (next_rollout, plain[2])]
+    assert prompts[0] == prompts[1]
+
+
+def test_nothing_flat_nothing_refilled(forks):
+    folder, _ = forks
+    a, b = (contents(f"{folder}/{name}") for name in ("never flat", "never flat, not refilled"))
+    assert len(dumped(folder, "never flat")) == len(dumped(folder, "never flat, not refilled")) == 4
+    assert a["log"] == b["log"] and a["out/policy/model.safetensors"] == b["out/policy/model.safetensors"]
+
+
+def test_all_groups_flat_is_no_step_whatever_the_kl(forks, world):
+    """max_refills bounds the search; then the iteration says so, and no bit of the policy moves: here, none at all."""
+    folder, results = forks
+    result = results["always flat"][0]
+    assert result["codes"] == [0] and len(dumped(folder, "always flat")) == 2 + 3 * (1 + 3), result
+    assert len(re.findall(r"^iteration \d: nothing to learn: 5 of 5 groups have equal scores, 0 of 15 responses "
+                          r"are masked; no step$", result["stdout"][0],
+                          re.M)) == 3
+    assert tiny.distance(world.policy, f"{folder}/always flat/out/policy") == 0
+    for record in log_of(folder, "always flat")[:-1]:
+        assert record["objective/flat_groups"] == 1 and record["objective/score_std"] < 1e-6
+        assert [record[f"policy/{k}"] for k in ("steps", "grad_norm", "ratio_gap", "clipfrac")] == [0, 0, 0, 0]
+        assert all(math.isfinite(v) for v in record.values() if not isinstance(v, str))
+
+
+def test_momentum_and_kl_move_nothing_either(forks, world):
+    """A policy that has learned, and so has momentum and a KL, meets an iteration of flat groups: not a bit moves."""
+    folder, results = forks
+    log = log_of(folder, "later flat")
+    assert results["later flat"][0]["codes"] == [0] and [r["policy/steps"] for r in log[:-1]] == [4, 0, 0]
+    checkpoints = [f"{folder}/later flat/out/checkpoint-00000{i}" for i in (1, 2, 3)]
+    assert tiny.distance(world.policy, f"{checkpoints[0]}/policy") > 1e-3 and log[1]["objective/kl"] != 0
+    for name in ("policy/model.safetensors", "policy_optimizer.safetensors"):
+        first, *others = [open(f"{checkpoint}/{name}", "rb").read() for checkpoint in checkpoints]
+        assert all(other == first for other in others), name
+
+
+def test_all_truncated(forks, world):
+    folder, results = forks
+    result = results["all cut"][0]
+    assert result["codes"] == [0], result
+    assert len(re.findall(r"nothing to learn: . of 5 groups .*, 15 of 15 responses are masked; no step$", result["stdout"][0],
+                          re.M)) == 3
+    assert tiny.distance(world.policy, f"{folder}/all cut/out/policy") == 0
+    assert tiny.distance(world.policy, f"{folder}/all cut, kept/out/policy") > 1e-3
+    assert [r["policy/steps"] for r in log_of(folder, "all cut")[:-1]] == [0, 0, 0]
+
+
+def test_without_a_kl_there_is_no_reference(forks, world):
+    folder, results = forks
+    result, log = results["no KL"][0], log_of(folder, "no KL")
+    assert result["codes"] == [0] and re.findall(r"^(\w+) +0.03M parameters", result["stdout"][0], re.M) == ["policy"]
+    assert not any("/kl" in key and record[key] for record in log for key in record)
+    assert "ref_logprobs" not in dumped(folder, "no KL")[1] and tiny.distance(world.policy, f"{folder}/no KL/out/policy") > 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("number", range(len(KILLS)))
+def test_a_killed_or_stopped_run_ends_in_the_same_bits(forks, number, count):
+    folder, results = forks
+    (stopped, again), codes = results[f"kill {count} {number}"], list(KILLS.values())[number]
+    assert stopped["codes"] == [codes[1]] * (count - 1) + [codes[0]] and again["codes"] == [0] * count, (stopped, again)
+    assert f"checkpoint-00000{codes[2]}" in again["stdout"][0].split("resuming from ")[1].split("\n")[0]
+    if codes[0] == 0:
+        assert f"stopped before the update of iteration {codes[2]}, and saved; resume with" in stopped["stdout"][0]
+    assert contents(f"{folder}/kill {count} {number}") == contents(f"{folder}/whole {count}")
+    assert "time/refill 0" in tiny.read_log(f"{folder}/whole {count}/out")[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rewards that fail, bad input, sabotage
+
+FAULTS = {  # a function of tiny.RULES -> what is said
+    "raises": r"reward 'raises(_on_1)?' failed at \S+rules\.py, line \d+: KeyError: 'missing'$",
+    "not_a_number": r"reward 'not_a_number(_on_1)?' gave nan, no finite number, for the row with the prompt '[\d+]+='$",
+    "few": r"reward 'few(_on_1)?' must return \d numbers, .*; it returned list of shape \(1,\)$",
+    "text": r"reward 'text(_on_1)?' must return \d+ numbers, one a response, as a 1-D tensor, array or list; it returned str$",
+    "hangs": r"the rewards have not answered for 1 s; does one of them hang\? Raise reward_timeout if not$",
+}
+BAD = {  # name -> (keys, what is said)
+    "groups": (dict(group_size=4), r"batch_size = 15 is not a multiple of group_size = 4; it counts responses, not prompts"),
+    "one a group": (dict(group_size=1, batch_size=15), r"group_size = 1 .*out of range"),
+    "minibatches": (dict(num_minibatches=16), r"num_minibatches = 16 would leave"),
+    "unknown reward": (dict(rewards="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
+    "misspelt": (dict(rewards="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
+    "misspelt model": (dict(rewards="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
+    "no rewards": (dict(rewards=" "), r"wanted at least one reward"),
+    "no such file": (dict(rewards="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
+    "no answer": (dict(rewards="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
+    "no held-out answer": (dict(rewards="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
+    "no score head": (dict(rewards="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
+    "no reward model": (dict(reward_path="nowhere"), r"nowhere: no such folder"),
+    "short reward model": (dict(reward_path="SHORT"), r"the prompt has \d tokens; from 1 to 2 fit"),
+    "cispo of sequences": (dict(loss="cispo", importance="sequence"), r"loss = 'cispo' has a weight a token"),
+    "cispo with dual clip": (dict(loss="cispo", dual_clip=3.0), r"loss = 'cispo' .*dual_clip = 0"),
+    "dual clip of 1": (dict(dual_clip=1.0), r"dual_clip = 1\.0 would stop bad tokens"),
+    "k2 times the ratio": (dict(kl_estimator="k2", kl_correction=True), r"kl_correction is for k1 and k3"),
+}
+ON_TWO = ("groups", "misspelt", "no answer", "no such file")  # of these, also what two ranks say
+SABOTAGE = {  # name -> (code, what is said, the policy's steps before)
+    "sampler": ("""
+import rollout
+generate = rollout.generate
+rollout.generate = lambda policy, prompts, n, temperature, *rest, **k: generate(policy, prompts, n, 1.2 * temperature, *rest, **k)
+""", r"iteration 0: before any update, the log-probs of the sampler differ"),
+    "reference": ("""
+import parallel
+original = parallel.broadcast_parameters
+def broadcast(models):
+    models = list(models)
+    original(models)
+    models[1].lm_head.weight.data[5] += 0.1
+parallel.broadcast_parameters = broadcast
+""", r"iteration 0: before any update, the log-probs of the reference differ"),
+    "forward": ("""
+import loss, torch
+logprobs = loss.logprobs_from_logits
+loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
+""", r"iteration 0: before any update, the log-probs of the training forward differ"),
+    "gradient": ("""
+import loss
+policy_loss = loss.policy_loss
+loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK == 1 else 1), args[3])
+""", r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
+}
+TOO_LONG = """
+import configurator, rewards
+def too_long(*args):
+    raise configurator.BadInput("a response has 99 tokens in the reward model's tokenizer")
+rewards.reward_model_scores = too_long
+"""
+
+
+def failing_cases(world, folder):
+    cases = {}
+    tiny.jsonl(f"{folder}/mute.jsonl", [dict(prompt="1+2=", answer="3"), dict(prompt="1+3=")])
+    paths = dict(MUTE=f"{folder}/mute.jsonl", POLICY=world.policy, SHORT=world.short_reward)
+    for name, (keys, _) in BAD.items():
+        args = world.grpo("out", **{k: paths.get(x, x) if isinstance(x, str) else x for k, x in keys.items()})
+        for count in (1, 2) if name in ON_TWO else (1,):
+            cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
+    cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", rewards=world.rule("letters")))]
+    for fault in FAULTS:
+        for count, name in ((1, fault), (2, fault), (2, f"{fault}_on_1")):
+            args = world.grpo("out", rewards=f"accuracy,{world.rule(name)}", reward_timeout=1)
+            cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
+    args = world.ppo("out", rewards=f"reward_model,{world.rule('raises_on_1')}")
+    cases["ppo: raises_on_1"] = [one_run("ppo.py", args, args)]
+    args = world.grpo("out")
+    cases["too long on 1"] = [one_run("grpo.py", args, (args, TOO_LONG))]
+    cases["too long"] = [one_run("grpo.py", (args, TOO_LONG))]
+    for name, (code, _) in SABOTAGE.items():
+        cases[name] = [one_run("grpo.py", (args, code), (args, code))]
+    return cases
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_with_code_2_and_nothing_written(forks, name):
+    folder, results = forks
+    for count in (1, 2) if name in ON_TWO else (1,):
+        result = results[f"{name} {count}"][0]
+        assert result["codes"] == [2] * count and result["stderr"][1:] == [""] * (count - 1), result
+        assert is_one_line(result["stderr"][0], BAD[name][1], "grpo.py"), result
+        assert not os.path.exists(f"{folder}/{name} {count}/out")
+
+
+def test_ppo_asks_for_a_value_model_that_can_be(forks):
+    folder, results = forks
+    result = results["ppo without a reward model"][0]
+    assert result["codes"] == [2] and is_one_line(result["stderr"][0], "type --value_init=policy"), result
+    assert not os.path.exists(f"{folder}/ppo without a reward model/out")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reward_that_fails_is_one_line_and_nobody_hangs(forks, fault):
+    """On one rank, on both, and on rank 1 alone: rank 0 says so, and says where."""
+    for count, name in ((1, fault), (2, fault), (2, f"{fault}_on_1")):
+        result = forks[1][f"{name} {count}"][0]
+        assert result["codes"] == [1] * count and result["stderr"][1:] == [""] * (count - 1), result
+        where = "on rank 1: " if name.endswith("_on_1") else ""
+        assert is_one_line(result["stderr"][0], f"grpo.py: error: {where}{FAULTS[fault]}".replace("$", r"\n"), "grpo.py"), result
+        assert max(result["seconds"]) < 15
+
+
+def test_a_reward_that_fails_on_rank_1_in_ppo(forks):
+    result = forks[1]["ppo: raises_on_1"][0]
+    assert result["codes"] == [1, 1] and result["stderr"][1] == ""
+    assert is_one_line(result["stderr"][0], "error: on rank 1: reward 'raises_on_1' failed"), result
+
+
+def test_a_response_too_long_for_the_reward_model_of_one_rank(forks):
+    """The reward model's refusal reaches all ranks too: they do not wait for one that has left."""
+    alone, both = forks[1]["too long"][0], forks[1]["too long on 1"][0]
+    assert alone["codes"] == [2] and is_one_line(alone["stderr"][0], "error: a response has 99 tokens", "grpo.py")
+    assert both["codes"] == [1, 1] and both["stderr"][1] == "", both
+    assert is_one_line(both["stderr"][0], "error: on rank 1: a response has 99 tokens", "grpo.py"), both
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_sabotage_stops_all_ranks_before_the_step(forks, name):
+    folder, results = forks
+    result = results[name][0]
+    assert result["codes"] == [1, 1] and result["stderr"][1] == "", result
+    assert is_one_line(result["stderr"][0], SABOTAGE[name][1], "grpo.py"), result
+    assert not os.path.exists(f"{folder}/{name}/out/policy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# every knob
+
+HELD = dict(dtype="float64", max_iters=1)  # what the knobs are turned on
+TWO = dict(max_iters=2)
+# key -> its other value, what else is set before and after
+KNOBS = {
+    "policy_path": ("OTHER", {}), "reward_path": ("OTHER", {}), "prompts_path": ("OTHER", {}),
+    "batch_size": (18, {}), "group_size": (5, {}), "max_refills": (1, dict(rewards="ODD")), "max_new_tokens": (9, {}),
+    "temperature": (1.2, {}), "rewards": ("0.5*reward_model,length", {}), "missing_eos_penalty": (3.0, {}),
+    "reward_clip": (0.1, {}), "baseline": ("others", {}), "scale": ("none", {}), "loss": ("cispo", {}),
+    "importance": ("sequence", {}), "aggregation": ("token-mean", {}), "truncated": ("mask", {}), "kl_coef": (0.5, {}),
+    "kl_estimator": ("k2", {}), "kl_correction": (True, {}), "num_iterations": (3, {}), "num_minibatches": (3, {}), "cliprange": (0.02, {}),
+    "cliprange_high": (0.02, {}), "dual_clip": (1.01, dict(num_iterations=4, learning_rate=1e-2)), "entropy_coef": (0.1, {}),
+    "target_kl": (0.001, {}), "max_iters": (2, {}), "learning_rate": (1e-3, {}), "warmup_iters": (2, {}),
+    "lr_decay": ("cosine", TWO), "weight_decay": (0.1, {}), "beta1": (0.5, {}), "beta2": (0.9, {}), "adam_eps": (1e-2, {}),
+    "grad_clip": (0.05, dict(adam_eps=1e-2)), "seed": (2, {}), "dtype": ("float32", {}),
+}
+# only memory, files or prints depend on these; the first two change nothing beyond rounding, which has tests above
+UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61,
+            "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1,
+            "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
+
+
+def test_every_key_is_listed():
+    keys = read_keys(os.path.join(ROOT, "grpo.py"))[0].keys()
+    assert keys == KNOBS.keys() | UNMOVING.keys(), "add the new key to KNOBS or UNMOVING, and remove the old one"
+    assert not KNOBS.keys() & UNMOVING.keys()
+
+
+@pytest.fixture(scope="module")
+def turned(world, tmp_path_factory):
+    """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
+    from checkpoint import save_model
+
+    folder = str(tmp_path_factory.mktemp("knobs"))
+    other = Transformer.from_pretrained(world.policy)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.1)
+    save_model(f"{folder}/other_policy", other, load_tokenizer(world.policy))
+    others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward, prompts_path=world.rl_val,
+                  eval_path=world.rl_train)
+    runs = {"base": HELD, "base-two": HELD | TWO}
+    for key, (value, setting) in KNOBS.items():
+        setting = {k: world.rule("odd") if x == "ODD" else x for k, x in setting.items()}
+        runs[base_name(key)] = HELD | setting
+        runs[key] = HELD | setting | {key: others[key] if value == "OTHER" else value}
+    runs["unmoving"] = HELD | TWO | {k: others.get(k, v) for k, v in UNMOVING.items() if v and not k.endswith("batch_size")}
+    results = forked(folder, {name: [one_run("grpo.py", world.grpo("out", **keys))] for name, keys in runs.items()})
+    for name, (result,) in results.items():
+        assert result["codes"] == [0], (name, result)
+    return folder
+
+
+def base_name(key):
+    return "-".join(["base", *(f"{k}={v}" for k, v in KNOBS[key][1].items())])
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_knob_moves_the_policy(turned, key):
+    moved = tiny.distance(f"{turned}/{base_name(key)}/out/policy", f"{turned}/{key}/out/policy")
+    assert moved > 1e-8, f"{key} changes nothing"  # rounding is 1e-12
+
+
+def test_knobs_of_memory_and_files_move_nothing(turned):
+    assert tiny.distance(f"{turned}/base-two/out/policy", f"{turned}/unmoving/out/policy") == 0
+    assert len([f for f in os.listdir(f"{turned}/unmoving/out") if f.startswith("checkpoint-")]) == 2
+
+
+def test_the_best_policy_is_kept(turned):
+    scores = [r["eval/scores"] for r in tiny.read_log(f"{turned}/unmoving/out")]
+    with open(f"{turned}/unmoving/out/checkpoint-000002/state.json", encoding="utf-8") as f:
+        assert len(scores) == 3 and json.load(f)["best_score"] == max(scores)
+    best = scores.index(max(scores))
+    assert best in (1, 2), "the tiny run should improve, or this shows nothing"
+    assert tiny.distance(f"{turned}/unmoving/out/checkpoint-00000{best}/policy", f"{turned}/unmoving/out/best_policy") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the twins
+
+
+def source_of(script):
+    with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+        return f.read()
+
+
+def test_the_twins_stay_alike():
+    """`diff ppo.py grpo.py` can be read: what goes is the value model, what comes the group."""
+    lines = [source_of(script).splitlines() for script in ("ppo.py", "grpo.py")]
+    changes = list(difflib.unified_diff(*lines, n=0, lineterm=""))[2:]
+    gone, come = (sum(line.startswith(sign) for line in changes) for sign in "-+")
+    assert 50 < gone <= 150 and 50 < come <= 150, f"{gone} lines go, {come} come"
+
+
+@pytest.mark.parametrize("name", ["response_logits", "response_logprobs", "enter", "save", "leave_if_asked", "print_samples",
+                                  "summarize"])
+def test_shared_helpers_are_word_for_word_alike(name):
+    found = []
+    for script in ("ppo.py", "grpo.py"):
+        source = source_of(script)
+        function, = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+        found.append(ast.get_source_segment(source, function))
+    assert found[0] == found[1]
