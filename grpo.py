@@ -32,8 +32,8 @@ from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, s
 from configurator import BadConfig, BadInput, configure
 from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, load_tokenizer, micro_batches, permutation,
                   read_jsonl, replace_rows)
-from loss import (cispo_loss, entropy_from_logits, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at,
-                  logprobs_from_logits, masked_sum, policy_loss, scaled_logits, token_weights)
+from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
+                  masked_sum, policy_loss, token_weights)
 from model import Transformer, freeze
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, parse_rewards, reward_model_scores, thinks)
 from rollout import generate, response_uniforms
@@ -96,6 +96,8 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
+gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
@@ -108,7 +110,7 @@ if num_minibatches > batch_size:
 if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
     raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
 if 0 < dual_clip <= 1:
-    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; set it above 1, or 0 for none")
+    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; set it above 1, or 0 = off")
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
@@ -146,6 +148,8 @@ longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
+for model in trained.values():
+    model.recompute(gradient_checkpointing)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
@@ -176,17 +180,17 @@ if master:
 # helpers that close over the configuration
 
 
-def response_logits(model, rows):
-    """The temperature-scaled logits that chose each response token: (b, R, V)."""
-    with precision:
-        logits = model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
-    return scaled_logits(logits, temperature, tokenizer.vocab_size)
-
-
-def response_logprobs(logits, rows):
-    """Log-prob of each response token, (b, R), and 0 under the mask: there exp could overflow into somebody's gradient."""
+def response_logprobs(model, rows):
+    """
+    Log-prob and entropy of each response token, (b, R), of the temperature-scaled distribution that is sampled; and 0 under the
+    mask: there exp could overflow into somebody's gradient. (Entropy is 0 where nobody asks for it.)
+    """
     mask = rows["response_mask"]
-    return torch.where(mask, logprobs_from_logits(logits, rows["tokens"][:, -mask.shape[1]:]), 0)
+    with precision:
+        hidden = model.trunk(rows["tokens"], rows["attention_mask"], response_length=mask.shape[1])  # (b, R, d)
+        results = logprobs_and_entropy(hidden, model.lm_head_weight(), rows["tokens"][:, -mask.shape[1]:], temperature,
+                                       tokenizer.vocab_size, head_chunk, entropy_coef > 0)
+    return [torch.where(mask, x, 0) for x in results]
 
 
 def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
@@ -232,9 +236,9 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
             if parallel.stop_asked():
                 break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
-            mine["old_logprobs"][mb["index"], :length] = response_logprobs(response_logits(policy, mb), mb)
+            mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
             if ref_policy:
-                mine["ref_logprobs"][mb["index"], :length] = response_logprobs(response_logits(ref_policy, mb), mb)
+                mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
         mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
@@ -379,8 +383,7 @@ for iteration in range(start, max_iters + 1):
             flat.zero_()
         for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
             m = mb["counted"]  # (b, R)
-            logits = response_logits(policy, mb)  # (b, R, V)
-            logprobs = response_logprobs(logits, mb)  # (b, R)
+            logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
                 ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype))
             if loss == "cispo":
@@ -396,9 +399,9 @@ for iteration in range(start, max_iters + 1):
                     kl_losses = kl_losses * torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
                 pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
             if entropy_coef > 0:
-                pg_loss = pg_loss - entropy_coef * masked_sum(entropy_from_logits(logits) * mb["weights"], m)
+                pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
             pg_loss.backward()
-            del logits, pg_loss
+            del pg_loss, entropy
 
             approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
             for k, x in zip(names, (pg_losses, kl_losses, approx_kl, clipped), strict=True):

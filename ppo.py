@@ -32,9 +32,8 @@ from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, s
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
-from loss import (adapt_kl_coef, at_least_float32, entropy_from_logits, gap, kl_estimate, learning_rate_at, logprobs_from_logits,
-                  masked_sum, masked_whiten, policy_loss, scaled_logits, standard_deviation, update_moments,
-                  value_loss)
+from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum,
+                  masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
 from model import Transformer, freeze
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, last_real, parse_rewards, reward_model_scores, thinks)
 from rollout import generate, response_uniforms
@@ -98,6 +97,8 @@ grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
+gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
@@ -147,6 +148,8 @@ longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
+for model in trained.values():
+    model.recompute(gradient_checkpointing)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
@@ -181,17 +184,17 @@ if master:
 # helpers that close over the configuration
 
 
-def response_logits(model, rows):
-    """The temperature-scaled logits that chose each response token: (b, R, V)."""
-    with precision:
-        logits = model(rows["tokens"], rows["attention_mask"], response_length=rows["response_mask"].shape[1])
-    return scaled_logits(logits, temperature, tokenizer.vocab_size)
-
-
-def response_logprobs(logits, rows):
-    """Log-prob of each response token, (b, R), and 0 under the mask: there exp could overflow into somebody's gradient."""
+def response_logprobs(model, rows):
+    """
+    Log-prob and entropy of each response token, (b, R), of the temperature-scaled distribution that is sampled; and 0 under the
+    mask: there exp could overflow into somebody's gradient. (Entropy is 0 where nobody asks for it.)
+    """
     mask = rows["response_mask"]
-    return torch.where(mask, logprobs_from_logits(logits, rows["tokens"][:, -mask.shape[1]:]), 0)
+    with precision:
+        hidden = model.trunk(rows["tokens"], rows["attention_mask"], response_length=mask.shape[1])  # (b, R, d)
+        results = logprobs_and_entropy(hidden, model.lm_head_weight(), rows["tokens"][:, -mask.shape[1]:], temperature,
+                                       tokenizer.vocab_size, head_chunk, entropy_coef > 0)
+    return [torch.where(mask, x, 0) for x in results]
 
 
 def response_values(rows):
@@ -242,8 +245,8 @@ def rollout_and_score(rows, prompts, purpose, noise):
             if parallel.stop_asked():
                 break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
-            mine["old_logprobs"][mb["index"], :length] = response_logprobs(response_logits(policy, mb), mb)
-            mine["ref_logprobs"][mb["index"], :length] = response_logprobs(response_logits(ref_policy, mb), mb)
+            mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
+            mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
             mine["values"][mb["index"], :length] = response_values(mb)
         mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
@@ -380,8 +383,7 @@ for iteration in range(start, max_iters + 1):
             flat.zero_()
         for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
             m = mb["response_mask"]  # (b, R)
-            logits = response_logits(policy, mb)  # (b, R, V)
-            logprobs = response_logprobs(logits, mb)  # (b, R)
+            logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
                 ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], m, dtype))
             pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange)
@@ -390,9 +392,9 @@ for iteration in range(start, max_iters + 1):
             if kl_in == "loss":
                 pg_loss = pg_loss + state["kl_coef"] * masked_sum(kl_losses, m) / token_count
             if entropy_coef > 0:
-                pg_loss = pg_loss - entropy_coef * masked_sum(entropy_from_logits(logits), m) / token_count
+                pg_loss = pg_loss - entropy_coef * masked_sum(entropy, m) / token_count
             pg_loss.backward()
-            del logits, pg_loss  # the policy's graph is gone before the value model's is built
+            del pg_loss, entropy  # the policy's graph is gone before the value model's is built
 
             values = response_values(mb)  # (b, R)
             vf_losses, vf_clipped = value_loss(values, mb["values"], mb["returns"], m, cliprange_value)

@@ -53,6 +53,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
@@ -70,6 +71,7 @@ tokenizer = load_tokenizer(init_from)
 reward_model = Transformer.from_pretrained(init_from, head="scalar", dtype=weights_dtype, device=device, seed=seed)
 reward_model.config.score_shift = 0.0
 check_tokenizer_fits(tokenizer, reward_model, init_from)
+reward_model.recompute(gradient_checkpointing)
 
 
 def encode(rows, field, path):

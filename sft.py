@@ -18,7 +18,7 @@ import parallel
 from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
-from loss import learning_rate_at, logprobs_from_logits, masked_sum, scaled_logits
+from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from model import Transformer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,6 +56,8 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides initial weights and the order of the data [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
+gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
@@ -84,6 +86,7 @@ if init_from == "scratch":
 else:
     policy = Transformer.from_pretrained(init_from, dtype=weights_dtype, device=device)
 check_tokenizer_fits(tokenizer, policy, init_from)
+policy.recompute(gradient_checkpointing)
 
 
 def encode(rows, path):
@@ -136,8 +139,9 @@ def completion_logprobs(pairs):
     tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # right padding needs no attention mask: causal attention never looks there
-        logits = policy(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, V)
-    logprobs = logprobs_from_logits(scaled_logits(logits, vocab_size=tokenizer.vocab_size), tokens[:, 1:])
+        hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
+        logprobs, _ = logprobs_and_entropy(hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
+                                           chunk=head_chunk, entropy=False)
     return logprobs, mask[:, 1:]
 
 

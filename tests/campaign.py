@@ -212,7 +212,7 @@ def inject(points):
                  "reduce", "gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor",
                  "barrier", "monitored_barrier", "init_process_group", "destroy_process_group"):
         wrap(dist, name, "collective")
-    for owner, name in ((model.Transformer, "forward"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")):
+    for owner, name in ((model.Transformer, "trunk"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")):
         wrap(owner, name, "compute")
     # rmtree and makedirs call these, one by one
     for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "truncate", "link", "symlink"):

@@ -129,7 +129,7 @@ IN_REWARD = dict(dtype="float64", num_minibatches=4, kl_target=1.0, kl_horizon=2
 IN_LOSS = dict(dtype="float64", kl_in="loss", kl_estimator="k2", entropy_coef=0.05, target_kl=0.15, value_init="policy",
                gamma=0.95, reward_clip=0.7, cliprange_value=0.0, grad_clip=0.3, weight_decay=0.1, warmup_iters=2, max_iters=4,
                learning_rate=3e-3)
-MEMORY = dict(micro_batch_size=64, rollout_batch_size=3)
+MEMORY = dict(micro_batch_size=64, rollout_batch_size=3, head_chunk=5, gradient_checkpointing=True)
 
 
 @pytest.fixture(scope="module")
@@ -437,9 +437,9 @@ KNOBS = {
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {
-    "micro_batch_size": 7, "rollout_batch_size": 3, "device": "auto", "timeout": 61, "reward_timeout": 61, "out_dir": None,
-    "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True,
-    "sync_check_interval": 1, "deterministic": True}
+    "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device": "auto",
+    "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
+    "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
 
 
 def test_every_key_is_listed():
@@ -465,7 +465,7 @@ def turned(world, tmp_path_factory):
         before = HELD | setting
         runs[base_name(setting)] = before
         runs[key] = before | {key: others[key] if value == "OTHER" else value}
-    runs["unmoving"] = HELD | {k: others.get(k, v) for k, v in UNMOVING.items() if v and not k.endswith("batch_size")}
+    runs["unmoving"] = HELD | {k: others.get(k, v) for k, v in UNMOVING.items() if v and k not in MEMORY}
     for key in ("learning_rate", "value_learning_rate"):
         runs[f"once-{key}"] = HELD | ONCE | {key: 1e-3}
     runs["once"] = HELD | ONCE
