@@ -35,7 +35,8 @@ from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, 
 from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
 from model import Transformer, freeze
-from rewards import (RULES, accuracy, call_rewards, check_rows, collect, parse_rewards, reward_model_scores, thinks)
+from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
+                     thinks)
 from rollout import generate, response_uniforms
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores -> advantages
 rewards = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
-reward_timeout = 600  # seconds that the rules may take for an iteration's responses [1..1000000]
+reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 missing_eos_penalty = 0.0  # a response that never ended scores minus this, 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # what a score is compared with: its group's mean, or that of the others in it (RLOO) [mean | others]
@@ -110,16 +111,18 @@ if num_minibatches > batch_size:
 if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
     raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
 if 0 < dual_clip <= 1:
-    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; set it above 1, or 0 = off")
+    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; wanted 0 or more than 1")
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
+rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned = len(rules) < len(terms)
+if rules and world_size > 1 and reward_timeout >= timeout:
+    raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
@@ -150,7 +153,7 @@ eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
 for model in trained.values():
     model.recompute(gradient_checkpointing)
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
 

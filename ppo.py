@@ -35,7 +35,8 @@ from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum,
                   masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
 from model import Transformer, freeze
-from rewards import (RULES, accuracy, call_rewards, check_rows, collect, last_real, parse_rewards, reward_model_scores, thinks)
+from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, last_real, parse_rewards,
+                     reward_model_scores, thinks)
 from rollout import generate, response_uniforms
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
 rewards = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
-reward_timeout = 600  # seconds that the rules may take for an iteration's responses [1..1000000]
+reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
@@ -107,14 +108,16 @@ config = configure(globals())
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
 
+rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned = len(rules) < len(terms)
+if rules and world_size > 1 and reward_timeout >= timeout:
+    raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 if value_init == "reward" and not learned:
     raise BadConfig("value_init = 'reward', but rewards does not use reward_model; type --value_init=policy")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
 precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
@@ -150,7 +153,7 @@ eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
 
 for model in trained.values():
     model.recompute(gradient_checkpointing)
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path)}
+parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
 

@@ -236,7 +236,7 @@ def parse_rewards(spec, known, base_folder):
     "1.0*accuracy,0.1*format,-0.5*mine.py:brevity" -> [(weight, name, function)]. A part without a weight has weight 1.
 
     known: {name: function}. FILE.py:FUNCTION is a function of the user's, called `FUNCTION` from then on; the file, relative to
-    base_folder, is imported, so it is trusted like the rest of the code. Raises BadConfig, which is a BadInput.
+    base_folder, is imported, so it is trusted like the rest of the code. Raises BadConfig; BadInput where it is the file's fault.
     """
     where = f"rewards = {spec!r}"
     if not spec.strip():
@@ -270,13 +270,22 @@ def parse_rewards(spec, known, base_folder):
     return rewards
 
 
+def files_of(spec):
+    """The files of the user's functions in rewards = spec, as they are written there."""
+    names = [part.rpartition("*")[2].strip() for part in spec.split(",")]
+    return sorted({name.rpartition(":")[0] for name in names if ":" in name})
+
+
 def load_function(path, name, where, modules):
-    """The function of that name in a Python file, imported unless `modules`, {path: module}, has it. Raises BadConfig."""
+    """
+    The function of that name in a Python file, imported unless `modules`, {path: module}, has it. Raises BadInput and never
+    BadConfig, which only rank 0 would say: on another machine the file may be missing, or another.
+    """
     if path not in modules:
         if not path.endswith(".py"):
-            raise BadConfig(f"{where}: wanted FILE.py:FUNCTION, and {path!r} does not end with .py")
+            raise BadInput(f"{where}: wanted FILE.py:FUNCTION, and {path!r} does not end with .py")
         if not os.path.isfile(path):
-            raise BadConfig(f"{where}: there is no file {path!r}")
+            raise BadInput(f"{where}: there is no file {path!r}")
         module_name = "rewards_in_" + re.sub(r"\W", "_", path)
         loading = importlib.util.spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = importlib.util.module_from_spec(loading)  # dataclasses look there for their module
@@ -284,12 +293,12 @@ def load_function(path, name, where, modules):
             loading.loader.exec_module(module)
         except (Exception, SystemExit) as e:  # whatever the user's file raises is reported with its line
             lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-            raise BadConfig(f"{where}: {path}, line {lines[-1] if lines else getattr(e, 'lineno', '?')}: {first_line(e)}") from e
+            raise BadInput(f"{where}: {path}, line {lines[-1] if lines else getattr(e, 'lineno', '?')}: {first_line(e)}") from e
         modules[path] = module
     function = getattr(modules[path], name, None)
     if not callable(function):
         found = "has no" if function is None else f"has a {type(function).__name__}, not a function,"
-        raise BadConfig(f"{where}: {path} {found} {name!r}")
+        raise BadInput(f"{where}: {path} {found} {name!r}")
     return function
 
 
@@ -314,9 +323,10 @@ def check_rows(rewards, rows, path):
 def call_rewards(rewards, batch):
     """
     {name: scores (B,) float64 on the CPU} of rewards, [(weight, name, function)], on a batch. Raises Stop, naming the reward,
-    where a function fails or does not return one finite number a response.
+    where a function fails or does not return one finite number a response. A rank without responses calls none of them.
     """
-    return {name: torch.tensor(call_reward(name, function, batch), dtype=torch.float64) for _, name, function in rewards}
+    return {name: torch.tensor(call_reward(name, function, batch) if batch["completions"] else [], dtype=torch.float64)
+            for _, name, function in rewards}
 
 
 def collect(pending, timeout):

@@ -63,11 +63,12 @@ torch.set_num_threads(1)  # a forked child has none of its parent's threads, so 
 TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
 LONGEST = 180  # seconds that a run may take in all
-INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2}  # checkpoint_interval
+INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_target=1.0, kl_horizon=20)}
+        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_target=1.0, kl_horizon=20),
+        "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
-PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"]}
+PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 KINDS = ["collective", "file", "write", "time", "compute"]
 
@@ -80,6 +81,8 @@ def command(world, script, **keys):
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
     known = configurator.read_keys(os.path.join(ROOT, script))[0]
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
+    if script == "grpo.py":
+        keys["rewards"] = world.rule("odd")  # flat groups, for refills
     return getattr(world, script.removesuffix(".py"))("out", **keys)
 
 
@@ -510,6 +513,8 @@ def reference(world, job, folder):
         assert path in whole["files"], path
     if job[0] == "ppo.py":
         assert len({r["objective/kl_coef"] for r in whole["metrics"][:-1]}) == last, "the adaptive coefficient does not move"
+    if job[0] == "grpo.py":
+        assert any("time/refill 0" in r for r in read_records(folder)[0]), "nothing was refilled"
     again = yield Run(job, command(world, job[0]), folder, count=True)
     problems = [f"it ended with {again.codes}"] if set(again.codes.values()) != {0} else []
     problems = [f"{name_of(job, [FINISHED])}: {problem}" for problem in problems + differences(left_by(folder), whole)]

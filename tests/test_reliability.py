@@ -398,6 +398,8 @@ def bad(world, tmp_path_factory):
         "more tokens than embeddings": (dict(value_init="policy", policy_path=edited(policy, f"{f}/in/big", tiktoken__json=dict(
             markers=[f"<{i}>" for i in range(50)]))), "tokenizer has 308 tokens but the model's vocabulary only 264"),
         "no score head": (dict(reward_path=policy), "no score head"),
+        "a short reward model": (dict(reward_path=world.short_reward, value_init="policy"), r"\d+ tokens; from 1 to 2 fit"),
+        "another tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
         "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tiktoken__json=None, tokenizer__json=None,
                                                  tokenizer_config__json=None)), "no tokenizer in this folder"),
         "no such device": (dict(device="cuda"), "torch sees no GPU"),
@@ -448,7 +450,7 @@ def defaults_of(script):
     return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "sft.py", "rm.py", "sample.py"])
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "sample.py"])
 def test_no_value_of_any_key_makes_a_traceback(script):
     """Every key with nasty values, in configure alone: it takes it, or says one line."""
     path, rng = os.path.join(ROOT, script), random.Random(0)

@@ -69,6 +69,9 @@ def text(batch):
 def hangs(batch):
     time.sleep(1000)
 
+def best(batch):
+    return [n - max(letters(batch)) for n in letters(batch)]  # of no responses, there is no best
+
 def on_rank_1(function):
     return lambda batch: (function if os.environ.get("RANK") == "1" else letters)(batch)
 
@@ -93,7 +96,7 @@ class World:
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
             eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2,
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
-            timeout=60, device="cpu")
+            timeout=60, reward_timeout=30, device="cpu")
         return arguments(defaults | keys)
 
     def grpo(self, out_dir, **keys):
@@ -102,7 +105,7 @@ class World:
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
             rewards=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
             max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
-            learning_rate=3e-3, checkpoint_interval=0, timeout=60, device="cpu")
+            learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device="cpu")
         return arguments(defaults | keys)
 
     def rule(self, name):
