@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: all of them once, then what ppo.py promises about ranks and sabotage, and what each key does."""
+"""The scripts as a user runs them: each once; then what ppo.py promises about ranks and sabotage, and what each key does."""
 import json
 import math
 import os
