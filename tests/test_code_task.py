@@ -1,0 +1,131 @@
+"""The second toy: its data, and grpo.py with the reward `code`, through the sandbox, as a user runs it."""
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+from sandbox import check_sandbox, run_tests
+
+try:
+    check_sandbox()
+    why = ""
+except Exception as e:  # whatever is wrong with it here is said by the tests that are skipped
+    why = str(e)
+needs_bwrap = pytest.mark.skipif(bool(why), reason=why)
+PREPARE = os.path.join(tiny.ROOT, "data", "code", "prepare.py")
+
+
+def prepare(out, *args):
+    return subprocess.run([sys.executable, PREPARE, f"--out={out}", *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder of the task's files, and their rows by name."""
+    folder = str(tmp_path_factory.mktemp("code"))
+    done = prepare(folder, "--sft=400", "--val=60")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    rows = {}
+    for name in ("sft_train", "sft_val", "rl_train", "rl_val"):
+        with open(os.path.join(folder, f"{name}.jsonl"), encoding="utf-8") as f:
+            rows[name] = [json.loads(line) for line in f]
+    return folder, rows
+
+
+def test_it_is_the_same_every_time_and_what_is_held_out_is_held_out(data, tmp_path):
+    folder, rows = data
+    assert prepare(tmp_path, "--sft=400", "--val=60").returncode == 0
+    for name in rows:
+        with open(os.path.join(folder, f"{name}.jsonl")) as f, open(tmp_path / f"{name}.jsonl") as g:
+            assert f.read() == g.read()
+    held_out = {row["prompt"] for row in rows["rl_val"]}
+    assert len(held_out) == 60 and not held_out & {row["prompt"] for row in rows["rl_train"] + rows["sft_train"]}
+    assert {row["prompt"] for row in rows["sft_val"]} <= held_out
+
+
+def right_program(prompt):
+    """What a prompt asks for, read again, independently of how it was made."""
+    head, words = prompt.rstrip("\n").split(": ", 1)
+    first, second = words.split(", ", 1)
+    x = {"the larger of a and b": "max([a, b])", "the smaller of a and b": "min([a, b])", "a plus b": "(b + a)",
+         "a minus b": "(-b + a)", "a times b": "(b * a)", "the distance of a and b": "max(a - b, b - a)",
+         "the sum of xs": "sum(sorted(xs))", "the largest of xs": "sorted(xs)[-1]", "the smallest of xs": "sorted(xs)[0]",
+         "the length of xs": "sum(1 for _ in xs)", "the first of xs": "list(xs)[0]", "the last of xs": "xs[len(xs) - 1]",
+         "s reversed": "''.join(reversed(s))", "s in capitals": "s.upper()", "s in small letters": "s.lower()",
+         "s without its first letter": "s[1:]", "s without its last letter": "s[:len(s) - 1]", "s twice": "(s * 2)"}[first]
+    k = next(w for w in second.split() if w.isdigit())
+    body = {"plus K": "x + K", "minus K": "x - K", "times K": "K * x", "modulo K": "x - (x // K) * K",
+            "subtracted from K": "K - x", "but at least K": "x if x > K else K", "but at most K": "x if x < K else K",
+            "K times": "''.join([x] * K)", "only the first K letters": "''.join(list(x)[:K])",
+            "only the last K letters": "x if len(x) <= K else x[len(x) - K:]", "without the first K letters": "x[K:]",
+            "without the last K letters": "x[:max(len(x) - K, 0)]"}[second.replace(k, "K", 1)].replace("K", k)
+    return f"def {head}:\n    x = {x}\n    return {body}\n"
+
+
+@needs_bwrap
+def test_the_tests_pass_what_is_right_and_nothing_else(data):
+    """Programs written anew from the words pass; of the demonstrator's, a quarter or more pass, and half or more do not."""
+    _, rows = data
+    tests = {row["prompt"]: row["tests"] for row in rows["rl_val"] + rows["rl_train"]}
+    for row in rows["rl_val"][::3]:
+        verdict = run_tests(right_program(row["prompt"]), row["tests"])
+        assert verdict.reason == "pass" and verdict.total >= 5, (row, verdict)
+    demonstrations = rows["sft_train"][:60]
+    passed = sum(run_tests(row["completion"], tests[row["prompt"]]).reason == "pass" for row in demonstrations)
+    assert 8 <= passed <= 30  # a quarter, or a little more where a mistake makes no difference; 3 standard deviations
+    assert all(ast.parse(row["completion"]) for row in demonstrations)
+
+
+@pytest.mark.parametrize("argument, said", [("--sft=0", "--sft=0 is out of range"), ("--val=x", "invalid int value"),
+                                            ("--out=/dev/null/x", "--out=/dev/null/x: ")])
+def test_bad_arguments_are_one_line(tmp_path, argument, said):
+    done = prepare(tmp_path, argument)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def policy(data, tmp_path_factory):
+    """An SFT model that has hardly learned anything."""
+    out = str(tmp_path_factory.mktemp("sft"))
+    folder = data[0]
+    done = tiny.run("sft.py", f"--out_dir={out}/sft", f"--train_path={folder}/sft_train.jsonl",
+                    f"--val_path={folder}/sft_val.jsonl", f"--tokenizer_path={folder}/tokenizer", "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16",
+                    "--max_iters=2", "--batch_size=4", "--eval_size=4", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    return f"{out}/sft/policy"
+
+
+def grpo(policy, data, out_dir, **keys):
+    defaults = dict(out_dir=out_dir, policy_path=policy, prompts_path=f"{data}/rl_train.jsonl", eval_path=f"{data}/rl_val.jsonl",
+                    eval_size=2, rewards="code,0.5*length", batch_size=8, group_size=4, max_new_tokens=8, rollout_batch_size=4,
+                    micro_batch_size=4, max_iters=2, device="cpu")
+    return tiny.arguments(defaults | keys)
+
+
+@needs_bwrap
+def test_grpo_runs_on_verdicts(data, policy, tmp_path):
+    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out"))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    log = tiny.read_log(tmp_path / "out")
+    assert [r["iteration"] for r in log] == [0, 1, 2] and all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])
+
+
+def test_without_bwrap_it_does_not_start(data, policy, tmp_path):
+    """It fails closed: one line that says what to install, before anything is written."""
+    os.makedirs(tmp_path / "empty")
+    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out"), env=dict(PATH=str(tmp_path / "empty")))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "apt install bubblewrap" in done.stderr, done.stderr
+    assert not os.path.exists(tmp_path / "out")
+
+
+@needs_bwrap
+def test_bad_tests_are_named(data, policy, tmp_path):
+    rows = data[1]["rl_val"][:3]
+    tiny.jsonl(tmp_path / "rows.jsonl", [rows[0], rows[1] | {"tests": [{"assert": "f(1) == 2"}]}, rows[2]])
+    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out", prompts_path=tmp_path / "rows.jsonl"))
+    assert done.returncode == 2 and "rows.jsonl, row 2: a test has fn, inputs and outputs" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not os.path.exists(tmp_path / "out")
