@@ -93,7 +93,8 @@ def policy(data, tmp_path_factory):
     out = str(tmp_path_factory.mktemp("sft"))
     folder = data[0]
     done = tiny.run("sft.py", f"--out_dir={out}/sft", f"--train_path={folder}/sft_train.jsonl",
-                    f"--val_path={folder}/sft_val.jsonl", f"--tokenizer_path={folder}/tokenizer", "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16",
+                    f"--val_path={folder}/sft_val.jsonl", f"--tokenizer_path={folder}/tokenizer",
+                    "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16",
                     "--max_iters=2", "--batch_size=4", "--eval_size=4", "--device=cpu")
     assert done.returncode == 0, done.stderr
     return f"{out}/sft/policy"
