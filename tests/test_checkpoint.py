@@ -549,4 +549,9 @@ def test_no_pickle_anywhere():
     assert len(scripts) >= 10
     for script in scripts:
         with open(script, encoding="utf-8") as f:
-            assert pickles(f.read()) == [], os.path.basename(script)
+            source = f.read()
+        if script.endswith("sandbox.py"):  # it writes marshal, for the sandbox to read; nothing that comes back is unmarshalled
+            called = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+            assert {name for name in called if "marshal" in name} == {"marshal.dumps"}
+            source = source.replace("import marshal\n", "")
+        assert pickles(source) == [], os.path.basename(script)
