@@ -85,7 +85,7 @@ def starts(world, tmp_path_factory):
     cases["another setting"] = [one_run("ppo.py", world.ppo("out", kl_coef=0.1), world.ppo("out", kl_coef=0.2))]
     cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
     cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
-    return folder, forked(folder, cases)
+    return folder, forked(folder, cases, at_once=4)
 
 
 @pytest.mark.parametrize("name", STARTS)
