@@ -51,7 +51,6 @@ def main():
     began = time.monotonic()
     try:
         trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
-        trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
         done = dict(campaign.schedule(trials, int(sys.argv[3])))
     finally:
         for pid in list(campaign.LIVE):

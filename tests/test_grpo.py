@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from conftest import ROOT
-from test_grpo_loss import PLAIN, paper_divisor, paper_step
+from test_grpo_loss import PLAIN, paper_advantages, paper_divisor, paper_kl, paper_step, paper_token
 from test_ppo import alike, measured, succeeded
 from test_reliability import OPEN, contents, forked, is_one_line, one_run
 
@@ -45,6 +45,19 @@ def dump(mine):
     number += 1
     return batch
 parallel.gather_rows = dump
+"""
+
+
+# Writes the noise that was drawn: [[purpose, iteration, slots, samples], ...].
+NOISE = """
+import rollout
+uniforms, drawn = rollout.response_uniforms, []
+def draw(seed, purpose, iteration, slots, length, samples=None):
+    drawn.append([purpose, iteration, list(slots), samples])
+    with open("noise.json", "w") as f:
+        json.dump(drawn, f)
+    return uniforms(seed, purpose, iteration, slots, length, samples)
+rollout.response_uniforms = draw
 """
 
 
@@ -159,7 +172,10 @@ def each_alone(model, batch, temperature=0.9, vocab_size=260):
 
 
 def by_hand(world, batch, words, keys):
-    """The weights after an iteration on this batch: plain loops for the loss, AdamW as its paper has it. And the steps taken."""
+    """
+    The weights after an iteration on this batch: plain loops for the loss, AdamW as its paper has it. And the steps taken, and
+    the losses, KL and drift of every token that was trained on, [(a, b, c), ...].
+    """
     keys = dict(beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.0, grad_clip=1.0, entropy_coef=0.0, missing_eos_penalty=0,
                 reward_clip=0, target_kl=0) | G4 | keys
     k = SimpleNamespace(**(PLAIN | words))
@@ -173,22 +189,22 @@ def by_hand(world, batch, words, keys):
         case.append(SimpleNamespace(old=logprobs.tolist(), ref=logprobs.tolist(), score=score, finished=finished))
     parameters = list(policy.parameters())
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
-    taken = 0
+    taken, tokens = 0, []
+    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
     for epoch in range(keys["num_iterations"]):
         for rows in permutation(12, 1, "minibatches", 0, epoch).tensor_split(keys["num_minibatches"]):
             now = each_alone(policy, batch)
             for response, (logprobs, _) in zip(case, now, strict=True):
                 response.new = logprobs.tolist()
             _, slopes = paper_step(case, only=rows.tolist(), **words)
-            counted = [case[i] for i in rows if k.truncated == "keep" or case[i].finished]
-            drifts = [math.exp(x - y) - 1 - (x - y) for response in counted
-                      for x, y in zip(response.new, response.old, strict=True)]
-            if keys["target_kl"] and sum(drifts) / len(drifts) > keys["target_kl"]:
-                return policy, taken
+            numbers = [i for i in rows.tolist() if k.truncated == "keep" or case[i].finished]
+            said = [token for i in numbers for token in trained_on(case[i], advantages[i], k)]
+            tokens += said
+            if keys["target_kl"] and sum(drift for _, _, drift in said) / len(said) > keys["target_kl"]:
+                return policy, taken, tokens
             loss = sum((torch.tensor(s, dtype=torch.float64) * x).sum() for s, (x, _) in zip(slopes, now, strict=True))
-            for i in rows:
-                if any(case[i] is response for response in counted):
-                    loss = loss - keys["entropy_coef"] * now[i][1].sum() / paper_divisor(case[i], counted, k)
+            for i in numbers:
+                loss = loss - keys["entropy_coef"] * now[i][1].sum() / paper_divisor(case[i], [case[i] for i in numbers], k)
             gradients = torch.autograd.grad(loss, parameters)
             norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
             taken += 1
@@ -199,7 +215,17 @@ def by_hand(world, batch, words, keys):
                     m[1] = keys["beta2"] * m[1] + (1 - keys["beta2"]) * g * g
                     step = m[0] / (1 - keys["beta1"]**taken) / ((m[1] / (1 - keys["beta2"]**taken)).sqrt() + keys["adam_eps"])
                     p.mul_(1 - keys["learning_rate"] * keys["weight_decay"]).sub_(keys["learning_rate"] * step)
-    return policy, taken
+    return policy, taken, tokens
+
+
+def trained_on(response, advantage, k):
+    """(loss, KL, drift) of each token of a response."""
+    log_ratios, found = [x - y for x, y in zip(response.new, response.old, strict=True)], []
+    for t, log_ratio in enumerate(log_ratios):
+        weighed = sum(log_ratios) / len(log_ratios) if k.importance == "sequence" else log_ratio
+        kl = paper_kl(response.new[t], response.old[t], response.ref[t], k).real if k.kl_coef else 0.0
+        found.append((paper_token(math.exp(weighed), response.new[t], advantage, k), kl, math.exp(log_ratio) - 1 - log_ratio))
+    return found
 
 
 @pytest.mark.parametrize("name", ALL_STEPS)
@@ -208,13 +234,15 @@ def test_an_iteration_is_the_papers(forks, world, name):
     (words, keys), (folder, results) = ALL_STEPS[name], forks
     assert results[name][0]["codes"] == [0], results[name]
     batch, record = dumped(folder, name)[1], log_of(folder, name)[0]
-    policy, taken = by_hand(world, batch, words, keys)
+    policy, taken, tokens = by_hand(world, batch, words, keys)
     ours = Transformer.from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
     worst = max((p - q).abs().max().item() for p, q in zip(policy.parameters(), ours.parameters(), strict=True))
     start = Transformer.from_pretrained(world.policy, dtype=torch.float64)
     moved = max((p - q).abs().max().item() for p, q in zip(start.parameters(), ours.parameters(), strict=True))
     assert worst < 1e-9 < 1e-3 < moved, (worst, moved)
     assert record["policy/steps"] == taken and record["policy/clipfrac"] > 0
+    for key, values in zip(("loss/policy", "loss/kl", "policy/approx_kl"), zip(*tokens, strict=True), strict=True):
+        assert record[key] == pytest.approx(sum(values) / len(values), rel=1e-9, abs=1e-12), key
     if name == "target_kl":
         assert 0 < taken < 3
     assert 0 < batch["finished"].double().mean() < 1 and len(set(batch["response_mask"].sum(1).tolist())) > 4
@@ -369,7 +397,8 @@ REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 def sampling_cases(world):
     odd, letters = world.rule("odd"), world.rule("letters")
     runs = {
-        "refilled": (dict(REFILLED, rewards=odd), DUMP), "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
+        "refilled": (dict(REFILLED, rewards=odd), DUMP + NOISE),
+        "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
         "never flat": (dict(REFILLED, rewards="reward_model"), DUMP),
         "never flat, not refilled": (dict(REFILLED, rewards="reward_model", max_refills=0), DUMP),
         "always flat": (dict(rewards=world.rule("flat"), max_refills=3), DUMP),
@@ -402,10 +431,14 @@ def test_flat_groups_are_replaced_by_other_prompts(forks, world):
     plain = dumped(folder, "not refilled")
     assert len(plain) == 4 and torch.equal(first["tokens"], plain[1]["tokens"])  # both sample the same at first
     said, scores, refills = texts(first, tokenizer), first["scores"].tolist(), 0
+    with open(f"{folder}/refilled/noise.json", encoding="utf-8") as f:
+        _, noise, *noises = json.load(f)
+    assert noise == ["rollout", 0, [i // 3 for i in range(15)], [i % 3 for i in range(15)]]
     while flat_by_hand(scores) and refills < 2:
         fresh, flat = rest.pop(0), flat_by_hand(scores)
         new = texts(fresh, tokenizer)
         assert len(new) == 3 * len(flat) < 15
+        assert noises.pop(0) == [f"refill {refills}", 0, [group for group in flat for _ in range(3)], [0, 1, 2] * len(flat)]
         refills += 1
         for place, group in enumerate(flat):
             for sample in range(3):
