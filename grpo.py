@@ -4,7 +4,7 @@ downward; `diff ppo.py grpo.py` is what goes, with the value model, and what com
 
 python grpo.py config/arithmetic_grpo.py                                       # the toy, on a laptop, no download
 python grpo.py config/arithmetic_grpo.py config/dr_grpo.py --seed=2            # another algorithm on it: any keys, in turn
-torchrun --nproc_per_node=8 grpo.py config/grpo_gsm8k.py                       # 8 GPUs
+torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py                       # 8 GPUs
 
 One iteration: take batch_size / group_size prompts; 1) let the policy answer each of them group_size times; 2) score the
 answers, by rules or a reward model; 3) an answer's advantage is its score less its group's mean; 4) take a few clipped steps on

@@ -1,6 +1,6 @@
 """
 SFT on the one-line programs of data/code: a GPT-2 of 0.5M parameters from scratch, on a laptop. It learns to do as the careless
-demonstrator does: be right in 3 of 10 programs, and else make one mistake. Two CPU cores: about a minute.
+demonstrator does: be right in 1 of 4 programs, and else make one mistake. Two CPU cores: a few minutes.
 """
 out_dir = "out/code_sft"
 init_from = "scratch"

@@ -4,8 +4,8 @@ The second built-in task: one-line programs, checked by running them. Nothing is
     python data/code/prepare.py
 
 A prompt says in words what a function returns, f(a, b): the larger of a and b, plus 3; a demonstration is a line of Python,
-def f(a, b): return max(a, b) + 3. What is asked for has two steps, and the second a number. The demonstrator is careless: in 7
-of 10 cases he makes one mistake, in either step: min for max, the operands swapped, another operation, a number off by one.
+def f(a, b): return max(a, b) + 3. What is asked for has two steps, and the second a number. The demonstrator is careless: in 3
+of 4 cases he makes one mistake, in either step: min for max, the operands swapped, another operation, a number off by one.
 Supervised on that, a small model does the same, so there is something left to find out, by running programs: which are right.
 
 Writes beside itself, or into --out: sft_train.jsonl, sft_val.jsonl {"prompt", "completion"}; rl_train.jsonl, rl_val.jsonl
