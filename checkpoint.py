@@ -1,8 +1,9 @@
 """
 Save and resume. A checkpoint is a folder out_dir/checkpoint-000120 of safetensors and JSON: each trained model as a Hugging
-Face directory, its optimizer's state, state.json, the run's config.json, and manifest.json with the sha256 of every file. It
-is written under a temporary name, synced and renamed, so under its final name it is complete; the old one goes only after
-that. No pickle.
+Face directory, or only its adapter and head where that is what is trained, its optimizer's state, state.json, the run's
+config.json, and manifest.json with the sha256 of every file. It is written under a temporary name, synced and renamed, so under
+its final name it is complete; the old one goes only after that. No pickle. What ranks hold parts of is put together first, so a
+run resumes at any other stage and on any number of ranks.
 
 checkpoint-000120 means: 120 iterations are done, number 120 (counting from 0) comes next. Prompts and sampling noise are
 functions of the iteration, so there is no random state to save.
@@ -17,30 +18,38 @@ import shutil
 import socket
 import time
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import BadInput, Stop
-from model import Transformer, find_folder, read_json
-from parallel import from_rank_0, rank_and_size
+from model import Adapted, find_folder, load_adapter, read_json, save_adapter
+from parallel import checksums, from_rank_0, rank_and_size
+from zero import fill_optimizer, optimizer_tensors, sharded, trunk_of, whole_weights
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep):
+def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None):
     """
     Write out_dir/checkpoint-{iteration}. models, optimizers: {name: module}, {name: optimizer}; state: a dict for JSON, what
-    the loop needs to go on. keep: how many checkpoints to leave. Rank 0 writes, the others wait. Raises Stop, on all ranks,
-    when the disk is full; what was there before then still is.
+    the loop needs to go on. keep: how many checkpoints to leave. average: the policy's moving average, if there is one. Rank 0
+    writes, the others wait. Raises Stop, on all ranks, when the disk is full; what was there before then still is.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
+    weights = {name: None if isinstance(model, Adapted) else whole_weights(model) for name, model in models.items()}
+    states = {name: optimizer_tensors(model, optimizers[name]) for name, model in models.items()}
+    averages = average and average.tensors()
 
     def write(folder):
         for name, model in models.items():
-            save_model(os.path.join(folder, name), model, tokenizer)
-            save_file(optimizer_tensors(model, optimizers[name]), os.path.join(folder, f"{name}_optimizer.safetensors"))
+            if isinstance(model, Adapted):
+                save_adapter(model, os.path.join(folder, name))
+            else:
+                save_model(os.path.join(folder, name), model, tokenizer, weights[name])
+            save_file(states[name], os.path.join(folder, f"{name}_optimizer.safetensors"))
+        if average:
+            save_file(averages, os.path.join(folder, "ema.safetensors"))
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), {**state, "iteration": iteration})
         files = sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs)
@@ -60,18 +69,24 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     from_rank_0(save)
 
 
-def save_model(folder, model, tokenizer):
+def save_model(folder, model, tokenizer, weights=None):
     """A Hugging Face directory with its tokenizer: what sample.py, transformers and the next script load."""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, weights)
     tokenizer.save(folder)
     if model.head == "lm":
         write_json(os.path.join(folder, "generation_config.json"),
                    {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})
 
 
-def save_final(out_dir, name, model, tokenizer):
-    """out_dir/name, the run's product, put in place whole. Rank 0 writes. Raises Stop, on all ranks, when the disk is full."""
-    from_rank_0(lambda: put_in_place(lambda folder: save_model(folder, model, tokenizer), os.path.join(out_dir, name)))
+def save_final(out_dir, name, model, tokenizer, base=""):
+    """
+    out_dir/name, the run's product, put in place whole; adapters merged into it, and beside it, in out_dir/name_adapter, alone.
+    Rank 0 writes. Raises Stop, on all ranks, when the disk is full.
+    """
+    final, weights = os.path.join(out_dir, name), whole_weights(model)
+    from_rank_0(lambda: put_in_place(lambda folder: save_model(folder, model, tokenizer, weights), final))
+    if getattr(model, "layers", None) and isinstance(model, Adapted):
+        from_rank_0(lambda: put_in_place(lambda folder: save_adapter(model, folder, base), f"{final}_adapter"))
 
 
 def put_in_place(write, final):
@@ -140,12 +155,6 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def optimizer_tensors(model, optimizer):
-    """{parameter.key: tensor} of an optimizer's state, by the parameters' names rather than their numbers."""
-    return {f"{name}.{key}": value.detach().cpu().contiguous().clone()
-            for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
-
-
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
     folders = glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-*"))
@@ -195,25 +204,26 @@ def find_checkpoint(out_dir):
     return None, None
 
 
-def load_checkpoint(folder, models, optimizers):
-    """Fill {name: model} and {name: optimizer} from a checkpoint folder."""
+def load_checkpoint(folder, models, optimizers, average=None):
+    """Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder."""
     for name, model in models.items():
-        saved = Transformer.from_pretrained(os.path.join(folder, name), head=model.head,
-                                            dtype=next(model.parameters()).dtype)
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), saved.parameters(), strict=True):
-                p.copy_(q)
-        del saved
-        file = os.path.join(folder, f"{name}_optimizer.safetensors")
+        if isinstance(model, Adapted):
+            load_adapter(model, os.path.join(folder, name))
+        else:
+            model.load_weights(folder, os.path.join(folder, name))
         try:
-            with safe_open(file, framework="pt") as f:
-                for key in f.keys():
-                    parameter, _, kind = key.rpartition(".")
-                    p = model.get_parameter(parameter)
-                    # clone: a tensor of the file's map may lie unaligned in memory, which changes the last bits of a sum
-                    optimizers[name].state[p][kind] = f.get_tensor(key).clone().to(p.device)
-        except (OSError, SafetensorError, AttributeError) as e:
-            raise BadInput(f"{file}: cannot be read ({e}); delete {folder} to resume from an older checkpoint") from e
+            fill_optimizer(model, optimizers[name], read_state(os.path.join(folder, f"{name}_optimizer.safetensors")))
+            if average and name == "policy":
+                average.fill(read_state(os.path.join(folder, "ema.safetensors")))
+        except (OSError, SafetensorError, AttributeError, KeyError) as e:
+            raise BadInput(f"{folder}: the state of {name}'s optimizer or average cannot be read ({e}); delete {folder} to "
+                           "resume from an older checkpoint") from e
+
+
+def read_state(file):
+    """{name: tensor} of a safetensors file."""
+    with safe_open(file, framework="pt") as f:
+        return {key: f.get_tensor(key) for key in f.keys()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,6 +309,11 @@ def content_hash(path):
     kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
     files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
     return hashlib.sha256("".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files).encode()).hexdigest()
+
+
+def fingerprint(model):
+    """What a model's weights are, for ranks to compare before they start: checksums, or of a sharded one its files' hash."""
+    return content_hash(trunk_of(model).path) if sharded(model) else checksums({"": model}).tolist()
 
 
 def lock(out_dir):

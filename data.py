@@ -120,7 +120,7 @@ def replace_rows(batch, rows, fresh, pad_id):
 
 def right_pad(sequences, pad_id):
     """Lists of ids -> tokens (B, T) int64 padded on the right, attention_mask (B, T) bool, built from lengths."""
-    width = max([len(s) for s in sequences], default=0)
+    width = max([len(s) for s in sequences], default=2)  # no rows: any width
     tokens = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
     for row, s in enumerate(sequences):
         tokens[row, :len(s)] = torch.tensor(s)
@@ -128,16 +128,18 @@ def right_pad(sequences, pad_id):
     return tokens, torch.arange(width) < lengths[:, None]
 
 
-def micro_batches(batch, rows, size):
+def micro_batches(batch, rows, size, count=0):
     """
     Slices of a dict of tensors (B, ...) for these row indices, `size` at a time, with (b, T) and (b, R) tensors cut to the
     columns that any row of the slice uses. Rows of like length share a slice: less padding to compute. How rows are sliced
-    cannot change a result beyond rounding.
+    cannot change a result beyond rounding. count: how many slices there are at least; the last ones may have no rows.
     """
     T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
     rows = rows[batch["attention_mask"][rows].sum(1).argsort(stable=True)]
-    for part in (rows[i:i + size] for i in range(0, len(rows), size)):
+    for part in (rows[i * size:(i + 1) * size] for i in range(max(count, -(-len(rows) // size)))):
         used = batch["attention_mask"][part].any(0)  # (T,)
+        if len(part) == 0:
+            used[T - R - 1:T - R + 1] = True  # one token of the prompt, one of the response
         columns = {T: used, R: used[T - R:]}
         yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
 

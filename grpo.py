@@ -18,7 +18,6 @@ the policy; 5) add up the metrics; 6) print and log them.
 B responses of an iteration, a prompt's group_size side by side; P prompt length, R response length, T = P + R, V vocabulary.
 Masks are True where it counts.
 """
-import contextlib
 import hashlib
 import os
 import sys
@@ -28,16 +27,21 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
+from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
 from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, load_tokenizer, micro_batches, permutation,
                   read_jsonl, replace_rows)
 from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
-from model import Transformer, freeze
+from model import Adapted, freeze
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
                      thinks)
+from report import print_models, print_samples, summarize
 from rollout import generate, response_uniforms
+from zero import (MovingAverage, load, make_optimizer, on_device, overflowed, placements, precisions, reshard, sampler,
+                  sharded, step, trunk_of)
+
+TRAINED = ("policy",)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -98,8 +102,15 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
+zero = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see zero.py
+offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
+lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
+share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
+optimizer = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
+ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
-dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
+dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
+master_weights = True  # False, with bfloat16: train the 16-bit weights themselves; half the memory, and small steps get lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
@@ -119,13 +130,13 @@ rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
-learned = len(rules) < len(terms)
+learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
 if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
 master = rank == 0
-precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
-weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+place = placements(config, TRAINED)  # of each model: its stage, LoRA, offload, optimizer
+precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
     check_rows(rules, rows, path)
@@ -133,19 +144,26 @@ for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
 # the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
 tokenizer = load_tokenizer(policy_path)
 reward_tokenizer = load_tokenizer(reward_path) if learned else tokenizer
-policy = Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)
-ref_policy = freeze(Transformer.from_pretrained(policy_path, dtype=weights_dtype, device=device)) if kl_coef > 0 else None
+settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed)
+policy = load(policy_path, place["policy"], trained=True, **settings)
+ref_policy = None
+if kl_coef > 0:
+    ref_policy = policy.base if place["policy"].lora else load(policy_path, place["ref"], **settings)
 reward_model = None
 if learned:
-    reward_model = freeze(Transformer.from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+    reward_model = (freeze(Adapted.from_pretrained(policy.base, reward_path, "scalar", policy_path)) if share_base else
+                    load(reward_path, place["reward"], head="scalar", **settings))
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
-    if reward_model.new_head:
+    if trunk_of(reward_model).new_head:
         raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
 models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
 models = {name: model for name, model in models.items() if model is not None}
 trained = dict(policy=policy)
 same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
 check_tokenizer_fits(tokenizer, policy, policy_path)
+for name, model in list(models.items()):  # a trunk that several stand on counts once
+    if hasattr(model, "base") and not any(model.base is other for other in models.values()):
+        models[f"{name}'s trunk"] = model.base
 longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model)
 longest -= max_new_tokens  # prompts are checked now, not when their turn comes
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
@@ -155,25 +173,26 @@ for model in trained.values():
     model.recompute(gradient_checkpointing)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
-               | {f"the weights of {name}": parallel.checksums({name: model}).tolist() for name, model in models.items()})
+               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
 # optimizers, then resume or begin
-policy_optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
-optimizers = dict(policy=policy_optimizer)
+adam = (beta1, beta2), adam_eps, weight_decay
+optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, *adam))
+ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", *sources], sources)
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optimizer", *sources],
+                             sources)
 if checkpoint:
-    load_checkpoint(checkpoint, trained, optimizers)
+    load_checkpoint(checkpoint, trained, optimizers, ema)
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
-    state = dict(iteration=0, best_score=None)
+    state = dict(iteration=0, best_score=None, loss_scale=2.0**16 if dtype == "float16" else 1.0, clean_steps=0, skipped=0)
 start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+in_step = any(sharded(model) for model in models.values())  # then all ranks must run the same number of forwards
 if master:
-    for name, model in models.items():
-        print(f"{name:<12} {sum(p.numel() for p in model.parameters()) / 1e6:8.2f}M parameters  "
-              f"{'trained' if name in trained else 'frozen'}")
+    print_models(models)
     print(f"{world_size} rank(s) on {device.type}, {dtype}; an iteration is {batch_size} responses and {num_iterations} x "
           f"{num_minibatches} steps on {batch_size // num_minibatches} of them")
     print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
@@ -209,9 +228,10 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
     slots = parallel.my_share(range(len(rows)))
     n = rollout_batch_size or max(len(slots), 1)
     parts, pending, texts = [], [], dict(rows=[rows[i] for i in slots], completions=[])
+    decoder = sampler(policy, frozen_dtype, device)
     for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
         with precision:
-            parts.append(generate(policy, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
+            parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
                                   tokenizer.pad_id, tokenizer.vocab_size,
                                   response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
                                                     [i % G for i in part]), prompt_width=width, stop=parallel.stop_asked))
@@ -220,29 +240,33 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
         texts["completions"] += said["completions"]
         pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
     mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+    del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
+    forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
 
     # rewards, policy, reference: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        with precision:
+        with precision, on_device(reward_model, device):
             each = parallel.together(lambda: collect(pending, reward_timeout) | (dict(reward_model=reward_model_scores(
-                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size)) if learned else {}))
+                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size, forwards)) if learned else {}))
         mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
         mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",):
             mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
         mine["index"] = torch.arange(len(slots), device=device)
-        for mb in micro_batches(mine, mine["index"], micro_batch_size):
-            if parallel.stop_asked():
-                break  # no matter what is missing now: all ranks leave below
-            length = mb["response_mask"].shape[1]
-            mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
-            if ref_policy:
-                mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
+        with on_device(ref_policy, device):
+            for mb in micro_batches(mine, mine["index"], micro_batch_size, forwards):
+                if parallel.stop_asked() and not in_step:
+                    break  # no matter what is missing now: all ranks leave below
+                length = mb["response_mask"].shape[1]
+                mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
+                if ref_policy:
+                    mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
         mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
+    reshard(models.values())
     leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
@@ -272,7 +296,7 @@ def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
     parallel.audit(models, frozen_sums, iteration)
-    save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints)
+    save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
@@ -284,28 +308,6 @@ def leave_if_asked():
         threads.shutdown(wait=False, cancel_futures=True)
         parallel.finish()
         sys.exit(0)
-
-
-def summarize(batch, prefix):
-    """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
-    mask = batch["response_mask"]
-    record = dict(scores=batch["raw_scores"].mean())
-    if "ref_logprobs" in batch:
-        record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
-    record |= dict(entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
-                   finished=batch["finished"].double().mean())
-    if not batch["accuracy"].isnan().any():
-        record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
-    if len(terms) > 1:
-        record |= {f"reward/{name}": batch[f"reward/{name}"].mean() for _, name, _ in terms}
-    return {f"{prefix}/{k}": x.item() for k, x in record.items()}
-
-
-def print_samples(batch, rows, n=2):
-    """The first n prompts with their responses and scores."""
-    R = batch["response_mask"].shape[1]
-    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
-        print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,13 +326,13 @@ for iteration in range(start, max_iters + 1):
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
-        record |= summarize(batch, "eval")
+        record |= summarize(batch, "eval", each_reward)
         if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
             state["best_score"] = record["eval/scores"]
-            save_final(out_dir, "best_policy", policy, tokenizer)
+            save_final(out_dir, "best_policy", policy, tokenizer, policy_path)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
-            print_samples(batch, rows)
+            print_samples(batch, rows, tokenizer)
     if due or last:
         save()
     if last:
@@ -373,7 +375,7 @@ for iteration in range(start, max_iters + 1):
     enter("update")
     names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
-    learning_rates = {policy_optimizer: learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)}
+    policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     ratio_gap, steps, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, torch.zeros(())
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(num_iterations)]
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
@@ -384,7 +386,8 @@ for iteration in range(start, max_iters + 1):
         drift = -sums["policy/approx_kl"]
         for flat in gradients:
             flat.zero_()
-        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size):
+        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size,
+                                parallel.most_micro_batches(len(rows), micro_batch_size)):
             m = mb["counted"]  # (b, R)
             logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
@@ -403,7 +406,7 @@ for iteration in range(start, max_iters + 1):
                 pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
             if entropy_coef > 0:
                 pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
-            pg_loss.backward()
+            (state["loss_scale"] * pg_loss).backward()  # 1, unless in float16
             del pg_loss, entropy
 
             approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
@@ -411,19 +414,21 @@ for iteration in range(start, max_iters + 1):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients)
+        parallel.all_reduce_gradients(gradients, state["loss_scale"])
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
-        parallel.check_gradients(policy_norm, policy, "policy", iteration)
         if steps == 0:
             ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
+        steps += 1
+        if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
+            continue  # on all ranks, for the gradients are everybody's
+        parallel.check_gradients(policy_norm, policy, "policy", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
         if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
+            steps -= 1
             break
-        for optimizer, lr in learning_rates.items():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        steps += 1
+        step(optimizers["policy"], policy_lr)
+        if ema:
+            ema.update()
     if steps == 0:
         ratio_gap = 0.0
         if master and not learns.any():
@@ -434,11 +439,11 @@ for iteration in range(start, max_iters + 1):
     enter("metrics")
     token_count = int(mask.sum())
     record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-    record |= summarize(batch, "objective") | parallel.all_reduce_metrics(sums)
+    record |= summarize(batch, "objective", each_reward) | parallel.all_reduce_metrics(sums)
     record |= {
         "objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item(),
         "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap, "policy/grad_norm": policy_norm.item(),
-        "policy/steps": steps, "policy/lr": learning_rates[policy_optimizer],
+        "policy/steps": steps, "policy/lr": policy_lr,
     }
 
     # 6) timing and logging
@@ -456,7 +461,10 @@ for iteration in range(start, max_iters + 1):
               f"{record['objective/flat_groups']:.2f} | pg {record['loss/policy']:.4f} | clip {record['policy/clipfrac']:.3f}"
               f" | {phases} | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "policy", policy, tokenizer, policy_path)
+if ema:
+    with ema.in_place():
+        save_final(out_dir, "ema_policy", policy, tokenizer, policy_path)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
 parallel.finish()

@@ -9,7 +9,7 @@ either a language model's (logits over the vocabulary) or one scalar a token (re
 Inside, every family has the same module names; the tables under "Hugging Face names" below say what each is called on disk.
 There is no dropout anywhere, whatever config.json says: a policy must give the same token the same probability twice.
 """
-import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -196,12 +196,17 @@ class Layer(nn.Module):
         self.down = nn.Linear(c.d_ff, d, bias=c.mlp_bias)
         self.activation = ACTIVATIONS[c.activation]
 
-    def attention(self, x, rotation, allowed, cache):
+    def linear(self, name, x, adapter):
+        """The layer's linear map of this name, and what a LoRA adapter adds to it: W x + b + scale B A x."""
+        y = getattr(self, name)(x)
+        return y + adapter[name](x).to(y.dtype) if adapter is not None and name in adapter else y
+
+    def attention(self, x, rotation, allowed, cache, adapter):
         """x (B, T, d) -> (B, T, d). allowed: bool, broadcastable to (B, 1, T, S); None = plain causal."""
         B, T, _ = x.shape
-        q = self.q(x).view(B, T, self.c.n_heads, self.c.head_dim).transpose(1, 2)  # (B, H, T, hd)
-        k = self.k(x).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)  # (B, KV, T, hd)
-        v = self.v(x).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)
+        q = self.linear("q", x, adapter).view(B, T, self.c.n_heads, self.c.head_dim).transpose(1, 2)  # (B, H, T, hd)
+        k = self.linear("k", x, adapter).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)  # (B, KV, T, hd)
+        v = self.linear("v", x, adapter).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)
         if self.c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
@@ -214,25 +219,28 @@ class Layer(nn.Module):
             if self.c.n_kv_heads != self.c.n_heads:  # grouped queries share keys and values
                 groups = self.c.n_heads // self.c.n_kv_heads
                 k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None)
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+            if B == 0:  # a rank without rows must come along where parameters are sharded, and kernels may refuse to
+                y = (q @ k.mT).softmax(-1) @ v
+            else:
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None)
+        return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
 
-    def mlp(self, x):
-        branches = (self.gate(x), self.up(x)) if self.c.gated_mlp else (self.up(x),)
+    def mlp(self, x, adapter):
+        branches = [self.linear(name, x, adapter) for name in (("gate", "up") if self.c.gated_mlp else ("up",))]
         if torch.is_grad_enabled() and not self.recomputed:
             # what lies between the branches and `down` is the widest of all activations and the cheapest to compute again
-            return checkpoint(self.narrow, *branches, use_reentrant=False, preserve_rng_state=False)
-        return self.narrow(*branches)
+            return checkpoint(self.narrow, adapter, *branches, use_reentrant=False, preserve_rng_state=False)
+        return self.narrow(adapter, *branches)
 
-    def narrow(self, gate, *up):
+    def narrow(self, adapter, gate, *up):
         """The activation, times the other branch if there is one, and back to the model's width."""
-        return self.down(self.activation(gate) * up[0] if up else self.activation(gate))
+        return self.linear("down", self.activation(gate) * up[0] if up else self.activation(gate), adapter)
 
-    def forward(self, x, rotation, allowed, cache):
+    def forward(self, x, rotation, allowed, cache, adapter=None):
         if self.c.parallel_residual:
-            return x + self.attention(self.norm1(x), rotation, allowed, cache) + self.mlp(self.norm2(x))
-        x = x + self.attention(self.norm1(x), rotation, allowed, cache)
-        return x + self.mlp(self.norm2(x))
+            return x + self.attention(self.norm1(x), rotation, allowed, cache, adapter) + self.mlp(self.norm2(x), adapter)
+        x = x + self.attention(self.norm1(x), rotation, allowed, cache, adapter)
+        return x + self.mlp(self.norm2(x), adapter)
 
 
 def rotate(x, cos, sin):
@@ -296,7 +304,6 @@ class Transformer(nn.Module):
             self.score = nn.Linear(c.d_model, 1, bias=False)
         elif not c.tied:
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
-        self.lora = None  # rank and alpha, after add_lora
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
         self.frequencies = {}  # device -> rope_frequencies; no buffer, so that .bfloat16() cannot round it
 
@@ -317,7 +324,7 @@ class Transformer(nn.Module):
         for layer in self.layers:
             layer.recomputed = on
 
-    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None):
+    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None, adapter=None):
         """
         tokens (B, T) int64, attention_mask (B, T) bool (True on real tokens, padding on either side; None: all real)
         -> the last layer's states, normalised, (B, T, d): what the head reads.
@@ -326,6 +333,7 @@ class Transformer(nn.Module):
         R tokens. This is the one place where logits and labels are shifted against each other.
         cache: a KVCache; the tokens are appended to it, and attention_mask then covers its columns, old and new.
         positions (B, T): where the tokens stand in their own sequence; None: counted from attention_mask.
+        adapter: the LoRA adapters of the layers, see Adapted.
         """
         B, T = tokens.shape
         past = 0 if cache is None else cache.length
@@ -334,10 +342,10 @@ class Transformer(nn.Module):
                 positions = torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
             else:  # a token's position is the number of real tokens before it, wherever the padding is
                 positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
-        x = self.embed(tokens)  # (B, T, d)
+        x = look_up(self.embed, tokens)  # (B, T, d)
         rotation = None
         if self.config.learned_positions:
-            x = x + self.positions(positions)
+            x = x + look_up(self.positions, positions)
         else:
             if x.device not in self.frequencies:
                 self.frequencies[x.device] = rope_frequencies(self.config).to(x.device)
@@ -349,7 +357,7 @@ class Transformer(nn.Module):
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
         for layer in self.layers:
-            arguments = x, rotation, masks[self.config.windows[layer.index]], cache
+            arguments = x, rotation, masks[self.config.windows[layer.index]], cache, adapter and adapter[layer.index]
             if layer.recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -379,36 +387,45 @@ class Transformer(nn.Module):
 
     def draw_score_head(self, seed):
         """A new scalar head: normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
-        w = self.score.weight
-        with torch.no_grad():
-            fresh = torch.empty(w.shape).normal_(0, (self.config.d_model + 1) ** -0.5,
-                                                 generator=torch.Generator().manual_seed(seed))
-            w.copy_(fresh)
+        generator = torch.Generator().manual_seed(seed)
+        fill(self.score.weight, torch.empty(1, self.config.d_model).normal_(0, (self.config.d_model + 1) ** -0.5,
+                                                                            generator=generator))
         self.new_head = True
 
     @classmethod
-    def from_pretrained(cls, path, head="lm", dtype=torch.float32, device="cpu", seed=0):
+    def from_pretrained(cls, path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None, prepare=None):
         """
         Load a Hugging Face directory, or a model of the hub by name. head="scalar" reads the sequence-classification format
-        (num_labels = 1); on a plain language model it draws a new head from seed and sets model.new_head.
+        (num_labels = 1); on a plain language model it draws a new head from seed and sets model.new_head. matrices: another
+        dtype for the matrices. prepare: called with the model before it has any memory, for example to shard it.
         Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the architecture is unknown.
         """
         folder = find_folder(path)
         model_config = parse_config(read_json(os.path.join(folder, "config.json")), os.path.join(folder, "config.json"))
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         with torch.device("meta"):  # no memory yet
-            model = cls(model_config, head)
-        model = model.to(dtype).to_empty(device=device)
+            model = cls(model_config, head).to(dtype)
+            for p in model.parameters():
+                if matrices and p.dim() == 2:
+                    p.data = p.data.to(matrices)
+        if prepare:
+            prepare(model)
+        model = model.to_empty(device=device)
+        model.load_weights(path, folder, seed)
+        return model
+
+    def load_weights(self, path, folder, seed=0):
+        """Fill all parameters from the weights in a folder; path: what messages call it. Raises BadInput."""
         files = tensor_files(folder)  # name on disk -> file
-        prefix = HF_BASE[model_config.family]
+        prefix = HF_BASE[self.config.family]
         if not any(name.startswith(prefix) for name in files):  # a bare trunk, as in the hub's gpt2
             files = {(prefix + name if name.split(".")[0] not in ("lm_head", "score") else name): (f, name)
                      for name, (f, _) in files.items()}
         used = set()
-        for name, p in model.named_parameters():
-            disk_name, part = hf_name(model_config.family, name)
+        for name, p in self.named_parameters():
+            disk_name, part = hf_name(self.config.family, name)
             if name == "score.weight" and disk_name not in files:
-                model.draw_score_head(seed)
+                self.draw_score_head(seed)
                 continue
             if disk_name not in files:
                 raise BadInput(f"{path}: tensor {disk_name!r} is missing from its weights; is the download complete?")
@@ -416,12 +433,11 @@ class Transformer(nn.Module):
             # one tensor at a time into memory that is already there: never two copies of a model
             file, name_in_file = files[disk_name]
             tensor = read_tensors(file, lambda f, n=name_in_file: f.get_tensor(n))
-            tensor = from_hf(model_config, disk_name, part, tensor)
+            tensor = from_hf(self.config, disk_name, part, tensor)
             if tensor.shape != p.shape:
                 raise BadInput(f"{path}: tensor {disk_name!r} gives {tuple(tensor.shape)} for {name}, but config.json "
                                f"says {tuple(p.shape)}")
-            with torch.no_grad():
-                p.copy_(tensor)
+            fill(p, tensor)
             del tensor
         open_bin.cache_clear()
         heads = {"lm_head.weight", "embed_out.weight", "score.weight"}
@@ -430,36 +446,70 @@ class Transformer(nn.Module):
         if extra:
             raise BadInput(f"{path}: its weights hold {extra[0]!r} and {len(extra) - 1} more that config.json does not "
                            "announce; the model would not be the one that was saved")
-        return model
 
-    def save_pretrained(self, folder):
-        """Write config.json and model.safetensors as transformers would; a scalar head as sequence classification. Adapters are
-        merged into what they adapt."""
-        from safetensors.torch import save_file
+    def weights(self):
+        """{our name: parameter}, all that the model is made of."""
+        return {name: p.detach() for name, p in self.named_parameters()}
 
-        os.makedirs(folder, exist_ok=True)
-        hf = dict(self.config.hf)
-        names = HF_CLASSES[self.config.family]
-        hf["architectures"] = [names + ("ForCausalLM" if self.head == "lm" else "ForSequenceClassification")]
-        if self.config.family == "gpt2" and self.head == "lm":
-            hf["architectures"] = ["GPT2LMHeadModel"]
-        if self.head == "scalar":
-            # one label, without num_labels itself: transformers derives it from id2label
-            hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, score_shift=self.config.score_shift)
-        hf["dtype"] = str(self.embed.weight.dtype).removeprefix("torch.")
-        hf.pop("torch_dtype", None)
-        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
-            json.dump(hf, f, indent=2, sort_keys=True)
-        groups = {}  # name on disk -> the parts it is made of
-        for name, p in self.named_parameters():
-            module = self.get_submodule(name.rpartition(".")[0])
-            if name.endswith(("lora_A", "lora_B")):
-                continue
-            disk_name, part = hf_name(self.config.family, name)
-            merge = isinstance(module, LoRALinear) and name.endswith("weight")
-            groups.setdefault(disk_name, {})[part] = (module.merged() if merge else p).detach()
-        tensors = {name: to_hf(self.config, name, parts).cpu().contiguous() for name, parts in groups.items()}
-        save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    def merge(self, weights):
+        """Weights as they are saved; where there are adapters, they are merged into them."""
+        return weights
+
+    def save_pretrained(self, folder, weights=None):
+        """
+        Write config.json and model.safetensors as transformers would; a scalar head as sequence classification. weights: what
+        weights() gives, gathered, when the model is sharded.
+        """
+        write_pretrained(folder, self.config, self.head, self.merge(weights or self.weights()))
+
+
+def write_pretrained(folder, config, head, weights):
+    """Transformer.save_pretrained, from {our name: whole tensor}."""
+    from safetensors.torch import save_file
+
+    os.makedirs(folder, exist_ok=True)
+    hf = dict(config.hf)
+    names = HF_CLASSES[config.family]
+    hf["architectures"] = [names + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")]
+    if config.family == "gpt2" and head == "lm":
+        hf["architectures"] = ["GPT2LMHeadModel"]
+    if head == "scalar":
+        # one label, without num_labels itself: transformers derives it from id2label
+        hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, score_shift=config.score_shift)
+    hf["dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
+    hf.pop("torch_dtype", None)
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(hf, f, indent=2, sort_keys=True)
+    groups = {}  # name on disk -> the parts it is made of
+    for name, t in weights.items():
+        disk_name, part = hf_name(config.family, name)
+        groups.setdefault(disk_name, {})[part] = t
+    tensors = {name: to_hf(config, name, parts).cpu().contiguous() for name, parts in groups.items()}
+    save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+
+
+def fill(p, tensor):
+    """Copy a whole tensor into a parameter; into a sharded one, this rank's part of it."""
+    with torch.no_grad():
+        p.copy_(split_like(p, tensor))
+
+
+def split_like(p, tensor):
+    """A tensor that every rank has whole, split over the ranks where the parameter p is; nothing is sent."""
+    if not hasattr(p, "placements"):  # which a DTensor has
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def look_up(table, ids):
+    """
+    Rows of an embedding. Under autocast they are rounded to 16 bits, as autocast does it to every other matrix: a frozen model
+    may then store this one in 16 bits, too, and still compute exactly what the policy does. The sums stay in fp32.
+    """
+    x, kind = table(ids), ids.device.type
+    return x.to(torch.get_autocast_dtype(kind)).float() if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
 
 
 def allowed_pairs(T, past, window, mask, device):
@@ -479,119 +529,111 @@ def allowed_pairs(T, past, window, mask, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LoRA
+# LoRA, and models that share a trunk
 
 
-class LoRALinear(nn.Linear):
-    """W x + b + scale B A x, of which only A (r, in) and B (out, r) are trained (arXiv 2106.09685, eq. 3)."""
+class LoRA(nn.Module):
+    """scale B A x (arXiv 2106.09685, eq. 3): added to a linear map that stays as it is, of which only A and B are trained."""
+
+    def __init__(self, A, B, scale):
+        super().__init__()
+        self.A, self.B, self.scale = A, B, scale  # (r, in), (out, r)
 
     def forward(self, x):
-        y = super().forward(x)
-        if not self.adapter_on:
-            return y
-        return y + (F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B) * self.scale).to(y.dtype)
-
-    def merged(self):
-        """The one matrix that does the same, in the dtype of W."""
-        return (self.weight.float() + self.scale * self.lora_B.float() @ self.lora_A.float()).to(self.weight.dtype)
+        return F.linear(F.linear(x.to(self.A.dtype), self.A), self.B) * self.scale
 
 
-def add_lora(model, rank, alpha, targets="q,k,v,o,gate,up,down", seed=0):
+class Adapted(nn.Module):
     """
-    Freeze the model, and give its linear layers of these names adapters of this rank, scaled by alpha / rank. B is 0, so nothing
-    changes yet; A is uniform as in peft. A scalar head stays trainable. Where q, k and v are one tensor on disk (gpt2,
-    gpt_neox) they share A, so that peft, which sees that one, can read the adapter. Raises BadInput.
+    A model on another one's trunk. Its own are a LoRA adapter, a scalar head, or both; all else is `base`, which is in memory
+    once, however many models stand on it. The bare base is the reference policy, for nothing.
     """
-    unknown = set(targets.split(",")) - {"q", "k", "v", "o", "gate", "up", "down"}
-    fused = model.config.family in ("gpt2", "gpt_neox")
-    if unknown or fused and 0 < len(set(targets.split(",")) & {"q", "k", "v"}) < 3:
-        raise BadInput(f"LoRA targets {targets!r}: wanted some of q, k, v, o, gate, up, down"
-                       + (f"; in {model.config.family} q, k and v are one, so take all three or none" if not unknown else ""))
-    freeze(model)
-    generator = torch.Generator().manual_seed(seed)
-    for layer in model.layers:
-        shared = None
-        for name in (name for name in ("q", "k", "v", "o", "gate", "up", "down") if name in targets.split(",")):
-            linear = getattr(layer, name, None)
-            if linear is None:  # gate, in families without one
-                continue
-            linear.__class__ = LoRALinear
-            linear.scale, linear.adapter_on = alpha / rank, True
-            dtype, device = torch.promote_types(linear.weight.dtype, torch.float32), linear.weight.device
-            if not (fused and name in ("k", "v")):
-                bound = linear.in_features**-0.5
-                shared = nn.Parameter(torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator).to(
-                    device, dtype))
-            linear.lora_A = shared
-            linear.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=dtype, device=device))
-    if model.head == "scalar":
-        model.score.weight.requires_grad_(True)
-    model.lora = dict(rank=rank, alpha=alpha)
-    return model
 
+    def __init__(self, base, head="lm", rank=0, alpha=None, targets="q,k,v,o,gate,up,down", seed=0):
+        """
+        rank 0: no adapter. Otherwise the base is frozen, and its linear maps of these names get A and B of this rank, scaled by
+        alpha / rank (alpha None: 2 rank). B is 0, so nothing changes yet; A is uniform as in peft. Where q, k and v are one
+        tensor on disk (gpt2, gpt_neox) they share A, so that peft, which sees that one, can read the adapter. Raises BadInput.
+        """
+        super().__init__()
+        self.__dict__["base"] = base  # not as a child: its parameters belong to another model
+        self.config, self.head, self.new_head = dataclasses.replace(base.config), head, False
+        self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
+        dtype, device = torch.promote_types(base.embed.weight.dtype, torch.float32), base.embed.weight.device
+        self.layers = nn.ModuleList(nn.ModuleDict() for _ in base.layers) if rank else None
+        wanted, fused = targets.split(","), base.config.family in ("gpt2", "gpt_neox")
+        unknown = set(wanted) - {"q", "k", "v", "o", "gate", "up", "down"}
+        if unknown or fused and 0 < len(set(wanted) & {"q", "k", "v"}) < 3:
+            raise BadInput(f"LoRA targets {targets!r}: wanted some of q, k, v, o, gate, up, down" + (
+                "" if unknown else f"; in {base.config.family} q, k and v are one, so take all three or none"))
+        generator = torch.Generator().manual_seed(seed)
+        for adapters, layer in zip(self.layers or (), base.layers, strict=False):
+            freeze(base)
+            for name in (n for n in ("q", "k", "v", "o", "gate", "up", "down") if n in wanted and hasattr(layer, n)):
+                linear = getattr(layer, name)
+                if not (fused and name in ("k", "v")):
+                    A = torch.empty(rank, linear.in_features).uniform_(-1, 1, generator=generator) * linear.in_features**-0.5
+                    A = nn.Parameter(A.to(device, dtype))
+                B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=dtype, device=device))
+                adapters[name] = LoRA(A, B, self.lora["alpha"] / rank)
+        if head == "scalar":
+            self.score = nn.Linear(base.config.d_model, 1, bias=False, dtype=dtype, device=device)
+            self.draw_score_head(seed)
+            if base.head == "scalar":
+                fill(self.score.weight, base.score.weight)
+                self.new_head = base.new_head
 
-def adapter_parts(model):
-    """{peft's name of an adapted tensor: {part of it, or None: our LoRALinear}}."""
-    groups = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            disk_name, part = hf_name(model.config.family, f"{name}.weight")
-            groups.setdefault(disk_name.removesuffix(".weight"), {})[part] = module
-    return groups
+    @classmethod
+    def from_pretrained(cls, base, folder, head="lm", base_path=""):
+        """
+        An adapter's folder, written by save_adapter or peft, on the model it was trained on, base_path (as far as names tell).
+        Raises BadInput.
+        """
+        file = os.path.join(folder, "adapter_config.json")
+        if not os.path.isfile(file):
+            raise BadInput(f"{folder}: no adapter_config.json in this folder; it is not a LoRA adapter")
+        settings = read_json(file)
+        trained_on = settings.get("base_model_name_or_path")
+        if base_path and trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(base_path.rstrip("/")):
+            raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, where it would be noise")
+        modules = settings.get("target_modules") or []
+        names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
+            hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]
+        model = cls(base, head, settings.get("r", 0) if names else 0, settings.get("lora_alpha"), ",".join(names) or "q,k,v")
+        load_adapter(model, folder)
+        return model
 
+    forward, output, draw_score_head = Transformer.forward, Transformer.output, Transformer.draw_score_head
+    save_pretrained = Transformer.save_pretrained
 
-def save_adapter(model, folder, base=""):
-    """Write adapter_config.json and adapter_model.safetensors, for peft and load_adapter; base: path of the model adapted."""
-    from safetensors.torch import save_file
+    def trunk(self, *args, **kwargs):
+        """Transformer.trunk, with the adapter. It goes along as an argument, so that a layer computed again has the same one."""
+        return self.base.trunk(*args, **kwargs, **({"adapter": self.layers} if self.layers else {}))
 
-    os.makedirs(folder, exist_ok=True)
-    groups, tensors = adapter_parts(model), {}
-    for name, parts in groups.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = next(iter(parts.values())).lora_A
-        tensors[f"base_model.model.{name}.lora_B.weight"] = to_hf(model.config, "", {k: m.lora_B for k, m in parts.items()})
-    if model.head == "scalar":
-        tensors["base_model.model.score.weight"] = model.score.weight
-    settings = dict(peft_type="LORA", task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS", base_model_name_or_path=base,
-                    r=model.lora["rank"], lora_alpha=model.lora["alpha"], lora_dropout=0.0, bias="none", inference_mode=True,
-                    target_modules=sorted({".".join(name.split(".")[-2:]) for name in groups}),
-                    modules_to_save=["score"] if model.head == "scalar" else None, fan_in_fan_out=model.config.family == "gpt2")
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
-        json.dump(settings, f, indent=2)
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()},
-              os.path.join(folder, "adapter_model.safetensors"))
+    def lm_head_weight(self):
+        return self.base.lm_head_weight()
 
+    def recompute(self, on=True):
+        self.base.recompute(on)
 
-def load_adapter(model, folder):
-    """Fill the adapters of a model, after add_lora, from save_adapter's files or peft's. Raises BadInput if they do not fit."""
-    file = os.path.join(folder, "adapter_model.safetensors")
-    tensors = read_tensors(file, lambda f: {name: f.get_tensor(name) for name in f.keys()})
-    wanted = {"base_model.model.score.weight": [(model.score.weight, None)]} if model.head == "scalar" else {}
-    for name, parts in adapter_parts(model).items():
-        wanted[f"base_model.model.{name}.lora_A.weight"] = [(next(iter(parts.values())).lora_A, None)]
-        wanted[f"base_model.model.{name}.lora_B.weight"] = [(m.lora_B, part) for part, m in parts.items()]
-    if wanted.keys() != tensors.keys():
-        raise BadInput(f"{file}: it has {len(tensors)} tensors, not the {len(wanted)} of this model's adapters (the first that "
-                       f"differs is {min(wanted.keys() ^ tensors.keys())}); its LoRA targets must be the same")
-    with torch.no_grad():
-        for name, pieces in wanted.items():
-            for p, part in pieces:
-                t = from_hf(model.config, "", part, tensors[name])
-                if t.shape != p.shape:
-                    raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is its rank the same?")
-                p.copy_(t)
+    @property
+    def embed(self):
+        return self.base.embed
 
+    def weights(self):
+        return self.base.weights() | ({"score.weight": self.score.weight.detach()} if self.head == "scalar" else {})
 
-@contextlib.contextmanager
-def adapter_off(model):
-    """Within this, the model is what it was before add_lora: the reference policy, for the price of a flag."""
-    adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
-    for m in adapters:
-        m.adapter_on = False
-    try:
-        yield model
-    finally:
-        for m in adapters:
-            m.adapter_on = True
+    def merge(self, weights):
+        """W + scale B A instead of W, in its dtype."""
+        weights = self.base.merge(dict(weights))
+        for i, adapters in enumerate(self.layers or ()):
+            for name, a in adapters.items():
+                W = weights[f"layers.{i}.{name}.weight"]
+                delta = a.scale * a.B.detach().double() @ a.A.detach().double()
+                weights[f"layers.{i}.{name}.weight"] = (W.double() + delta.to(W.device)).to(W.dtype)
+        if self.head == "scalar":
+            weights.pop("lm_head.weight", None)
+        return weights
 
 
 def freeze(model):
@@ -748,3 +790,56 @@ class BinFile:
 
 
 open_bin = functools.lru_cache(maxsize=1)(BinFile)  # one at a time, for those that cannot be mapped; forgotten after loading
+
+
+def adapter_tensors(model):
+    """An Adapted's {peft's name: [(our parameter, which part of the tensor on disk it is, or None)]}."""
+    tensors = {}
+    for i, adapters in enumerate(model.layers or ()):
+        for name, a in adapters.items():
+            disk_name, part = hf_name(model.config.family, f"layers.{i}.{name}.weight")
+            prefix = f"base_model.model.{disk_name.removesuffix('.weight')}"
+            tensors[f"{prefix}.lora_A.weight"] = [(a.A, None)]
+            tensors.setdefault(f"{prefix}.lora_B.weight", []).append((a.B, part))
+    if model.head == "scalar":
+        tensors["base_model.model.score.weight"] = [(model.score.weight, None)]
+    return tensors
+
+
+def save_adapter(model, folder, base=""):
+    """Write adapter_config.json and adapter_model.safetensors, for peft and load_adapter; base: path of the model adapted."""
+    from safetensors.torch import save_file
+
+    os.makedirs(folder, exist_ok=True)
+    tensors = adapter_tensors(model)
+    modules = {".".join(name.split(".")[-4:-2]) for name in tensors if name.endswith(".lora_A.weight")}
+    settings = dict(peft_type="LORA", task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS", inference_mode=True,
+                    base_model_name_or_path=base, r=model.lora["rank"], lora_alpha=model.lora["alpha"], lora_dropout=0.0,
+                    bias="none", target_modules=sorted(modules), fan_in_fan_out=model.config.family == "gpt2",
+                    modules_to_save=["score"] if model.head == "scalar" else None)
+    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
+        json.dump(settings, f, indent=2)
+    whole = {name: to_hf(model.config, "", {part: p.detach() for p, part in parts}).cpu().contiguous()
+             for name, parts in tensors.items()}
+    save_file(whole, os.path.join(folder, "adapter_model.safetensors"),
+              metadata={"format": "pt", "score_shift": str(model.config.score_shift)})
+
+
+def load_adapter(model, folder):
+    """Fill an Adapted from save_adapter's files or peft's. Raises BadInput if they do not fit."""
+    file = os.path.join(folder, "adapter_model.safetensors")
+    found, notes = read_tensors(file, lambda f: ({name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}))
+    tensors, settings = adapter_tensors(model), read_json(os.path.join(folder, "adapter_config.json"))
+    if tensors.keys() != found.keys():
+        raise BadInput(f"{file}: it has {len(found)} tensors, not the {len(tensors)} of this model's adapter (the first that "
+                       f"differs is {min(tensors.keys() ^ found.keys())}); its LoRA targets must be the same")
+    if model.layers and settings.get("lora_alpha") != model.lora["alpha"]:
+        raise BadInput(f"{folder}: its lora_alpha is {settings.get('lora_alpha')}, not {model.lora['alpha']}; give this one")
+    for name, parts in tensors.items():
+        for p, part in parts:
+            t = from_hf(model.config, "", part, found[name])
+            if t.shape != p.shape:
+                raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is its rank the same?")
+            fill(p, t)
+    model.config.score_shift = float(notes.get("score_shift", 0.0))
+    model.new_head = False

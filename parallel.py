@@ -6,6 +6,7 @@ import ctypes
 import datetime
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -121,25 +122,25 @@ def wire():
 # starting together, stopping together
 
 
-def from_rank_0(function):
+def from_rank_0(function, source=0):
     """
-    What function() returns on rank 0, on every rank; the others wait. It may be anything that JSON can say (no pickle here
-    either). A BadInput or Stop that it raises on rank 0 is raised everywhere.
+    What function() returns on rank 0 (or on another source), on every rank; the others wait. It may be anything that JSON can
+    say (no pickle here either). A BadInput or Stop that it raises there is raised everywhere.
     """
     if not dist.is_initialized():
         return function()
     rank, text = dist.get_rank(), b""
-    if rank == 0:
+    if rank == source:
         try:
             outcome = ["value", function()]
         except (BadInput, Stop) as e:
             outcome = ["BadInput" if isinstance(e, BadInput) else "Stop", str(e)]
         text = json.dumps(outcome).encode()
     length = torch.tensor([len(text)], device=wire())
-    collective(dist.broadcast, length, src=0)
-    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(wire()) if rank == 0 else torch.empty(
+    collective(dist.broadcast, length, src=source)
+    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(wire()) if rank == source else torch.empty(
         int(length), dtype=torch.uint8, device=wire())
-    collective(dist.broadcast, sent, src=0)
+    collective(dist.broadcast, sent, src=source)
     kind, value = json.loads(bytes(sent.tolist()))
     if kind == "value":
         return value
@@ -251,12 +252,42 @@ def my_share(items):
     return items[rank * len(items) // size:(rank + 1) * len(items) // size]
 
 
+def most_micro_batches(rows, size):
+    """How many micro-batches of this size the rank with most of so many rows has; known to all ranks."""
+    return math.ceil(math.ceil(rows / rank_and_size()[1]) / size)
+
+
+def send_tensors(source, tensors):
+    """{key: tensor} of this source rank, on every rank."""
+    if not dist.is_initialized():
+        return tensors
+    header = from_rank_0(lambda: [[k, list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in tensors.items()], source)
+    sent = {}
+    for key, shape, dtype in header:
+        mine = tensors[key].detach().to(wire()).contiguous() if dist.get_rank() == source else None
+        sent[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=wire()) if mine is None else mine
+        collective(dist.broadcast, sent[key], src=source)
+    return sent
+
+
+def my_part(p):
+    """The part of a parameter that this rank holds: all of it, or its shard (zero.py)."""
+    return p.to_local() if is_shard(p) else p
+
+
+def is_shard(p):
+    """Whether a parameter is split over the ranks: a DTensor."""
+    return hasattr(p, "placements")
+
+
 def broadcast_parameters(models):
-    """Overwrite every rank's parameters with rank 0's, so that all start from the same bytes."""
+    """Overwrite every rank's parameters with rank 0's, so that all start from the same bytes. Shards have nothing in common."""
     if dist.is_initialized():
         for model in models:
-            for p in model.parameters():
-                collective(dist.broadcast, p.data, src=0)
+            for p in (p for p in model.parameters() if not is_shard(p)):
+                sent = p.data.to(wire())  # itself, unless it is offloaded
+                collective(dist.broadcast, sent, src=0)
+                p.data.copy_(sent)
 
 
 def gather_rows(batch):
@@ -325,7 +356,8 @@ def flatten_gradients(parameters):
     zeroing, clipping and checking gradients are one operation each. (Never call zero_grad afterwards; zero the buffers.)
     """
     buffers = []
-    parameters = list(parameters)
+    parameters = [p for p in parameters if p.requires_grad]
+    shards, parameters = [p for p in parameters if is_shard(p)], [p for p in parameters if not is_shard(p)]
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         group = [p for p in parameters if p.dtype == dtype]
         flat = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=group[0].device)
@@ -334,24 +366,57 @@ def flatten_gradients(parameters):
             p.grad = flat[start:start + p.numel()].view_as(p)
             start += p.numel()
         buffers.append(flat)
-    return buffers
+    return buffers + ([Shards(shards)] if shards else [])
 
 
-def all_reduce_gradients(buffers):
-    """Sum over ranks, one collective per dtype. Not a mean: the losses are already divided by the global token count."""
-    if dist.is_initialized():
-        for flat in buffers:
+class Shards:
+    """The gradients of sharded parameters, behind the face of one flat buffer. FSDP makes and reduces them by itself."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def parts(self):
+        return [p.grad.to_local() for p in self.parameters if p.grad is not None]
+
+    def zero_(self):
+        for p in self.parameters:
+            p.grad = None
+
+    def mul_(self, factor):
+        for part in self.parts():
+            part.mul_(factor)
+
+    def norm(self):
+        """Over all ranks. A collective."""
+        squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
+        collective(dist.all_reduce, squares)
+        return squares.sqrt()
+
+
+def all_reduce_gradients(buffers, scale=1.0):
+    """
+    Sum over ranks, one collective per dtype, and divide by the scale of the loss, if it has one. Not a mean: the losses are
+    already divided by the global token count. (FSDP has reduced its shards already, and to a mean: make that a sum.)
+    """
+    for flat in buffers:
+        if isinstance(flat, Shards):
+            flat.mul_(dist.get_world_size() / scale)
+            continue
+        if dist.is_initialized():
             collective(dist.all_reduce, flat)
+        if scale != 1.0:
+            flat.mul_(1 / scale)
 
 
 def clip_gradients(buffers, max_norm):
     """Scale the gradients to a joint norm of at most max_norm (0 = leave them); returns the norm before."""
-    norm = torch.stack([flat.norm() for flat in buffers]).norm()
+    norms = [flat.norm() for flat in buffers]
+    norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
     if max_norm > 0:
         # a norm that is not finite scales nothing, so that check_gradients can still tell which tensor it came from
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
-            flat.mul_(scale)
+            flat.mul_(scale if not isinstance(flat, Shards) else scale.item())
     return norm
 
 
@@ -361,7 +426,11 @@ def check_gradients(norm, model, name, iteration):
     or inf of any rank is everybody's: all ranks stop here together, before the optimizer can spread it into the weights.
     """
     if not torch.isfinite(norm):
-        bad = next((n for n, p in model.named_parameters() if not p.grad.isfinite().all()), "the norm (overflow)")
+        names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+        flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names]).double().to(wire() if dist.is_initialized()
+                                                                                                else "cpu")
+        bad = all_reduce_max(flags).nonzero().flatten().tolist()  # of a sharded model, another rank may have it
+        bad = names[bad[0]][0] if bad else "the norm (overflow)"
         raise Stop(f"iteration {iteration}: the gradient of {name}'s {bad} is not finite; stopped before the step. "
                    "Lower the learning rate, or look at the scores and the data of this iteration")
 
@@ -378,7 +447,7 @@ def check_finite(tensors, iteration):
 def must_agree(worst_gap, dtype, what, iteration):
     """Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap)."""
     worst = all_reduce_max(worst_gap).item()
-    limit = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.02}[dtype]
+    limit = {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02)
     if not worst <= limit:
         raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
                    f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
@@ -390,28 +459,49 @@ def must_agree(worst_gap, dtype, what, iteration):
 
 
 def checksums(models):
-    """One int64 per parameter of {name: model}: sums of its bits, weighted by odd numbers so that order counts too."""
+    """
+    One int64 per parameter of {name: model}: sums of its bits, weighted by odd numbers so that order counts too. Of a sharded
+    parameter this rank's part of the sum: over all ranks they add up to what the whole one would have.
+    """
     sums = []
     for model in models.values():
         for p in model.parameters():
-            bits = p.detach().flatten().view(torch.int16 if p.element_size() == 2 else torch.int32)
-            total = torch.zeros((), dtype=torch.int64, device=p.device)
-            for i, chunk in enumerate(bits.split(2**22)):  # int64 copies of a chunk, not of a whole embedding matrix
-                weights = (torch.arange(len(chunk), device=p.device) + i * 2**22) * 2 + 1
+            part = my_part(p.detach()).flatten()
+            bits = part.view(torch.int16 if p.element_size() == 2 else torch.int32)
+            start = 0
+            if is_shard(p):  # split by rows, as torch.chunk does it
+                rows, (rank, size) = p.shape[0], rank_and_size()
+                start = min(-(-rows // size) * rank, rows) * (p.numel() // rows) * (bits.numel() // max(part.numel(), 1))
+            total = torch.zeros((), dtype=torch.int64, device=bits.device)
+            for i, chunk in enumerate(bits.split(2**20)):  # int64 copies of a chunk, not of a whole embedding matrix
+                weights = (torch.arange(len(chunk), device=bits.device) + (start + i * 2**20)) * 2 + 1
                 total += (chunk.long() * weights).sum()  # wraps around, alike everywhere
-            sums.append(total & (2**62 - 1))  # 62 bits, so that its negative exists
+            sums.append(total.to(wire()) if dist.is_initialized() else total.cpu())
     return torch.stack(sums)
 
 
 def audit(models, frozen, iteration):
     """
     Stop the run unless all ranks hold the same finite parameters of {name: model}, and the frozen ones still have the
-    checksums they began with. frozen: {name: checksums}, filled here at the first audit. One all_reduce when all is well.
+    checksums they began with. frozen: {name: checksum}, filled here at the first audit. Of a sharded parameter each rank has
+    another part, and vouches for that. One all_reduce when all is well.
     """
     mine = checksums(models)
-    names = [(model_name, n) for model_name, model in models.items() for n, _ in model.named_parameters()]
+    parameters = [(model_name, n, p) for model_name, model in models.items() for n, p in model.named_parameters()]
+    whole = torch.tensor([not is_shard(p) for _, _, p in parameters], device=mine.device)
+    infinite = torch.stack([(~my_part(p).isfinite()).any().to(mine.device) for _, _, p in parameters])
+    changed = torch.zeros_like(infinite)
+    for i, (model_name, n, p) in enumerate(parameters):
+        changed[i] = not p.requires_grad and frozen.setdefault((model_name, n), int(mine[i])) != int(mine[i])
+
+    def where(flags, i):
+        """Which ranks raise flag i, for a message; a whole parameter has no need to say."""
+        ranks = torch.stack(all_gather(flags[i].long())).nonzero().flatten().tolist()
+        return "on all ranks" if whole[i] or len(ranks) == rank_and_size()[1] else f"on {name_ranks(ranks)}"
+
     if dist.is_initialized():
-        extremes = torch.stack([mine, -mine])
+        compared = torch.where(whole, mine & (2**62 - 1), 0)  # 62 bits, so that its negative exists
+        extremes = torch.stack([compared, -compared, infinite.long(), changed.long()])
         collective(dist.all_reduce, extremes, op=dist.ReduceOp.MAX)
         differs = extremes[0] != -extremes[1]  # largest != smallest
         if differs.any():
@@ -421,15 +511,16 @@ def audit(models, frozen, iteration):
             odd = [r for r, v in enumerate(values) if v != common]
             if 2 * len(odd) >= len(values):  # no majority to be right
                 odd = list(range(len(values)))
-            raise Stop(f"iteration {iteration}: the ranks have drifted apart: {names[first][0]}, parameter {names[first][1]}, "
-                       f"differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
-    for model_name, model in models.items():
-        for n, p in model.named_parameters():
-            if not p.isfinite().all():  # as a huge learning rate does it, with finite gradients
-                raise Stop(f"iteration {iteration}: {model_name}'s {n} is not finite; the last checkpoint is good. Lower the "
-                           "learning rate, or look at its gradients")
-    for i, (model_name, parameter) in enumerate(names):
-        if not any(p.requires_grad for p in models[model_name].parameters()):
-            if frozen.setdefault((model_name, parameter), int(mine[i])) != int(mine[i]):
-                raise Stop(f"iteration {iteration}: the frozen {model_name} has changed: parameter {parameter} is not what "
-                           "it was at the start (on all ranks)")
+            raise Stop(f"iteration {iteration}: the ranks have drifted apart: {parameters[first][0]}, parameter "
+                       f"{parameters[first][1]}, differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
+        any_infinite, any_changed = extremes[2].bool(), extremes[3].bool()
+    else:
+        any_infinite, any_changed = infinite, changed
+    if any_infinite.any():  # as a huge learning rate does it, with finite gradients
+        i = int(any_infinite.nonzero()[0])
+        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite ({where(infinite, i)}); the "
+                   "last checkpoint is good. Lower the learning rate, or look at its gradients")
+    if any_changed.any():
+        i = int(any_changed.nonzero()[0])
+        raise Stop(f"iteration {iteration}: the frozen {parameters[i][0]} has changed: parameter {parameters[i][1]} is not what "
+                   f"it was at the start ({where(changed, i)})")

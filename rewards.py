@@ -186,28 +186,33 @@ def last_real(mask):
 
 
 @torch.no_grad()
-def score_sequences(reward_model, tokens, attention_mask, micro_batch_size):
-    """The reward model's scalar at the last real token of each row, plus its score_shift: (B,) in at least float32."""
+def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
+    """
+    The reward model's scalar at the last real token of each row, plus its score_shift: (B,) in at least float32. count: how many
+    forwards there are at least, as all ranks must come along where the model is sharded; the last ones may be of no rows.
+    """
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
     order = attention_mask.sum(1).argsort(stable=True)  # like lengths meet: less padding
-    for i in range(0, len(tokens), micro_batch_size):
-        rows = order[i:i + micro_batch_size]
+    for i in range(max(count, -(-len(tokens) // micro_batch_size))):
+        rows = order[i * micro_batch_size:(i + 1) * micro_batch_size]
         mask = attention_mask[rows]
         used = mask.any(0)  # the columns that any of these rows uses
+        if len(rows) == 0:
+            used[:2] = True
         mask = mask[:, used]
         scalars = reward_model(tokens[rows][:, used], mask)  # (b, T)
         scores[rows] = scalars.gather(1, last_real(mask)[:, None]).squeeze(1).to(dtype)
     return scores + reward_model.config.score_shift
 
 
-def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size):
+def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size, count=0):
     """
     Learned reward of each response, read at its last token (N+ detail 12). A reward model with the policy's tokenizer scores
     the very ids that were sampled; with another one it gets the text re-tokenized, EOS included where the policy ended.
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
-        return score_sequences(reward_model, batch["tokens"], batch["attention_mask"], micro_batch_size)
+        return score_sequences(reward_model, batch["tokens"], batch["attention_mask"], micro_batch_size, count)
     sequences = []
     for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
         ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
@@ -217,7 +222,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
                            f"of {reward_model.config.max_positions}; lower max_new_tokens")
     tokens, mask = right_pad(sequences, reward_tokenizer.pad_id)
     device = batch["tokens"].device
-    return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size)
+    return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

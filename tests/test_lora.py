@@ -6,7 +6,7 @@ import torch
 from families import make, padded
 
 from configurator import BadInput
-from model import Transformer, add_lora, adapter_off, load_adapter, save_adapter
+from model import Adapted, Transformer, load_adapter, save_adapter
 
 VARIANTS = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral", "qwen2-gqa", "qwen3"]
 ALL = "q,k,v,o,gate,up,down"
@@ -15,12 +15,11 @@ ALL = "q,k,v,o,gate,up,down"
 def adapted(variant, folder, head="lm", targets=ALL, noise=0.3):
     """A model with adapters of rank 3, their B filled, so that they do something; and its folder."""
     make(variant, head=head).save_pretrained(folder / "base")
-    model = Transformer.from_pretrained(str(folder / "base"), head=head)
-    add_lora(model, 3, 5, targets, seed=7)
+    model = Adapted(Transformer.from_pretrained(str(folder / "base"), head=head), head, 3, 5, targets, seed=7)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith("lora_B"):
+            if name.endswith(".B"):
                 p.normal_(0, noise, generator=generator)
     return model
 
@@ -35,13 +34,12 @@ def test_a_new_adapter_changes_nothing_and_off_is_the_base(variant, tmp_path):
     make(variant).save_pretrained(tmp_path / "base")
     base = Transformer.from_pretrained(str(tmp_path / "base"))
     want = base(*batch())
-    model = add_lora(Transformer.from_pretrained(str(tmp_path / "base")), 3, 5)
+    model = Adapted(Transformer.from_pretrained(str(tmp_path / "base")), "lm", 3, 5)
     assert torch.equal(model(*batch()), want)
     model = adapted(variant, tmp_path)
     moved = model(*batch())
     assert (moved - want).abs().max() > 0.1
-    with adapter_off(model):
-        assert torch.equal(model(*batch()), want)
+    assert torch.equal(model.base(*batch()), want)
     assert torch.equal(model(*batch()), moved)
 
 
@@ -49,10 +47,11 @@ def test_a_new_adapter_changes_nothing_and_off_is_the_base(variant, tmp_path):
 def test_only_the_adapter_is_trained(head, tmp_path):
     model = adapted("llama", tmp_path, head)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
-    adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
-    assert names == adapters | ({"score.weight"} if head == "scalar" else set()) and len(adapters) == 3 * 7 * 2
+    adapters = {f"layers.{i}.{name}.{x}" for i in range(3) for name in ALL.split(",") for x in "AB"}
+    assert names == adapters | ({"score.weight"} if head == "scalar" else set()) == dict(model.named_parameters()).keys()
     model(*batch()).square().sum().backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in model.base.parameters())
 
 
 @pytest.mark.parametrize("targets", ["q", "q,v", "o,down", ALL])
@@ -63,10 +62,10 @@ def test_the_formula(targets, tmp_path):
     with torch.no_grad():
         for i, layer in enumerate(model.layers):
             for name in targets.split(","):
-                ours = getattr(layer, name)
-                getattr(plain.layers[i], name).weight += 5 / 3 * ours.lora_B @ ours.lora_A
+                ours = layer[name]
+                getattr(plain.layers[i], name).weight += 5 / 3 * ours.B @ ours.A
         assert (plain(*batch()) - model(*batch())).abs().max() < 1e-4
-    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 3 * len(targets.split(","))
+    assert sum(name.endswith(".A") for name, _ in model.named_parameters()) == 3 * len(targets.split(","))
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -77,9 +76,9 @@ def test_saved_models_are_merged_and_adapters_come_back(variant, head, tmp_path)
     want = model(*batch())
     model.save_pretrained(tmp_path / "merged")
     merged = Transformer.from_pretrained(str(tmp_path / "merged"), head=head)
-    assert merged.lora is None and (merged(*batch()) - want).abs().max() < 1e-4
+    assert (merged(*batch()) - want).abs().max() < 1e-4
     save_adapter(model, tmp_path / "adapter")
-    again = add_lora(Transformer.from_pretrained(str(tmp_path / "base"), head=head), 3, 5, seed=99)
+    again = Adapted(Transformer.from_pretrained(str(tmp_path / "base"), head=head), head, 3, 5, seed=99)
     if head == "scalar":
         again.score.weight.zero_()
     load_adapter(again, tmp_path / "adapter")
@@ -90,14 +89,16 @@ def test_adapters_that_do_not_fit(tmp_path):
     model = adapted("llama", tmp_path)
     save_adapter(model, tmp_path / "adapter")
     for rank, targets, said in ((2, ALL, "is its rank the same"), (3, "q,v", "targets must be the same")):
-        other = add_lora(Transformer.from_pretrained(str(tmp_path / "base")), rank, 5, targets)
+        other = Adapted(model.base, "lm", rank, 5, targets)
         with pytest.raises(BadInput, match=said):
             load_adapter(other, tmp_path / "adapter")
     with pytest.raises(BadInput, match="LoRA targets 'q,x'"):
-        add_lora(model, 3, 5, "q,x")
+        Adapted(model.base, "lm", 3, 5, "q,x")
+    with pytest.raises(BadInput, match="its lora_alpha is 5, not 6"):
+        load_adapter(Adapted(model.base, "lm", 3, 6), tmp_path / "adapter")
     make("gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(BadInput, match="take all three or none"):
-        add_lora(Transformer.from_pretrained(str(tmp_path / "gpt2")), 3, 5, "q,v")
+        Adapted(Transformer.from_pretrained(str(tmp_path / "gpt2")), "lm", 3, 5, "q,v")
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -111,6 +112,7 @@ def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
     import transformers as hf
 
     model = adapted(variant, tmp_path, head).double()
+    model.base.double()
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["r"] == 3 and settings["lora_alpha"] == 5
@@ -130,15 +132,15 @@ def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
     assert (got - want)[mask].abs().max() < tolerance * want[mask].abs().max()
     (got[mask] ** 2).sum().backward()
     (want[mask] ** 2).sum().backward()
-    from model import adapter_parts, to_hf
+    from model import adapter_tensors, to_hf
 
     theirs = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     compared = 0
-    for name, parts in adapter_parts(model).items():
-        a = next(g for n, g in theirs.items() if f"{name}.lora_A" in n)
-        b = next(g for n, g in theirs.items() if f"{name}.lora_B" in n)
-        ours = next(iter(parts.values())).lora_A.grad, to_hf(model.config, "", {k: m.lora_B.grad for k, m in parts.items()})
-        for x, y in zip((a, b), ours, strict=True):
-            assert (x - y).abs().max() < tolerance * x.abs().max()
-        compared += 2
+    for name, parts in adapter_tensors(model).items():
+        if "lora_" not in name:
+            continue
+        want = next(g for n, g in theirs.items() if name.removesuffix(".weight").removeprefix("base_model.model.") in n)
+        ours = to_hf(model.config, "", {part: p.grad for p, part in parts})
+        assert (want - ours).abs().max() < tolerance * want.abs().max()
+        compared += 1
     assert compared >= 3 * 2 * 4

@@ -1,0 +1,37 @@
+"""
+What a run says of itself: the figures of a scored batch, a few samples, the models it holds. It decides nothing.
+"""
+from model import Adapted
+
+
+def summarize(batch, prefix, reward_names=()):
+    """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
+    mask = batch["response_mask"]
+    record = dict(scores=batch["raw_scores"].mean())
+    if "ref_logprobs" in batch:
+        record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
+    record |= dict(entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
+                   finished=batch["finished"].double().mean())
+    if not batch["accuracy"].isnan().any():
+        record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
+    if len(reward_names) > 1:
+        record |= {f"reward/{name}": batch[f"reward/{name}"].mean() for name in reward_names}
+    return {f"{prefix}/{k}": x.item() for k, x in record.items()}
+
+
+def print_samples(batch, rows, tokenizer, n=2):
+    """The first n prompts with their responses and scores."""
+    R = batch["response_mask"].shape[1]
+    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
+        print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
+
+
+def print_models(models):
+    """A line for each of {name: model}: its size, what of it is trained, and on whose trunk it stands."""
+    for name, model in models.items():
+        count, trained = sum(p.numel() for p in model.parameters()), any(p.requires_grad for p in model.parameters())
+        line = f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}"
+        if isinstance(model, Adapted):
+            parts = (["an adapter"] if model.layers else []) + (["a head"] if model.head == "scalar" else [])
+            line += f": {' and '.join(parts)} on {next(n for n, m in models.items() if m is model.base)}"
+        print(line)

@@ -1,0 +1,431 @@
+"""
+What each model costs and where it lies: in which precision, how much of it on each rank, on the GPU or beside it, which part of
+it is trained, and by which optimizer. Everything here can change what a run needs, and nothing what it computes.
+
+The name is ZeRO's (arXiv 1910.02054): stage 0 holds all on every rank; 1 splits the optimizer's states; 2 the gradients and the
+weights between steps, too; 3 gathers a layer's weights only while that layer computes. Stage 1 is torch's
+ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). With one process every stage is 0.
+"""
+import contextlib
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+import parallel
+from configurator import BadConfig, Stop
+from loss import at_least_float32
+from model import Adapted, Transformer, freeze, split_like
+from parallel import is_shard, my_part
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compound keys: one string, a value for each model
+
+
+@dataclass
+class Place:
+    """How one model is held: what the keys zero, offload, lora and optimizer say of it."""
+
+    stage: int = 0
+    offload: str = "none"
+    lora: dict = None  # rank, alpha, targets of Adapted
+    optimizer: str = "adamw"
+
+
+def parse_compound(key, text, names, parse, wanted):
+    """
+    "policy=3,ref=0" -> {"policy": parse("3"), "ref": parse("0")}; a value without a name is everybody's. wanted: what a value
+    looks like, for the error. Raises BadConfig.
+    """
+    values = {}
+    for part in text.split(",") if text.strip() else ():
+        name, equals, value = (x.strip() for x in part.rpartition("="))
+        try:
+            values |= dict.fromkeys(names if not equals else [name], parse(value))
+        except ValueError:
+            equals = None
+        if equals is None or equals and name not in names:
+            raise BadConfig(f"{key} = {text!r}: cannot read {part.strip()!r}; wanted NAME=VALUE, where NAME is one of "
+                            f"{', '.join(names)} and VALUE {wanted}")
+    return values
+
+
+def one_of(*choices):
+    """A parser of these words."""
+    def parse(text):
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def parse_lora(text):
+    """"16", "16:32" or "16:32:q+v" -> rank, alpha (default: twice the rank), targets (default: all linear maps)."""
+    rank, alpha, targets, *rest = [*text.split(":"), "", ""]
+    if int(rank) < 1 or any(rest):
+        raise ValueError
+    lora = dict(rank=int(rank), alpha=float(alpha) if alpha else 2.0 * int(rank))
+    return lora | (dict(targets=targets.replace("+", ",")) if targets else {})
+
+
+def placements(config, trained):
+    """
+    {name: Place} of policy, ref, reward and, where it is trained, value, from the configuration. trained: names of the trained
+    ones. The reference follows the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
+    """
+    names = ("policy", "ref", "reward", *(n for n in trained if n != "policy"))
+    stages = parse_compound("zero", config["zero"], names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
+    stages.setdefault("ref", stages.get("policy", 0))
+    offload = parse_compound("offload", config["offload"], names, one_of("none", "optimizer", "params"),
+                             "none, optimizer or params")
+    lora = parse_compound("lora", config["lora"], trained, parse_lora, "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v")
+    optimizer = parse_compound("optimizer", config["optimizer"], trained, one_of("adamw", "adafactor"), "adamw or adafactor")
+    result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optimizer.get(name, "adamw"))
+              for name in names}
+    for name in names:
+        place = result[name]
+        if name not in trained and place.offload == "optimizer":
+            raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type offload={name}=params")
+        if name in trained and place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
+            raise BadConfig(f"optimizer: adafactor needs whole matrices, so {name} can be at zero={name}=0 or 1 and without "
+                            "offload; or type adamw")
+        if name in trained and place.offload == "params" and (place.stage < 2 or place.lora):
+            raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
+                            f"zero={name}=3 (without LoRA), or offload={name}=optimizer")
+    if result["policy"].lora and result["ref"].offload != "none":
+        raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be moved away; leave out ref")
+    if config.get("share_base"):
+        if not all(result[n].lora for n in trained if not (n == "value" and config.get("value_init") == "shared")):
+            raise BadConfig(f"share_base: {' and '.join(trained)} stand on one frozen trunk, so each needs an adapter; type "
+                            "--lora=16")
+        if result["reward"] != Place(result["reward"].stage):
+            raise BadConfig("offload: with share_base the reward model stands on the policy's trunk; leave out reward")
+    if config.get("value_init") == "shared" and (result["value"].lora or result["value"].offload != "none"):
+        raise BadConfig("value_init = 'shared': the value model is a head on the policy, with no adapter and nothing to offload; "
+                        "leave value out of lora and offload")
+    if not config["master_weights"] and config["dtype"] != "bfloat16":
+        raise BadConfig(f"master_weights = False trains the 16-bit weights themselves, which only works in bfloat16, not "
+                        f"{config['dtype']}; type --dtype=bfloat16 or --master_weights=True")
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# precision
+
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)
+
+
+def precisions(dtype, master_weights, device):
+    """
+    (autocast context, dtype of trained weights, dtype of frozen matrices) of a run. In 16 bits the trained weights stay in
+    fp32, and autocast rounds each matrix as it is used; so frozen matrices may be stored rounded, and give the same. Norms and
+    biases are vectors and stay. master_weights=False: everything is bfloat16, and nothing needs casting.
+    """
+    if dtype not in SHORT:
+        return contextlib.nullcontext(), getattr(torch, dtype), None
+    if not master_weights:
+        return contextlib.nullcontext(), torch.bfloat16, None
+    # no cache: every matrix is used once a forward, and the cache would keep the casts of all layers
+    return torch.autocast(device.type, SHORT[dtype], cache_enabled=False), torch.float32, SHORT[dtype]
+
+
+def next_loss_scale(scale, clean_steps, overflowed, growth_interval=200):
+    """
+    float16 has gradients below 6e-8 as 0, so the losses are multiplied by `scale`: half of it after an overflow, twice after
+    growth_interval steps without one (arXiv 1710.03740, section 3.2). Returns the new (scale, clean_steps).
+    """
+    if overflowed:
+        return max(scale / 2, 1.0), 0
+    return (min(scale * 2, 2.0**24), 0) if clean_steps + 1 == growth_interval else (scale, clean_steps + 1)
+
+
+def overflowed(state, norms, iteration):
+    """
+    Whether a step in float16 must be skipped, on all ranks alike, as a gradient norm is not finite. Keeps loss_scale,
+    clean_steps and skipped in the run's state. Raises Stop after 20 in a row: that is no overflow of the scale.
+    """
+    over = not all(bool(norm.isfinite()) for norm in norms)
+    if over and state["skipped"] >= 20:
+        raise Stop(f"iteration {iteration}: the gradients are not finite at any scale of the loss, 20 steps in a row; stopped. "
+                   "Lower the learning rate, or use bfloat16")
+    state["skipped"] = state["skipped"] + 1 if over else 0
+    if over and parallel.rank_and_size()[0] == 0:
+        print(f"iteration {iteration}: a float16 gradient overflowed at loss scale {state['loss_scale']:g}; step skipped")
+    state["loss_scale"], state["clean_steps"] = next_loss_scale(state["loss_scale"], state["clean_steps"], over)
+    return over
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loading and sharding
+
+
+def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False):
+    """
+    A model as its place wants it: Transformer.from_pretrained, sharded before it takes any memory, with an adapter where there
+    is LoRA. dtype: of its weights; matrices: of the matrices where they are not trained (see precisions). Raises BadInput.
+    """
+    frozen = not trained or place.lora is not None
+
+    def prepare(model):
+        if frozen:
+            freeze(model)
+        if is_sharded(place, trained):
+            shard(model, place, device)
+
+    beside = place.offload == "params"  # lives on the CPU
+    model = Transformer.from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
+                                        prepare)
+    if model.head == "scalar":
+        model.score.to(device)
+    model.path, model.offloaded = path, beside and not is_sharded(place, trained)
+    return Adapted(model, head, **place.lora, seed=seed) if trained and place.lora else model
+
+
+def is_sharded(place, trained):
+    """A frozen model has neither gradients nor states: only stage 3 makes it smaller."""
+    return parallel.rank_and_size()[1] > 1 and place.stage >= (2 if trained and not place.lora else 3)
+
+
+def shard(model, place, device):
+    """FSDP2: each layer is a group, gathered while it computes (stage 3) or until its backward pass (2); the rest is another."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+
+    settings = dict(mesh=init_device_mesh(device.type, (parallel.rank_and_size()[1],)))
+    if place.offload == "params":
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=place.stage == 3, **settings)
+    whole = {model.score.weight} if model.head == "scalar" else set()  # a single row
+    fully_shard(model, reshard_after_forward=False, ignored_params=whole, **settings)  # embedding, head: for the whole forward
+    register_fsdp_forward_method(model, "trunk")
+
+
+def sharded(model):
+    """Whether a rank holds only a part of this model's weights."""
+    return any(is_shard(p) for p in trunk_of(model).parameters())
+
+
+def trunk_of(model):
+    """The Transformer under a model."""
+    return trunk_of(model.base) if isinstance(model, Adapted) else model
+
+
+def reshard(models):
+    """Free what the last forwards without a backward have gathered; parameters() are the shards again."""
+    for model in map(trunk_of, models):
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+
+@contextlib.contextmanager
+def on_device(model, device):
+    """Within this, a frozen model that lives beside the GPU is on it."""
+    if model is None or not getattr(trunk_of(model), "offloaded", False):
+        yield
+        return
+    parameters = list(trunk_of(model).parameters())
+    homes = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.data.to(device)
+    try:
+        yield
+    finally:
+        for p, home in zip(parameters, homes, strict=True):  # frozen: nothing to bring back
+            p.data = home
+
+
+def sampler(policy, matrices, device):
+    """
+    What the rollout decodes with: the policy, or where its weights are sharded, or would be cast at every token, a whole copy of
+    them in the precision they are used in, gathered once for the whole generation. Let go of it after the rollout.
+    """
+    trunk = trunk_of(policy)
+    if not sharded(policy) and (matrices is None or all(p.dtype == matrices for p in trunk.parameters() if p.dim() == 2)):
+        return policy
+    with torch.device("meta"):
+        whole = freeze(Transformer(trunk.config, trunk.head))
+    for name, p in trunk.named_parameters():
+        t = my_part(p.detach()).to(device)
+        t = t.to(matrices) if matrices and p.dim() == 2 else t
+        module, _, kind = name.rpartition(".")
+        setattr(whole.get_submodule(module), kind, nn.Parameter(gather(t, p) if is_shard(p) else t, False))
+    if not isinstance(policy, Adapted):
+        return whole
+    twin = copy.copy(policy)  # the same adapter, on the copy
+    twin.__dict__["base"] = whole
+    return twin
+
+
+def gather(t, p):
+    """The whole tensor, on every rank, of which each has a part t, split as the parameter p is. A collective."""
+    from torch.distributed.tensor import DTensor
+
+    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    return parallel.collective(t.full_tensor)
+
+
+def whole_weights(model):
+    """model.weights(), put together in the CPU's memory where they are sharded, complete on rank 0 alone. All ranks call it."""
+    weights = {}
+    for name, p in model.weights().items():
+        t = gather(my_part(p), p) if is_shard(p) else p
+        if parallel.rank_and_size()[0] == 0:
+            weights[name] = t.cpu() if is_shard(p) else t
+    return weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# optimizers
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """
+    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is computed (ZeRO-Offload, arXiv
+    2101.06840): a step moves each gradient there and each weight back, and the GPU holds neither state.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        from torch.optim.adamw import adamw
+
+        if not hasattr(self, "weights"):
+            self.weights = {}  # made at the first step, when whatever is loaded has been loaded
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, here = self.state[p], my_part(p)
+                weight = self.weights.setdefault(p, here.detach().cpu())  # on a CPU, the weight itself
+                if not state:
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+                      fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
+                      beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"])
+                here.copy_(weight)
+
+
+def make_optimizer(model, place, lr, betas, eps, weight_decay):
+    """The optimizer of a model's trained parameters, at its stage and place."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if place.optimizer == "adafactor":
+        kind, settings = torch.optim.Adafactor, dict(lr=lr, weight_decay=weight_decay)
+    else:
+        kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
+        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        settings |= dict(fused=True) if kind is torch.optim.AdamW else {}
+    if place.stage == 1 and parallel.rank_and_size()[1] > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+    groups = [p for p in parameters if is_shard(p)], [p for p in parameters if not is_shard(p)]  # fused kernels take one kind
+    return kind([dict(params=group) for group in groups if group], **settings)
+
+
+def step(optimizer, lr):
+    """One step of an optimizer at this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if inner(optimizer) is optimizer:
+        optimizer.step()
+    else:
+        parallel.collective(optimizer.step)  # stage 1 sends the new weights around
+
+
+def inner(optimizer):
+    """The optimizer that holds this rank's states."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def owners(model, optimizer):
+    """{parameter: the rank that holds its states}, at stage 1; {} where every rank has its own."""
+    if inner(optimizer) is optimizer:
+        return {}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    mine = {id(p) for group in inner(optimizer).param_groups for p in group["params"]}
+    held = torch.tensor([id(p) in mine for p in parameters], device=parallel.wire()).long()
+    ranks = torch.stack(parallel.all_gather(held)).argmax(0).tolist()
+    return dict(zip(parameters, ranks, strict=True))
+
+
+def optimizer_tensors(model, optimizer):
+    """
+    {parameter.key: whole tensor} of an optimizer's state, by the parameters' names rather than their numbers, in the CPU's
+    memory; complete on rank 0 alone. All ranks call it.
+    """
+    state, owner, rank = inner(optimizer).state, owners(model, optimizer), parallel.rank_and_size()[0]
+    tensors = {}
+    for name, p in model.named_parameters():
+        entries = {key: t for key, t in state[p].items() if torch.is_tensor(t)} if p in state else {}
+        if owner and p.requires_grad:
+            entries = parallel.send_tensors(owner[p], entries)
+        for key, t in entries.items():
+            if is_shard(p) and t.shape == my_part(p).shape and t.dim() > 0 or is_shard(t):
+                t = gather(my_part(t), p)
+            if rank == 0:
+                tensors[f"{name}.{key}"] = t.detach().cpu().contiguous()
+    return tensors
+
+
+def fill_optimizer(model, optimizer, tensors):
+    """The inverse of optimizer_tensors: give this rank what it holds of {parameter.key: whole tensor}."""
+    held = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    for full_name, t in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        p = model.get_parameter(name)
+        if p not in held:
+            continue
+        t = split_like(p, t) if t.shape == p.shape else t
+        offloaded = isinstance(inner(optimizer), OffloadedAdamW)
+        # clone: a tensor of a file's map may lie unaligned in memory, which changes the last bits of a sum
+        inner(optimizer).state[p][key] = my_part(t).clone().cpu() if offloaded else t.clone().to(p.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the moving average
+
+
+class MovingAverage:
+    """
+    Exponential moving average of what is trained of a model, in at least fp32 (DeepSpeed-Chat keeps one of its actor, arXiv
+    2308.01320, section 2.2): average = decay average + (1 - decay) weights, after each step. Of a shard where there are shards.
+    """
+
+    def __init__(self, model, decay):
+        self.decay = decay
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def update(self):
+        for average, p in zip(self.averages, self.parameters, strict=True):
+            average.lerp_(my_part(p.detach()).to(average.dtype), 1 - self.decay)
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """Within this, the model is the average."""
+        with torch.no_grad():
+            kept = [my_part(p.detach()).clone() for p in self.parameters]
+            for p, average in zip(self.parameters, self.averages, strict=True):
+                my_part(p.detach()).copy_(average)
+            try:
+                yield
+            finally:
+                for p, t in zip(self.parameters, kept, strict=True):
+                    my_part(p.detach()).copy_(t)
+
+    def tensors(self):
+        """{parameter: whole average}, complete on rank 0 alone. All ranks call it."""
+        whole = {}
+        for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
+            average = gather(average, p) if is_shard(p) else average
+            if parallel.rank_and_size()[0] == 0:
+                whole[name] = average.cpu().contiguous()
+        return whole
+
+    def fill(self, tensors):
+        """The inverse of tensors."""
+        for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
+            average.copy_(my_part(split_like(p, tensors[name])))
