@@ -78,7 +78,7 @@ def save_model(folder, model, tokenizer, weights=None):
                    {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})
 
 
-def save_final(out_dir, name, model, tokenizer, base=""):
+def save_final(out_dir, name, model, tokenizer):
     """
     out_dir/name, the run's product, put in place whole; adapters merged into it, and beside it, in out_dir/name_adapter, alone.
     Rank 0 writes. Raises Stop, on all ranks, when the disk is full.
@@ -86,6 +86,7 @@ def save_final(out_dir, name, model, tokenizer, base=""):
     final, weights = os.path.join(out_dir, name), whole_weights(model)
     from_rank_0(lambda: put_in_place(lambda folder: save_model(folder, model, tokenizer, weights), final))
     if getattr(model, "layers", None) and isinstance(model, Adapted):
+        base = getattr(trunk_of(model), "path", "")
         from_rank_0(lambda: put_in_place(lambda folder: save_adapter(model, folder, base), f"{final}_adapter"))
 
 
@@ -211,19 +212,19 @@ def load_checkpoint(folder, models, optimizers, average=None):
             load_adapter(model, os.path.join(folder, name))
         else:
             model.load_weights(folder, os.path.join(folder, name))
-        try:
-            fill_optimizer(model, optimizers[name], read_state(os.path.join(folder, f"{name}_optimizer.safetensors")))
-            if average and name == "policy":
-                average.fill(read_state(os.path.join(folder, "ema.safetensors")))
-        except (OSError, SafetensorError, AttributeError, KeyError) as e:
-            raise BadInput(f"{folder}: the state of {name}'s optimizer or average cannot be read ({e}); delete {folder} to "
-                           "resume from an older checkpoint") from e
+        use_state(os.path.join(folder, f"{name}_optimizer.safetensors"),
+                  lambda tensors, name=name, model=model: fill_optimizer(model, optimizers[name], tensors))
+    if average:
+        use_state(os.path.join(folder, "ema.safetensors"), average.fill)
 
 
-def read_state(file):
-    """{name: tensor} of a safetensors file."""
-    with safe_open(file, framework="pt") as f:
-        return {key: f.get_tensor(key) for key in f.keys()}
+def use_state(file, use):
+    """use({name: tensor}) of a checkpoint's safetensors file. Raises BadInput."""
+    try:
+        with safe_open(file, framework="pt") as f:
+            use({key: f.get_tensor(key) for key in f.keys()})
+    except (OSError, SafetensorError, AttributeError, KeyError) as e:
+        raise BadInput(f"{file}: cannot be read ({e}); delete {os.path.dirname(file)} to resume from an older checkpoint") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,12 +36,10 @@ from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, l
 from model import Adapted, freeze
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
                      thinks)
-from report import print_models, print_samples, summarize
+from report import print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
 from zero import (MovingAverage, load, make_optimizer, on_device, overflowed, placements, precisions, reshard, sampler,
                   sharded, step, trunk_of)
-
-TRAINED = ("policy",)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -135,7 +133,7 @@ if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
 master = rank == 0
-place = placements(config, TRAINED)  # of each model: its stage, LoRA, offload, optimizer
+place = placements(("policy",), zero, offload, lora, optimizer, share_base)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -143,7 +141,7 @@ for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
 
 # the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
 tokenizer = load_tokenizer(policy_path)
-reward_tokenizer = load_tokenizer(reward_path) if learned else tokenizer
+reward_tokenizer = load_tokenizer(reward_path) if learned and not share_base else tokenizer
 settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed)
 policy = load(policy_path, place["policy"], trained=True, **settings)
 ref_policy = None
@@ -329,7 +327,7 @@ for iteration in range(start, max_iters + 1):
         record |= summarize(batch, "eval", each_reward)
         if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
             state["best_score"] = record["eval/scores"]
-            save_final(out_dir, "best_policy", policy, tokenizer, policy_path)
+            save_final(out_dir, "best_policy", policy, tokenizer)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
             print_samples(batch, rows, tokenizer)
@@ -453,18 +451,12 @@ for iteration in range(start, max_iters + 1):
     record["mem/peak_mib"] = parallel.peak_memory_mib(device)
     write_log(out_dir, record)
     if master:
-        known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
-        phases = " ".join(f"{phase} {times[phase]:.1f}s" for phase in ("rollout", "score", "update"))
-        eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
-        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl "
-              f"{record.get('objective/kl', 0):.2f}{known} | len {record['objective/length']:.1f} | flat groups "
-              f"{record['objective/flat_groups']:.2f} | pg {record['loss/policy']:.4f} | clip {record['policy/clipfrac']:.3f}"
-              f" | {phases} | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
+        print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer, policy_path)
+save_final(out_dir, "policy", policy, tokenizer)
 if ema:
     with ema.in_place():
-        save_final(out_dir, "ema_policy", policy, tokenizer, policy_path)
+        save_final(out_dir, "ema_policy", policy, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
 parallel.finish()

@@ -497,7 +497,7 @@ def audit(models, frozen, iteration):
     def where(flags, i):
         """Which ranks raise flag i, for a message; a whole parameter has no need to say."""
         ranks = torch.stack(all_gather(flags[i].long())).nonzero().flatten().tolist()
-        return "on all ranks" if whole[i] or len(ranks) == rank_and_size()[1] else f"on {name_ranks(ranks)}"
+        return " (on all ranks)" if whole[i] or len(ranks) == rank_and_size()[1] else f" (on {name_ranks(ranks)})"
 
     if dist.is_initialized():
         compared = torch.where(whole, mine & (2**62 - 1), 0)  # 62 bits, so that its negative exists
@@ -518,9 +518,9 @@ def audit(models, frozen, iteration):
         any_infinite, any_changed = infinite, changed
     if any_infinite.any():  # as a huge learning rate does it, with finite gradients
         i = int(any_infinite.nonzero()[0])
-        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite ({where(infinite, i)}); the "
+        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite{where(infinite, i)}; the "
                    "last checkpoint is good. Lower the learning rate, or look at its gradients")
     if any_changed.any():
         i = int(any_changed.nonzero()[0])
         raise Stop(f"iteration {iteration}: the frozen {parameters[i][0]} has changed: parameter {parameters[i][1]} is not what "
-                   f"it was at the start ({where(changed, i)})")
+                   f"it was at the start{where(changed, i)}")

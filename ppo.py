@@ -36,12 +36,10 @@ from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_ra
 from model import Adapted, freeze, load_adapter
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, last_real, parse_rewards,
                      reward_model_scores, thinks)
-from report import print_models, print_samples, summarize
+from report import print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
 from zero import (MovingAverage, load, make_optimizer, on_device, overflowed, placements, precisions, reshard, sampler,
                   sharded, step, trunk_of)
-
-TRAINED = ("policy", "value")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -130,7 +128,7 @@ if value_init == "reward" and not learned:
     raise BadConfig("value_init = 'reward', but rewards does not use reward_model; type --value_init=policy")
 
 master = rank == 0
-place = placements(config, TRAINED)  # of each model: its stage, LoRA, offload, optimizer
+place = placements(("policy", "value"), zero, offload, lora, optimizer, share_base, value_init)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -138,7 +136,7 @@ for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
 
 # the four models. None has dropout; the two frozen ones cannot move, and the audit below checks that they have not
 tokenizer = load_tokenizer(policy_path)
-reward_tokenizer = load_tokenizer(reward_path) if learned else tokenizer
+reward_tokenizer = load_tokenizer(reward_path) if learned and not share_base else tokenizer
 settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed)
 policy = load(policy_path, place["policy"], trained=True, **settings)
 ref_policy = policy.base if place["policy"].lora else load(policy_path, place["ref"], **settings)
@@ -347,7 +345,7 @@ for iteration in range(start, max_iters + 1):
         record |= summarize(batch, "eval", each_reward)
         if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
             state["best_score"] = record["eval/scores"]
-            save_final(out_dir, "best_policy", policy, tokenizer, policy_path)
+            save_final(out_dir, "best_policy", policy, tokenizer)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
             print_samples(batch, rows, tokenizer)
@@ -457,18 +455,12 @@ for iteration in range(start, max_iters + 1):
     record["mem/peak_mib"] = parallel.peak_memory_mib(device)
     write_log(out_dir, record)
     if master:
-        known = f" | acc {record['objective/accuracy']:.2f}" if "objective/accuracy" in record else ""
-        phases = " ".join(f"{phase} {times[phase]:.1f}s" for phase in ("rollout", "score", "update"))
-        eta = (time.time() - began) / (iteration + 1 - start) * (max_iters - iteration - 1)
-        print(f"iter {iteration + 1}/{max_iters} | score {record['objective/scores']:.2f} | kl {record['objective/kl']:.2f}"
-              f"{known} | len {record['objective/length']:.1f} | pg {record['loss/policy']:.4f} | vf {record['loss/value']:.4f}"
-              f" | clip {record['policy/clipfrac']:.3f} | ev {record['val/explained_variance']:.2f} | {phases}"
-              f" | {token_count / total:.0f} tok/s | eta {eta:.0f}s", flush=True)
+        print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer, policy_path)
+save_final(out_dir, "policy", policy, tokenizer)
 if ema:
     with ema.in_place():
-        save_final(out_dir, "ema_policy", policy, tokenizer, policy_path)
+        save_final(out_dir, "ema_policy", policy, tokenizer)
 save_final(out_dir, "value_model", value_model, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")

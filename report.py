@@ -1,6 +1,8 @@
 """
 What a run says of itself: the figures of a scored batch, a few samples, the models it holds. It decides nothing.
 """
+import time
+
 from model import Adapted
 
 
@@ -24,6 +26,20 @@ def print_samples(batch, rows, tokenizer, n=2):
     R = batch["response_mask"].shape[1]
     for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
         print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
+
+
+COLUMNS = dict(score="objective/scores .2f", kl="objective/kl .2f", acc="objective/accuracy .2f", len="objective/length .1f",
+               flat="objective/flat_groups .2f", pg="loss/policy .4f", vf="loss/value .4f", clip="policy/clipfrac .3f",
+               ev="val/explained_variance .2f")
+
+
+def progress(record, start, done, max_iters, tokens, began):
+    """An iteration's line: what its record has of COLUMNS, its phases, and how long the rest takes at the speed since `start`."""
+    columns = [f"{name} {record[key]:{kind}}" for name, (key, kind) in ((n, c.split()) for n, c in COLUMNS.items())
+               if key in record]
+    phases = " ".join(f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update"))
+    return " | ".join([f"iter {done}/{max_iters}", *columns, phases, f"{tokens / record['time/iteration']:.0f} tok/s",
+                       f"eta {(time.time() - began) / (done - start) * (max_iters - done):.0f}s"])
 
 
 def print_models(models):

@@ -8,7 +8,6 @@ torchrun --nproc_per_node=8 rm.py config/tldr_rm.py                            #
 Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and out_dir/log.jsonl. The same command again
 resumes. This script has the sections of sft.py; `diff sft.py rm.py` shows what a reward model changes.
 """
-import contextlib
 import os
 import sys
 import time
@@ -17,12 +16,12 @@ from array import array
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
+from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import at_least_float32, learning_rate_at, preference_loss
-from model import Transformer
 from rewards import last_real
+from zero import load, make_optimizer, only_lora, precisions, step, trunk_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -38,6 +37,7 @@ eval_interval = 50  # iterations between evaluations; also at iteration 0 and at
 eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
 # model
 init_from = "out/arithmetic_sft/policy"  # folder or hub name; a language model gets a new scalar head (N+ detail 11)
+lora = ""  # RANK[:ALPHA[:TARGETS]] such as 16:32:q+v: train an adapter instead, saved merged and, in reward_model_adapter, alone
 # optimizer: AdamW
 max_iters = 100  # optimizer steps [>= 1]
 batch_size = 64  # pairs a step, over all ranks [1..1000000]
@@ -61,14 +61,14 @@ config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
-precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
-weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
+place = only_lora(lora)
 train_rows, val_rows = (read_jsonl(path, ["prompt", "chosen", "rejected"]) for path in (train_path, val_path))
 demonstrations = read_jsonl(demonstrations_path, ["prompt", "completion"])
 
 # the model
 tokenizer = load_tokenizer(init_from)
-reward_model = Transformer.from_pretrained(init_from, head="scalar", dtype=weights_dtype, device=device, seed=seed)
+reward_model = load(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed, trained=True)
 reward_model.config.score_shift = 0.0
 check_tokenizer_fits(tokenizer, reward_model, init_from)
 reward_model.recompute(gradient_checkpointing)
@@ -94,19 +94,20 @@ train_pairs, val_pairs = (list(zip(encode(rows, "chosen", path), encode(rows, "r
 demonstrations = encode(demonstrations, "completion", demonstrations_path)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path, demonstrations_path)}
                | {"the tokenizer": tokenizer.fingerprint,
-                  "the weights": parallel.checksums({"reward_model": reward_model}).tolist()})
-optimizer = torch.optim.AdamW(reward_model.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
+                  "the weights": fingerprint(trunk_of(reward_model))})
+optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
 
 # resume, or begin
 sources = ["train_path", "init_from"]  # whose contents may not change either
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", *sources], sources)
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", *sources], sources)
 start = 0
 if checkpoint:
     load_checkpoint(checkpoint, {"reward_model": reward_model}, {"reward_model": optimizer})
     start = state["iteration"]
     if master:
         print(f"resuming from {checkpoint}")
-parallel.broadcast_parameters([reward_model])
+models = {"reward_model": reward_model} | ({"its trunk": reward_model.base} if lora else {})
+parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}
 if master:
@@ -170,7 +171,7 @@ for iteration in range(start, max_iters + 1):
     due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     parallel.phase = f"iteration {iteration}, checkpoint"
     if iteration % sync_check_interval == 0 or due:
-        parallel.audit({"reward_model": reward_model}, frozen_sums, iteration)
+        parallel.audit(models, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"reward_model": reward_model}, {"reward_model": optimizer}, {}, tokenizer,
                         keep_checkpoints)
@@ -202,9 +203,7 @@ for iteration in range(start, max_iters + 1):
     norm = parallel.clip_gradients(gradients, grad_clip)
     parallel.check_gradients(norm, reward_model, "reward_model", iteration)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    step(optimizer, lr)
 
     record |= parallel.all_reduce_metrics(sums)
     record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr, "time/iteration": time.time() - t0}

@@ -6,7 +6,6 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py                          #
 
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again resumes.
 """
-import contextlib
 import os
 import sys
 import time
@@ -15,11 +14,12 @@ from array import array
 import torch
 
 import parallel
-from checkpoint import load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
+from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from model import Transformer
+from zero import load, make_optimizer, only_lora, precisions, step, trunk_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -41,6 +41,7 @@ n_head = 8  # scratch: attention heads [1..1000]
 d_model = 128  # scratch: width of the residual stream [2..100000]
 d_ff = 512  # scratch: width inside the MLP [1..1000000]
 context = 64  # scratch: longest sequence [2..10000000]
+lora = ""  # RANK[:ALPHA[:TARGETS]] such as 16:32:q+v: train an adapter instead, saved merged and, in policy_adapter, alone
 # optimizer: AdamW
 max_iters = 700  # optimizer steps [>= 1]
 batch_size = 128  # demonstrations a step, over all ranks [1..1000000]
@@ -66,10 +67,13 @@ config = configure(globals())
 if init_from == "scratch" and d_model % (2 * n_head):
     raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads have an even width")
 
+if init_from == "scratch" and lora:
+    raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type --init_from=FOLDER, or leave lora out")
+
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 master = rank == 0
-precision = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
-weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
+place = only_lora(lora)
 train_rows, val_rows = (read_jsonl(path, ["prompt", "completion"]) for path in (train_path, val_path))
 
 # the model
@@ -84,7 +88,7 @@ if init_from == "scratch":
                             intermediate_size=d_ff, max_position_embeddings=context, tie_word_embeddings=False, **ids)
     policy = Transformer.from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
 else:
-    policy = Transformer.from_pretrained(init_from, dtype=weights_dtype, device=device)
+    policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True)
 check_tokenizer_fits(tokenizer, policy, init_from)
 policy.recompute(gradient_checkpointing)
 
@@ -109,19 +113,20 @@ def encode(rows, path):
 
 train_pairs, val_pairs = encode(train_rows, train_path), encode(val_rows, val_path)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
-               | {"the tokenizer": tokenizer.fingerprint, "the weights": parallel.checksums({"policy": policy}).tolist()})
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), adam_eps, weight_decay, fused=True)
+               | {"the tokenizer": tokenizer.fingerprint, "the weights": fingerprint(trunk_of(policy))})
+optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
 
 # resume, or begin
 sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]  # whose contents may not change either
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", *sources], sources)
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", "lora", *sources], sources)
 start = 0
 if checkpoint:
     load_checkpoint(checkpoint, {"policy": policy}, {"policy": optimizer})
     start = state["iteration"]
     if master:
         print(f"resuming from {checkpoint}")
-parallel.broadcast_parameters([policy])
+models = {"policy": policy} | ({"its trunk": policy.base} if lora else {})
+parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}
 if master:
@@ -171,7 +176,7 @@ for iteration in range(start, max_iters + 1):
     due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     parallel.phase = f"iteration {iteration}, checkpoint"
     if iteration % sync_check_interval == 0 or due:
-        parallel.audit({"policy": policy}, frozen_sums, iteration)
+        parallel.audit(models, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
     if stop:
@@ -202,9 +207,7 @@ for iteration in range(start, max_iters + 1):
     norm = parallel.clip_gradients(gradients, grad_clip)
     parallel.check_gradients(norm, policy, "policy", iteration)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    step(optimizer, lr)
 
     record |= parallel.all_reduce_metrics(sums)
     record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": time.time() - t0}

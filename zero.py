@@ -61,6 +61,9 @@ def one_of(*choices):
     return parse
 
 
+LORA = "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v"
+
+
 def parse_lora(text):
     """"16", "16:32" or "16:32:q+v" -> rank, alpha (default: twice the rank), targets (default: all linear maps)."""
     rank, alpha, targets, *rest = [*text.split(":"), "", ""]
@@ -70,44 +73,44 @@ def parse_lora(text):
     return lora | (dict(targets=targets.replace("+", ",")) if targets else {})
 
 
-def placements(config, trained):
+def only_lora(text):
+    """The Place of a script's one model, which has a key lora and nothing else of this. Raises BadConfig."""
+    return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
+
+
+def placements(trained, zero, offload, lora, optimizer, share_base=False, value_init=None):
     """
-    {name: Place} of policy, ref, reward and, where it is trained, value, from the configuration. trained: names of the trained
-    ones. The reference follows the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
+    {name: Place} of policy, ref, reward and, where it is trained, value, from the keys of the same names. The reference follows
+    the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
     """
-    names = ("policy", "ref", "reward", *(n for n in trained if n != "policy"))
-    stages = parse_compound("zero", config["zero"], names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
+    names = ("policy", "ref", "reward", *trained[1:])
+    stages = parse_compound("zero", zero, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
-    offload = parse_compound("offload", config["offload"], names, one_of("none", "optimizer", "params"),
-                             "none, optimizer or params")
-    lora = parse_compound("lora", config["lora"], trained, parse_lora, "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v")
-    optimizer = parse_compound("optimizer", config["optimizer"], trained, one_of("adamw", "adafactor"), "adamw or adafactor")
+    offload = parse_compound("offload", offload, names, one_of("none", "optimizer", "params"), "none, optimizer or params")
+    lora = parse_compound("lora", lora, trained, parse_lora, LORA)
+    optimizer = parse_compound("optimizer", optimizer, trained, one_of("adamw", "adafactor"), "adamw or adafactor")
     result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optimizer.get(name, "adamw"))
               for name in names}
-    for name in names:
-        place = result[name]
+    for name, place in result.items():
         if name not in trained and place.offload == "optimizer":
-            raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type offload={name}=params")
+            raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params")
         if name in trained and place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
-            raise BadConfig(f"optimizer: adafactor needs whole matrices, so {name} can be at zero={name}=0 or 1 and without "
-                            "offload; or type adamw")
+            raise BadConfig(f"optimizer: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
+                            "offloaded; change zero or offload, or type --optimizer=adamw")
         if name in trained and place.offload == "params" and (place.stage < 2 or place.lora):
             raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
-                            f"zero={name}=3 (without LoRA), or offload={name}=optimizer")
+                            f"--zero={name}=3 (without LoRA), or --offload={name}=optimizer")
     if result["policy"].lora and result["ref"].offload != "none":
         raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be moved away; leave out ref")
-    if config.get("share_base"):
-        if not all(result[n].lora for n in trained if not (n == "value" and config.get("value_init") == "shared")):
+    if share_base:
+        if not all(result[n].lora for n in trained if n != "value" or value_init != "shared"):
             raise BadConfig(f"share_base: {' and '.join(trained)} stand on one frozen trunk, so each needs an adapter; type "
                             "--lora=16")
-        if result["reward"] != Place(result["reward"].stage):
+        if result["reward"].offload != "none":
             raise BadConfig("offload: with share_base the reward model stands on the policy's trunk; leave out reward")
-    if config.get("value_init") == "shared" and (result["value"].lora or result["value"].offload != "none"):
+    if value_init == "shared" and (result["value"].lora or result["value"].offload != "none"):
         raise BadConfig("value_init = 'shared': the value model is a head on the policy, with no adapter and nothing to offload; "
                         "leave value out of lora and offload")
-    if not config["master_weights"] and config["dtype"] != "bfloat16":
-        raise BadConfig(f"master_weights = False trains the 16-bit weights themselves, which only works in bfloat16, not "
-                        f"{config['dtype']}; type --dtype=bfloat16 or --master_weights=True")
     return result
 
 
@@ -121,8 +124,11 @@ def precisions(dtype, master_weights, device):
     """
     (autocast context, dtype of trained weights, dtype of frozen matrices) of a run. In 16 bits the trained weights stay in
     fp32, and autocast rounds each matrix as it is used; so frozen matrices may be stored rounded, and give the same. Norms and
-    biases are vectors and stay. master_weights=False: everything is bfloat16, and nothing needs casting.
+    biases are vectors and stay. master_weights=False: everything is bfloat16, and nothing needs casting. Raises BadConfig.
     """
+    if not master_weights and dtype != "bfloat16":
+        raise BadConfig(f"master_weights = False trains 16-bit weights themselves, which only works in bfloat16, not in {dtype}; "
+                        "type --dtype=bfloat16 or --master_weights=True")
     if dtype not in SHORT:
         return contextlib.nullcontext(), getattr(torch, dtype), None
     if not master_weights:
