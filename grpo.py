@@ -142,7 +142,7 @@ for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
 # the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
 tokenizer = load_tokenizer(policy_path)
 reward_tokenizer = load_tokenizer(reward_path) if learned and not share_base else tokenizer
-settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed)
+settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed, recompute=gradient_checkpointing)
 policy = load(policy_path, place["policy"], trained=True, **settings)
 ref_policy = None
 if kl_coef > 0:
@@ -162,13 +162,10 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 for name, model in list(models.items()):  # a trunk that several stand on counts once
     if hasattr(model, "base") and not any(model.base is other for other in models.values()):
         models[f"{name}'s trunk"] = model.base
-longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model)
-longest -= max_new_tokens  # prompts are checked now, not when their turn comes
+# prompts are checked now, not when their turn comes
+longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model) - max_new_tokens
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
 eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
-
-for model in trained.values():
-    model.recompute(gradient_checkpointing)
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})

@@ -167,10 +167,11 @@ def overflowed(state, norms, iteration):
 # loading and sharding
 
 
-def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False):
+def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False, recompute=False):
     """
     A model as its place wants it: Transformer.from_pretrained, sharded before it takes any memory, with an adapter where there
-    is LoRA. dtype: of its weights; matrices: of the matrices where they are not trained (see precisions). Raises BadInput.
+    is LoRA. dtype: of its weights; matrices: of the matrices where they are not trained (see precisions); recompute: compute
+    layers again in the backward pass. Raises BadInput.
     """
     frozen = not trained or place.lora is not None
 
@@ -183,6 +184,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     beside = place.offload == "params"  # lives on the CPU
     model = Transformer.from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
                                         prepare)
+    model.recompute(recompute and trained)
     if model.head == "scalar":
         model.score.to(device)
     model.path, model.offloaded = path, beside and not is_sharded(place, trained)

@@ -712,10 +712,12 @@ KNOBS = {
     "entropy_coef": (0.1, {}), "target_kl": (0.001, {}), "max_iters": (2, {}), "learning_rate": (1e-3, {}),
     "warmup_iters": (2, {}), "lr_decay": ("cosine", TWO), "weight_decay": (0.1, {}), "beta1": (0.5, {}),
     "beta2": (0.9, {}), "adam_eps": (1e-2, {}), "grad_clip": (0.05, dict(adam_eps=1e-2)), "seed": (2, {}),
-    "dtype": ("float32", {}),
+    "dtype": ("float32", {}), "master_weights": (False, dict(dtype="bfloat16")), "lora": ("4", {}),
+    "optimizer": ("adafactor", {}),
 }
 # only memory, files or prints depend on these; the first two change nothing beyond rounding, which has tests above
-UNMOVING = {"micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True,
+UNMOVING = {"zero": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+            "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True,
             "device": "auto", "timeout": 61, "reward_timeout": 61,
             "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1,
             "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}

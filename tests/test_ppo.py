@@ -369,10 +369,12 @@ KNOBS = {
     # for both models' optimizers, in one iteration: later, each model moves when the other does
     "weight_decay": (0.1, ONCE, "both"), "beta1": (0.5, ONCE, "both"), "beta2": (0.9, ONCE, "both"),
     "adam_eps": (1e-2, ONCE, "both"), "grad_clip": (0.05, ONCE, "both"),
-    "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"),
+    "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"), "master_weights": (False, dict(dtype="bfloat16"), "both"),
+    "lora": ("policy=2,value=2:8:q+k+v", {}, "both"), "optimizer": ("adafactor", {}, "both"),
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {
+    "zero": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
     "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device": "auto",
     "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
