@@ -40,6 +40,7 @@ class Lost(Stop):
 
 
 tell_others = None  # set while several ranks start: takes a message, returns whether rank 0 leaves with the same one
+torn = None  # set with several ranks: takes an error, returns the Lost that it is if it came of a lost rank
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,7 +49,10 @@ def report_and_exit(kind, error, trace):
     sys.excepthook of our scripts: BadInput is one line and exit code 2; Stop, a full disk, or too little memory one line
     and 1. A closed pipe or Ctrl-C ends a tool without a word. Whatever else is a bug, and keeps its traceback.
     """
-    rank, message = os.environ.get("RANK", "0"), str(error)
+    rank = os.environ.get("RANK", "0")
+    if torn and issubclass(kind, RuntimeError) and not issubclass(kind, Stop):
+        error = torn(error) or error
+    kind, message = type(error), str(error)
     if issubclass(kind, (KeyboardInterrupt, BrokenPipeError)):
         os._exit(130 if kind is KeyboardInterrupt else 1)
     elif issubclass(kind, OSError) and error.errno in FULL:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -61,7 +62,7 @@ def init(device, timeout, deterministic=False):
             collective(dist.init_process_group, **group)
         except ValueError as e:
             raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them with torchrun") from e
-        starting, configurator.tell_others = True, tell_others
+        starting, configurator.tell_others, configurator.torn = True, tell_others, torn
     return rank, world_size, torch.device(device)
 
 
@@ -108,9 +109,21 @@ def collective(operation, *args, **kwargs):
     try:
         return operation(*args, **kwargs)
     except RuntimeError as e:  # as gloo's, nccl's and the store's errors all are
-        reason = str(e).strip().splitlines()[0].rpartition("] ")[2].strip() or type(e).__name__
-        raise Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last checkpoint is "
-                   "good; resume with the same command") from e
+        raise lost(e) from e
+
+
+def lost(error):
+    """What is said of a collective that failed with this error."""
+    reason = str(error).strip().splitlines()[0].rpartition("] ")[2].strip() or type(error).__name__
+    return Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last checkpoint is good; "
+                "resume with the same command")
+
+
+def torn(error):
+    """The Lost behind an error of a collective that is not ours: sharded models have their own, within forward and backward."""
+    if dist.is_initialized() and re.search("gloo|nccl|connection (closed|reset)|timed out|broken pipe", str(error), re.I):
+        return lost(error)
+    return None
 
 
 def wire():
