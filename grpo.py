@@ -33,7 +33,7 @@ from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, 
                   read_jsonl, replace_rows)
 from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
-from model import Adapted, freeze
+from model import freeze, load_adapted
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
                      thinks)
 from report import print_models, print_samples, progress, summarize
@@ -149,7 +149,7 @@ if kl_coef > 0:
     ref_policy = policy.base if place["policy"].lora else load(policy_path, place["ref"], **settings)
 reward_model = None
 if learned:
-    reward_model = (freeze(Adapted.from_pretrained(policy.base, reward_path, "scalar", policy_path)) if share_base else
+    reward_model = (freeze(load_adapted(policy.base, reward_path, "scalar", policy_path)) if share_base else
                     load(reward_path, place["reward"], head="scalar", **settings))
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
     if trunk_of(reward_model).new_head:

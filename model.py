@@ -583,26 +583,6 @@ class Adapted(nn.Module):
                 fill(self.score.weight, base.score.weight)
                 self.new_head = base.new_head
 
-    @classmethod
-    def from_pretrained(cls, base, folder, head="lm", base_path=""):
-        """
-        An adapter's folder, written by save_adapter or peft, on the model it was trained on, base_path (as far as names tell).
-        Raises BadInput.
-        """
-        file = os.path.join(folder, "adapter_config.json")
-        if not os.path.isfile(file):
-            raise BadInput(f"{folder}: no adapter_config.json in this folder; it is not a LoRA adapter")
-        settings = read_json(file)
-        trained_on = settings.get("base_model_name_or_path")
-        if base_path and trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(base_path.rstrip("/")):
-            raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, where it would be noise")
-        modules = settings.get("target_modules") or []
-        names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
-            hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]
-        model = cls(base, head, settings.get("r", 0) if names else 0, settings.get("lora_alpha"), ",".join(names) or "q,k,v")
-        load_adapter(model, folder)
-        return model
-
     forward, output, draw_score_head = Transformer.forward, Transformer.output, Transformer.draw_score_head
     save_pretrained = Transformer.save_pretrained
 
@@ -823,6 +803,26 @@ def save_adapter(model, folder, base=""):
              for name, parts in tensors.items()}
     save_file(whole, os.path.join(folder, "adapter_model.safetensors"),
               metadata={"format": "pt", "score_shift": str(model.config.score_shift)})
+
+
+def load_adapted(base, folder, head="lm", base_path=""):
+    """
+    An Adapted from an adapter's folder, written by save_adapter or peft, on the model it was trained on, base_path (as far as names tell).
+    Raises BadInput.
+    """
+    file = os.path.join(folder, "adapter_config.json")
+    if not os.path.isfile(file):
+        raise BadInput(f"{folder}: no adapter_config.json in this folder; it is not a LoRA adapter")
+    settings = read_json(file)
+    trained_on = settings.get("base_model_name_or_path")
+    if base_path and trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(base_path.rstrip("/")):
+        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, where it would be noise")
+    modules = settings.get("target_modules") or []
+    names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
+        hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]
+    model = Adapted(base, head, settings.get("r", 0) if names else 0, settings.get("lora_alpha"), ",".join(names) or "q,k,v")
+    load_adapter(model, folder)
+    return model
 
 
 def load_adapter(model, folder):

@@ -33,7 +33,7 @@ from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenize
 from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum,
                   masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
-from model import Adapted, freeze, load_adapter
+from model import Adapted, freeze, load_adapted, load_adapter
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, last_real, parse_rewards,
                      reward_model_scores, thinks)
 from report import print_models, print_samples, progress, summarize
@@ -142,7 +142,7 @@ policy = load(policy_path, place["policy"], trained=True, **settings)
 ref_policy = policy.base if place["policy"].lora else load(policy_path, place["ref"], **settings)
 reward_model = None
 if learned:
-    reward_model = (freeze(Adapted.from_pretrained(policy.base, reward_path, "scalar", policy_path)) if share_base else
+    reward_model = (freeze(load_adapted(policy.base, reward_path, "scalar", policy_path)) if share_base else
                     load(reward_path, place["reward"], head="scalar", **settings))
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
     if trunk_of(reward_model).new_head:

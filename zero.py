@@ -188,6 +188,9 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     if model.head == "scalar":
         model.score.to(device)
     model.path, model.offloaded = path, beside and not is_sharded(place, trained)
+    if model.offloaded and device.type == "cuda":
+        for p in model.parameters():
+            p.data = p.data.pin_memory()  # which copies faster
     return Adapted(model, head, **place.lora, seed=seed) if trained and place.lora else model
 
 
