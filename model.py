@@ -807,8 +807,8 @@ def save_adapter(model, folder, base=""):
 
 def load_adapted(base, folder, head="lm", base_path=""):
     """
-    An Adapted from an adapter's folder, written by save_adapter or peft, on the model it was trained on, base_path (as far as names tell).
-    Raises BadInput.
+    An Adapted from the folder of an adapter, by save_adapter or peft, on the model it was trained on: base_path, as far as names
+    tell. Raises BadInput.
     """
     file = os.path.join(folder, "adapter_config.json")
     if not os.path.isfile(file):
