@@ -128,8 +128,10 @@ def masked_whiten(x, mask):
 
 def gap(log_ratio, mask, dtype):
     """How far log-ratios (B, R) that are 0 on paper are from 0: the largest, or, as 16 bits round so much, the mean."""
-    log_ratio = log_ratio.detach().abs()
-    return masked_mean(log_ratio, mask) if dtype == "bfloat16" else torch.where(mask, log_ratio, 0).max()
+    log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
+    if dtype in ("bfloat16", "float16"):
+        return masked_mean(log_ratio, mask)
+    return log_ratio.max() if log_ratio.numel() else log_ratio.sum()  # of no rows, 0
 
 
 def kl_estimate(logprobs, ref_logprobs, kind):

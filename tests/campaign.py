@@ -23,6 +23,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -63,6 +64,7 @@ torch.set_num_threads(1)  # a forked child has none of its parent's threads, so 
 TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
 LONGEST = 180  # seconds that a run may take in all
+ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
         "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_target=1.0, kl_horizon=20),
@@ -249,6 +251,15 @@ def inject(points):
     put(safetensors.torch, "save_file", saved)
 
 
+def warm():
+    """What every child would do again, done once in the parent: read the keys of its script, look through what we imported."""
+    configurator.read_keys = functools.cache(configurator.read_keys)
+    for script in KEYS:
+        configurator.read_keys(os.path.join(ROOT, script))
+    gc.collect()
+    gc.freeze()
+
+
 def begin_child():
     """Forget the campaign's signal handlers, and do not outlive it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -388,8 +399,8 @@ class Run:
         return self
 
     def idle(self):
-        """Whether what is left of it only waits: for a rank that died before they could meet."""
-        return bool(self.ended) and time.monotonic() > min(self.ended.values()) + 2
+        """Whether what is left of it only waits: for a rank that died before they could meet, or to be the last to end."""
+        return bool(self.ended) and time.monotonic() > min(self.ended.values()) + 0.2
 
     def duration(self):
         return max(self.ended.values()) - self.began
@@ -555,7 +566,7 @@ def kill(world, uninterrupted, faults, folder):
         points, duration = points_for(uninterrupted, faults, i)
         before = newest(folder)
         # a run that was over before its time came is killed earlier, from the start; what is over early while it resumes is over
-        for attempt in range(5 if i == 0 and fault.kind == "time" else 1):
+        for attempt in range(ATTEMPTS if i == 0 and fault.kind == "time" else 1):
             if attempt:
                 shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
             victims = list(range(job[1])) if fault.rank < 0 else [fault.rank]
@@ -624,7 +635,7 @@ def signal_run(world, uninterrupted, fault, number, folder):
                   folder=folder, said=[], graceful=0)
     problems = result["problems"]
     victims = list(range(job[1])) if fault.rank < 0 else [fault.rank]
-    for attempt in range(5):  # a run that was over before its time came is signalled earlier
+    for attempt in range(ATTEMPTS):  # a run that was over before its time came is signalled earlier
         shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
         due = uninterrupted["duration"] * fault.at * 0.7 ** attempt
         run = yield Run(job, command(world, job[0]), folder, kick=(due, victims, number))
@@ -959,6 +970,7 @@ def main():
     parser.add_argument("--report", default="", help="write a JSON report here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows finally is done
+    warm()
     work = os.path.abspath(options.folder) if options.folder else tempfile.mkdtemp(prefix="campaign-")
     failed = True
     print(f"working in {work}", flush=True)

@@ -1,4 +1,4 @@
-"""Shared by the tests: the repository on the path, one thread, and tiny random models of the six families."""
+"""Shared by the tests: the repository on the path, one thread, and the process that forks runs, started early."""
 import os
 import sys
 
@@ -11,3 +11,11 @@ sys.path.insert(0, ROOT)
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session):
+    """While other tests run, start the process that forks the runs of some."""
+    if not session.config.option.collectonly and any(hasattr(item.module, "forked") for item in session.items):
+        import tiny
+
+        tiny.start_forker()

@@ -1,7 +1,8 @@
 """
-Runs of scripts, described in a JSON file, in forked children: 0.2 s each instead of 4. Not a test, but what tests start:
+Runs of scripts, described in a JSON file, in forked children: 0.2 s each instead of 4. Not a test, but what tests start, once
+for all of them (tiny.forked): each line of stdin is ["cases.json", "results.json", ranks at once], and is answered by a line.
 
-    python tests/forked.py cases.json results.json 2            # so many ranks at once
+    echo '["cases.json", "results.json", 2]' | python tests/forked.py
 
 A case is {"folder", "runs": [{"script", "ranks": [{"args": [...], "code": "Python to run before the script"}, ...]}, ...]}: runs
 one after the other in that folder, each on as many ranks as have an entry. The result of a run is {"codes", "seconds",
@@ -43,21 +44,29 @@ def trial(case):
     return case["folder"], results
 
 
-def main():
-    campaign.child = child
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with open(sys.argv[1], encoding="utf-8") as f:
+def answer(cases_path, results_path, at_once):
+    with open(cases_path, encoding="utf-8") as f:
         cases = json.load(f)
     began = time.monotonic()
+    trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
+    done = dict(campaign.schedule(trials, max([at_once, *(ranks for ranks, _ in trials)])))
+    with open(results_path, "w", encoding="utf-8") as f:
+        json.dump([done[case["folder"]] for case in cases], f)
+    print(f"{len(cases)} cases in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def main():
+    campaign.child = child
+    campaign.warm()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    asked = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the runs' stdin
     try:
-        trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
-        done = dict(campaign.schedule(trials, int(sys.argv[3])))
+        for line in iter(asked.readline, ""):
+            answer(*json.loads(line))
     finally:
         for pid in list(campaign.LIVE):
             campaign.end(pid)
-    with open(sys.argv[2], "w", encoding="utf-8") as f:
-        json.dump([done[case["folder"]] for case in cases], f)
-    print(f"{len(cases)} runs in {time.monotonic() - began:.1f} s")
 
 
 if __name__ == "__main__":

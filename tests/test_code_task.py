@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import tiny
+from tiny import forked, one_run
 
 from sandbox import check_sandbox, run_tests
 
@@ -92,11 +93,11 @@ def policy(data, tmp_path_factory):
     """An SFT model that has hardly learned anything."""
     out = str(tmp_path_factory.mktemp("sft"))
     folder = data[0]
-    done = tiny.run("sft.py", f"--out_dir={out}/sft", f"--train_path={folder}/sft_train.jsonl",
-                    f"--val_path={folder}/sft_val.jsonl", f"--tokenizer_path={folder}/tokenizer",
-                    "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16",
-                    "--max_iters=2", "--batch_size=4", "--eval_size=4", "--device=cpu")
-    assert done.returncode == 0, done.stderr
+    args = [f"--out_dir={out}/sft", f"--train_path={folder}/sft_train.jsonl", f"--val_path={folder}/sft_val.jsonl",
+            f"--tokenizer_path={folder}/tokenizer", "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16", "--max_iters=2",
+            "--batch_size=4", "--eval_size=4", "--device=cpu"]
+    result, = forked(out, {"sft.py": [one_run("sft.py", args)]})["sft.py"]
+    assert result["codes"] == [0], result
     return f"{out}/sft/policy"
 
 
@@ -127,6 +128,8 @@ def test_without_bwrap_it_does_not_start(data, policy, tmp_path):
 def test_bad_tests_are_named(data, policy, tmp_path):
     rows = data[1]["rl_val"][:3]
     tiny.jsonl(tmp_path / "rows.jsonl", [rows[0], rows[1] | {"tests": [{"assert": "f(1) == 2"}]}, rows[2]])
-    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out", prompts_path=tmp_path / "rows.jsonl"))
-    assert done.returncode == 2 and "rows.jsonl, row 2: a test has fn, inputs and outputs" in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and not os.path.exists(tmp_path / "out")
+    args = grpo(policy, data[0], tmp_path / "out", prompts_path=tmp_path / "rows.jsonl")
+    result, = forked(str(tmp_path), {"grpo.py": [one_run("grpo.py", args)]})["grpo.py"]
+    said, = result["stderr"]
+    assert result["codes"] == [2] and "rows.jsonl, row 2: a test has fn, inputs and outputs" in said, said
+    assert said.count("\n") == 1 and not os.path.exists(tmp_path / "out")

@@ -3,8 +3,8 @@ import json
 import math
 
 import pytest
-import tiny
 import torch
+from tiny import forked, one_run
 
 import parallel
 from configurator import BadInput, Stop
@@ -287,10 +287,8 @@ def said(tmp_path_factory):
     out = tmp_path_factory.mktemp("workers")
     worker = out / "worker.py"
     worker.write_text(WORKER)
-    path = {"PYTHONPATH": f"{tiny.ROOT}:{tiny.ROOT}/tests"}
-    for size in (2, 3):
-        result = tiny.run(str(worker), str(out), ranks=size, env=path)
-        assert result.returncode == 0, result.stderr[-3000:]
+    for size, (result,) in forked(str(out), {n: [one_run(str(worker), *[[str(out)]] * int(n))] for n in "23"}).items():
+        assert result["codes"] == [0] * int(size), result
     return {size: [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size)] for size in (2, 3)}
 
 

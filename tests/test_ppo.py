@@ -4,10 +4,12 @@ import math
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
 import torch
+from tiny import forked, one_run
 
 from configurator import read_keys
 from model import Transformer
@@ -43,14 +45,36 @@ def alike(a, b, tolerance):
 
 
 @pytest.fixture(scope="module")
-def chain(world, tmp_path_factory):
+def chain_and_stopped(world, tmp_path_factory):
+    """The two fixtures below, one beside the other."""
+    def chain(out):
+        policy, reward = f"{out}/sft/policy", f"{out}/rm/reward_model"
+        succeeded(tiny.run("sft.py", *world.sft(f"{out}/sft")))
+        succeeded(tiny.run("rm.py", *world.rm(f"{out}/rm", init_from=policy)))
+        succeeded(tiny.run("ppo.py", *world.ppo(f"{out}/ppo", policy_path=policy, reward_path=reward)))
+        return out
+
+    def stopped(out):
+        wrapper, began = tiny.wrap(f"{out}/wrapper.py", SABOTAGE), time.time()
+        result = tiny.run("ppo.py", *world.ppo(f"{out}/out", sync_check_interval=1), ranks=2, wrapper=wrapper,
+                          env={"CASE": "policy on rank 1"})
+        return out, result, time.time() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(run, str(tmp_path_factory.mktemp(run.__name__))) for run in (chain, stopped)]
+    return [one.result() for one in both]
+
+
+@pytest.fixture(scope="module")
+def chain(chain_and_stopped):
     """sft.py from scratch -> rm.py -> ppo.py, each from the folder that the one before has left. Returns their folder."""
-    out = str(tmp_path_factory.mktemp("chain"))
-    policy, reward = f"{out}/sft/policy", f"{out}/rm/reward_model"
-    succeeded(tiny.run("sft.py", *world.sft(f"{out}/sft")))
-    succeeded(tiny.run("rm.py", *world.rm(f"{out}/rm", init_from=policy)))
-    succeeded(tiny.run("ppo.py", *world.ppo(f"{out}/ppo", policy_path=policy, reward_path=reward)))
-    return out
+    return chain_and_stopped[0]
+
+
+@pytest.fixture(scope="module")
+def stopped(chain_and_stopped):
+    """ppo.py on two ranks by torchrun, where the policy changes on rank 1: its folder, result and seconds."""
+    return chain_and_stopped[1]
 
 
 def test_sft_and_rm_leave_models_and_logs(chain):
@@ -101,20 +125,24 @@ def test_sample_and_plot(chain, world, tmp_path):
     policy, reward = f"--model={chain}/ppo/policy", f"--reward_model={chain}/rm/reward_model"
     picture = tmp_path / "new" / "two.png"
     size = "--max_new_tokens=6"
-    one, file, chat, plot = tiny.run_all([
-        (("sample.py", policy, size, "--prompt=1+2="), {}),
-        (("sample.py", policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward), {}),
+    chat, plot = tiny.run_all([
         (("sample.py", policy, size), dict(stdin="1+2=\n\n3+4=\n")),
         (("plot.py", f"--runs={chain}/ppo,{chain}/sft", f"--out={picture}"), {}),
     ])
-    for result in (one, file, chat, plot):
+    for result in (chat, plot):
         assert succeeded(result).stderr == ""
+    results = forked(str(tmp_path), {
+        "one": [one_run("sample.py", [policy, size, "--prompt=1+2="])],
+        "file": [one_run("sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])]})
+    for (result,) in results.values():
+        assert result["codes"] == [0] and result["stderr"] == [""], result
+    one, file = (result["stdout"][0] for (result,) in results.values())
     prompts = [json.loads(line)["prompt"] for line in open(world.rl_val, encoding="utf-8")][:3]
-    assert [line[2:] for line in one.stdout.split("\n") if line.startswith("> ")] == ["1+2="]
-    assert [line[2:] for line in file.stdout.split("\n") if line.startswith("> ")] == prompts
-    assert len(re.findall(r"\(score -?\d+\.\d\d\)$", file.stdout, re.M)) == 6
+    assert [line[2:] for line in one.split("\n") if line.startswith("> ")] == ["1+2="]
+    assert [line[2:] for line in file.split("\n") if line.startswith("> ")] == prompts
+    assert len(re.findall(r"\(score -?\d+\.\d\d\)$", file, re.M)) == 6
     # the first line of a chat draws the noise of the first prompt: the same question, the same answer
-    answer = one.stdout.split("> 1+2=\n")[1]
+    answer = one.split("> 1+2=\n")[1]
     assert answer and f"\n{answer}" in chat.stdout and chat.stdout.split(answer, 1)[1]
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
@@ -134,23 +162,29 @@ MEMORY = dict(micro_batch_size=64, rollout_batch_size=3, head_chunk=5, gradient_
 
 @pytest.fixture(scope="module")
 def ranks(world, tmp_path_factory):
-    """The same runs on 1, 2 and 3 ranks: {ranks: folder with reward, loss, single, sft, rm}."""
+    """The same runs on 1, 2 (by torchrun) and 3 ranks, and memory: {ranks: folder with reward, loss, single, sft, rm, grpo}."""
     out = str(tmp_path_factory.mktemp("ranks"))
     in_loss = IN_LOSS | dict(reward_path=world.other_reward)
 
     def calls(folder):
         return [("ppo.py", world.ppo(f"{folder}/reward", **IN_REWARD)), ("ppo.py", world.ppo(f"{folder}/loss", **in_loss)),
                 ("ppo.py", world.ppo(f"{folder}/single", dtype="float32")),
-                ("sft.py", world.sft(f"{folder}/sft", dtype="float64")), ("rm.py", world.rm(f"{folder}/rm", dtype="float64"))]
+                ("sft.py", world.sft(f"{folder}/sft", dtype="float64")), ("rm.py", world.rm(f"{folder}/rm", dtype="float64")),
+                ("grpo.py", world.grpo(f"{folder}/grpo", dtype="float64", max_iters=1))]
 
     more = [("ppo.py", world.ppo(f"{out}/memory/reward", **(IN_REWARD | MEMORY))),
             ("ppo.py", world.ppo(f"{out}/memory/loss", **(in_loss | MEMORY))),
             ("sft.py", world.sft(f"{out}/memory/sft", dtype="float64", micro_batch_size=7)),
             ("rm.py", world.rm(f"{out}/memory/rm", dtype="float64", micro_batch_size=1)),
             ("ppo.py", world.ppo(f"{out}/half", dtype="bfloat16"))]
-    succeeded(tiny.run_in_one(out, "one", calls(f"{out}/1") + more))
-    succeeded(tiny.run_in_one(out, "two", calls(f"{out}/2"), ranks=2))
-    succeeded(tiny.run_in_one(out, "three", calls(f"{out}/3"), ranks=3))
+    runs = [(call, 3) for call in calls(f"{out}/3")] + [(call, 1) for call in calls(f"{out}/1") + more]
+    with ThreadPoolExecutor(1) as pool:
+        two = pool.submit(tiny.run_in_one, out, "two", calls(f"{out}/2"), ranks=2)
+        cases = {f"case {i}": [one_run(script, *[args] * n)] for i, ((script, args), n) in enumerate(runs)}
+        results = forked(out, cases, at_once=3)
+    succeeded(two.result())
+    for (result,) in results.values():
+        assert set(result["codes"]) == {0}, result
     return out
 
 
@@ -202,6 +236,14 @@ def test_ranks_and_memory_do_not_change_sft_and_rm(ranks, name, model):
         logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, f"{ranks}/{other}/{name}")]
         assert alike(*logs, tolerance=1e-9), other
         assert tiny.distance(f"{one}/{model}", f"{ranks}/{other}/{name}/{model}") < 1e-9, other
+
+
+def test_grpo_under_torchrun(ranks):
+    """Its other promises about ranks have their tests in test_grpo.py, on forked ranks."""
+    for other in ("2", "3"):
+        logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (f"{ranks}/1/grpo", f"{ranks}/{other}/grpo")]
+        assert alike(*logs, tolerance=1e-9) and len(logs[0]) == 2
+        assert tiny.distance(f"{ranks}/1/grpo/policy", f"{ranks}/{other}/grpo/policy") < 1e-9
 
 
 def test_bfloat16_stays_on_policy(ranks):
@@ -275,23 +317,19 @@ patch(loss, "logprobs_from_logits", logprobs)
 patch(torch.optim.AdamW, "step", step)
 """
 
-SEVERAL = """
-said = []
-work = json.load(open(sys.argv[2]))
-for case, args in work:
-    now, steps = -1, 0
-    sys.argv = ["ppo.py", *args]
+# Runs the script, and writes what it raised, instead of ending as it would.
+RAISED = """
+import runpy
+def run_path(original, *args, **kwargs):
+    kind, message = "nothing", ""
     try:
-        runpy.run_path(os.path.join(os.environ["PYTHONPATH"], "ppo.py"), run_name="__main__")
-        kind, message = "nothing", ""
+        original(*args, **kwargs)
     except Exception as e:
         kind, message = type(e).__name__, str(e)
     finite = all(bool(p.isfinite().all()) for m in ("policy", "value_model") for p in held[m].parameters())
-    said.append(dict(case=case, kind=kind, message=message, steps=steps, finite=finite))
-with open(os.environ["SAID"] + str(RANK), "w") as f:
-    json.dump(said, f)
-leave()
-sys.exit(0)
+    with open(f"said{RANK}.json", "w") as f:
+        json.dump(dict(kind=kind, message=message, steps=steps, finite=finite), f)
+patch(runpy, "run_path", run_path)
 """
 
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
@@ -311,13 +349,13 @@ CASES = {  # case -> what is said, optimizer steps before
 @pytest.fixture(scope="module")
 def sabotaged(world, tmp_path_factory):
     """What each of two ranks raised in each case: {case: [rank 0's, rank 1's]}."""
-    out = tmp_path_factory.mktemp("sabotage")
-    wrapper = tiny.wrap(out / "wrapper.py", SABOTAGE + tiny.ONE_GROUP + SEVERAL)
-    work = [(case, world.ppo(f"{out}/{number}", sync_check_interval=1, timeout=20)) for number, case in enumerate(CASES)]
-    (out / "work.json").write_text(json.dumps(work))
-    succeeded(tiny.run("ppo.py", str(out / "work.json"), ranks=2, wrapper=wrapper, env={"SAID": f"{out}/said"}))
-    said = [json.loads((out / f"said{rank}").read_text()) for rank in (0, 1)]
-    return {case: [s[i] for s in said] for i, case in enumerate(CASES)}
+    out, runs = tmp_path_factory.mktemp("sabotage"), {}
+    for case in CASES:
+        code = f"import os\nos.environ['CASE'] = {case!r}\n{SABOTAGE}{RAISED}"
+        runs[case or "none"] = [one_run("ppo.py", *[(world.ppo("out", sync_check_interval=1, timeout=20), code)] * 2)]
+    for (result,) in forked(str(out), runs, at_once=4).values():
+        assert result["codes"] == [0, 0], result
+    return {case: [json.loads((out / (case or "none") / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -330,17 +368,15 @@ def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
     assert sabotaged[case][0]["message"] == sabotaged[case][1]["message"]
 
 
-def test_a_stopped_job_ends_at_once_with_one_line(world, tmp_path):
+def test_a_stopped_job_ends_at_once_with_one_line(stopped):
     """The real thing: the policy changes on rank 1, and the user sees one line and the exit code of a failure."""
-    wrapper, began = tiny.wrap(tmp_path / "wrapper.py", SABOTAGE), time.time()
-    result = tiny.run("ppo.py", *world.ppo(tmp_path / "out", sync_check_interval=1), ranks=2, wrapper=wrapper,
-                      env={"CASE": "policy on rank 1"})
-    assert result.returncode != 0 and time.time() - began < 60
+    folder, result, seconds = stopped
+    assert result.returncode != 0 and seconds < 60
     lines = [line for line in result.stderr.splitlines() if "ppo.py" in line and "error" in line]
     assert len(lines) == 1, result.stderr
     assert re.search(r"ppo\.py: error: iteration 3: .*: policy, parameter \S+, differs on .*rank 1 ", lines[0])
     assert 'ppo.py", line' not in result.stderr  # no traceback of ours (torchrun prints its own)
-    assert not os.path.exists(tmp_path / "out" / "policy")
+    assert not os.path.exists(f"{folder}/out/policy")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,7 +423,7 @@ def test_every_key_is_listed():
 
 @pytest.fixture(scope="module")
 def turned(world, tmp_path_factory):
-    """A run before and after each knob is turned, all in one process: the folder with base-KEYS and KEY."""
+    """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
     out = str(tmp_path_factory.mktemp("knobs"))
     other = Transformer.from_pretrained(world.policy)
     with torch.no_grad():
@@ -407,7 +443,10 @@ def turned(world, tmp_path_factory):
     for key in ("learning_rate", "value_learning_rate"):
         runs[f"once-{key}"] = HELD | ONCE | {key: 1e-3}
     runs["once"] = HELD | ONCE
-    succeeded(tiny.run_in_one(out, "turn", [("ppo.py", world.ppo(f"{out}/{name}", **keys)) for name, keys in runs.items()]))
+    cases = {name: [one_run("ppo.py", world.ppo(f"{out}/{name}", **(dict(micro_batch_size=4) | keys)))]
+             for name, keys in runs.items()}
+    for name, (result,) in forked(f"{out}/forks", cases).items():
+        assert result["codes"] == [0], (name, result)
     return out
 
 

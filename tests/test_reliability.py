@@ -3,6 +3,7 @@ What must not happen, made to happen: ranks that start from different things, th
 (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
 """
 import ast
+import functools
 import json
 import os
 import random
@@ -16,7 +17,9 @@ import pytest
 import tiny
 import torch
 from conftest import ROOT
+from tiny import forked, one_run
 
+import configurator
 from configurator import BadConfig, BadInput, configure, read_keys
 from data import encode_prompts, load_tokenizer, read_jsonl
 from model import Transformer
@@ -25,25 +28,6 @@ from model import Transformer
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return tiny.build(str(tmp_path_factory.mktemp("world")))
-
-
-def forked(folder, cases, at_once=2):
-    """{name: [run, ...]}, as forked.py takes them -> {name: [result of each]}. The runs' out_dir is "out" in folder/name."""
-    for name in cases:
-        os.makedirs(os.path.join(folder, name))
-    with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
-        json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
-    files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "forked.py"), *files, str(at_once)],
-                          capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    with open(files[1], encoding="utf-8") as f:
-        return dict(zip(cases, json.load(f), strict=True))
-
-
-def one_run(script, *ranks):
-    """A run; each rank is its arguments, or (arguments, code)."""
-    return dict(script=script, ranks=[dict(args=r) if isinstance(r, list) else dict(args=r[0], code=r[1]) for r in ranks])
 
 
 def is_one_line(text, pattern, script="ppo.py", where=""):
@@ -246,9 +230,7 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
     keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_target=1.0, kl_horizon=20)
     env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
-    for name in "ab":
-        os.makedirs(tmp_path / name)
-        done = tiny.run("ppo.py", *world.ppo(tmp_path / name / "out", **keys), env=env)
+    for done in tiny.run_all([(("ppo.py", *world.ppo(tmp_path / name / "out", **keys)), dict(env=env)) for name in "ab"]):
         assert done.returncode == 0, done.stderr
     a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
     for side in (a, b):  # each says where it is itself
@@ -298,7 +280,7 @@ once(loss, "policy_loss", die_once)
         launcher.kill()
     # and the same command, which must not find out_dir locked
     log = tiny.read_log(tmp_path / "out") if os.path.getsize(tmp_path / "out" / "log.jsonl") else []
-    done = tiny.run("ppo.py", *[a for a in args if "max_iters" not in a], f"--max_iters={max(len(log), 8) + 50}")
+    done = tiny.run("ppo.py", *[a for a in args if "max_iters" not in a], f"--max_iters={max(len(log), 8) + 2}")
     assert done.returncode == 0 and "resuming from" in done.stdout, done.stderr
 
 
@@ -451,8 +433,9 @@ def defaults_of(script):
 
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "sample.py"])
-def test_no_value_of_any_key_makes_a_traceback(script):
+def test_no_value_of_any_key_makes_a_traceback(script, monkeypatch):
     """Every key with nasty values, in configure alone: it takes it, or says one line."""
+    monkeypatch.setattr(configurator, "read_keys", functools.cache(read_keys))  # or this would read the script 120 times
     path, rng = os.path.join(ROOT, script), random.Random(0)
     defaults, taken, hook = defaults_of(path), 0, sys.excepthook
     for _ in range(120):

@@ -1253,6 +1253,7 @@ def test_a_failure_ends_all(monkeypatch):
 
     def run_program(*args):
         started.append(args)
+        time.sleep(0.005)  # or two threads may be done with them all before anybody hears of the first
         raise Stop("no more")
     monkeypatch.setattr(sandbox, "run_program", run_program)
     with pytest.raises(Stop, match="no more"):

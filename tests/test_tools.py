@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from tiny import arguments, forked, one_run
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
@@ -43,9 +44,11 @@ def copy(tmp_path_factory):
     for name in ("sft_train", "sft_val"):
         (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
     (task / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "5"}\n{"prompt": "2+4=", "answer": "6"}\n')
-    done = run("sft.py", "--d_model=16", "--d_ff=16", "--n_layer=1", "--n_head=2", "--max_iters=60", "--batch_size=16",
-               "--learning_rate=0.02", "--out_dir=out/sft", "--device=cpu", cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    keys = dict(d_model=16, d_ff=16, n_layer=1, n_head=2, max_iters=60, batch_size=16, learning_rate=0.02, device="cpu",
+                train_path=task / "sft_train.jsonl", val_path=task / "sft_val.jsonl", tokenizer_path=task / "tokenizer",
+                out_dir=folder / "out" / "sft")
+    result, = forked(str(folder), {"sft": [one_run("sft.py", arguments(keys))]})["sft"]
+    assert result["codes"] == [0], result
     return folder
 
 
@@ -62,9 +65,10 @@ def test_pairs_are_right_over_wrong(copy):
 
 def test_pairs_of_a_hopeless_model_are_refused(copy):
     (copy / "data" / "arithmetic" / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "never"}\n')
-    done = run("data/arithmetic/pairs.py", "--policy=out/sft/policy", "--pairs=10", "--max_new_tokens=1", cwd=copy)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "gave only 0 pairs" in done.stderr
+    args = [f"--policy={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
+    result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
+    assert result["codes"] == [2]
+    assert len(result["stderr"][0].splitlines()) == 1 and "gave only 0 pairs" in result["stderr"][0]
 
 
 @pytest.mark.parametrize("script", sorted(glob.glob(os.path.join(ROOT, "runs", "*.sh")) + [os.path.join(ROOT, ".ci", "run")]))

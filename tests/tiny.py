@@ -1,9 +1,12 @@
 """A tiny world in a folder, made without training, and the scripts run in it as a user runs them. Helpers, no tests."""
+import atexit
 import json
 import os
 import random
+import select
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -104,7 +107,7 @@ class World:
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
             rewards=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
-            max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
+            max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
             learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device="cpu")
         return arguments(defaults | keys)
 
@@ -198,6 +201,49 @@ def run_all(calls, at_once=2):
     """[(args of run, its keywords), ...] -> their results; two at a time, for two cores."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda call: run(*call[0], **call[1]), calls))
+
+
+forker = None  # the process of forked.py, one for all tests: to import everything takes seconds
+
+
+def start_forker():
+    """Start it, unless it runs. It ends with us: when its stdin is closed."""
+    global forker
+    if forker is None or forker.poll() is not None:
+        errors = tempfile.TemporaryFile("w+")
+        forker = subprocess.Popen([sys.executable, os.path.join(ROOT, "tests", "forked.py")], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, stderr=errors, text=True)
+        forker.errors = errors
+
+
+@atexit.register
+def stop_forker():
+    if forker is not None:
+        forker.stdin.close()
+        forker.wait()
+
+
+def forked(folder, cases, at_once=2):
+    """{name: [run, ...]}, as forked.py takes them -> {name: [result of each]}. The runs' out_dir is "out" in folder/name."""
+    for name in cases:
+        os.makedirs(os.path.join(folder, name))
+    with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
+        json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
+    files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
+    start_forker()
+    print(json.dumps([*files, at_once]), file=forker.stdin, flush=True)
+    if not select.select([forker.stdout], [], [], 280)[0]:
+        forker.kill()
+    if not forker.stdout.readline():
+        forker.errors.seek(0)
+        raise AssertionError(forker.errors.read() or "forked.py has not answered")
+    with open(files[1], encoding="utf-8") as f:
+        return dict(zip(cases, json.load(f), strict=True))
+
+
+def one_run(script, *ranks):
+    """A run for forked; each rank is its arguments, or (arguments, code)."""
+    return dict(script=script, ranks=[dict(args=r) if isinstance(r, list) else dict(args=r[0], code=r[1]) for r in ranks])
 
 
 def wrap(path, code):
