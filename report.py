@@ -28,9 +28,9 @@ def print_samples(batch, rows, tokenizer, n=2):
         print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
 
 
-COLUMNS = dict(score="objective/scores .2f", kl="objective/kl .2f", acc="objective/accuracy .2f", len="objective/length .1f",
-               flat="objective/flat_groups .2f", pg="loss/policy .4f", vf="loss/value .4f", clip="policy/clipfrac .3f",
-               ev="val/explained_variance .2f")
+COLUMNS = {"score": "objective/scores .2f", "kl": "objective/kl .2f", "acc": "objective/accuracy .2f",
+           "len": "objective/length .1f", "flat groups": "objective/flat_groups .2f", "pg": "loss/policy .4f",
+           "vf": "loss/value .4f", "clip": "policy/clipfrac .3f", "ev": "val/explained_variance .2f"}
 
 
 def progress(record, start, done, max_iters, tokens, began):

@@ -794,8 +794,7 @@ def test_the_twins_stay_alike():
     assert 50 < gone <= 150 and 50 < come <= 150, f"{gone} lines go, {come} come"
 
 
-@pytest.mark.parametrize("name", ["response_logprobs", "enter", "save", "leave_if_asked", "print_samples",
-                                  "summarize"])
+@pytest.mark.parametrize("name", ["response_logprobs", "enter", "save", "leave_if_asked"])
 def test_shared_helpers_are_word_for_word_alike(name):
     found = []
     for script in ("ppo.py", "grpo.py"):
