@@ -49,8 +49,8 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
 keep_best = False  # also leave out_dir/best_policy, the policy with the highest held-out score so far
-sync_check_interval = 10  # iterations between checks that all ranks hold the same four models [>= 1]
-# the four models: folders or hub names
+sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+# the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
 value_init = "reward"  # value model: starts as reward model or policy; shared: is a head on the policy [reward | policy | shared]
