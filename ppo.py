@@ -134,7 +134,7 @@ train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path,
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
     check_rows(rules, rows, path)
 
-# the four models. None has dropout; the two frozen ones cannot move, and the audit below checks that they have not
+# the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
 tokenizer = load_tokenizer(policy_path)
 reward_tokenizer = load_tokenizer(reward_path) if learned and not share_base else tokenizer
 settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed, recompute=gradient_checkpointing)
