@@ -86,8 +86,10 @@ def placements(trained, zero, offload, lora, optimizer, share_base=False, value_
     names = ("policy", "ref", "reward", *trained[1:])
     stages = parse_compound("zero", zero, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
-    offload = parse_compound("offload", offload, names, one_of("none", "optimizer", "params"), "none, optimizer or params")
-    lora = parse_compound("lora", lora, trained, parse_lora, LORA)
+    with_own = trained[:1] if value_init == "shared" else trained  # what `lora=16` and `offload=optimizer` mean by everybody
+    offload = parse_compound("offload", offload, with_own if offload.strip() == "optimizer" else names,
+                             one_of("none", "optimizer", "params"), "none, optimizer or params")
+    lora = parse_compound("lora", lora, trained if "=" in lora else with_own, parse_lora, LORA)
     optimizer = parse_compound("optimizer", optimizer, trained, one_of("adamw", "adafactor"), "adamw or adafactor")
     result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optimizer.get(name, "adamw"))
               for name in names}
