@@ -17,6 +17,7 @@ import re
 import shutil
 import socket
 import time
+from functools import partial
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -37,19 +38,19 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     writes, the others wait. Raises Stop, on all ranks, when the disk is full; what was there before then still is.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
-    weights = {name: None if isinstance(model, Adapted) else whole_weights(model) for name, model in models.items()}
-    states = {name: optimizer_tensors(model, optimizers[name]) for name, model in models.items()}
-    averages = average and average.tensors()
+    pieces = []  # one after the other, so that rank 0 never has more than one of them whole
+    for name, model in models.items():
+        if isinstance(model, Adapted):
+            pieces.append((None, lambda folder, _, name=name, model=model: save_adapter(model, os.path.join(folder, name))))
+        else:
+            pieces.append((partial(whole_weights, model), lambda folder, weights, name=name, model=model:
+                           save_model(os.path.join(folder, name), model, tokenizer, weights)))
+        pieces.append((partial(optimizer_tensors, model, optimizers[name]), lambda folder, tensors, name=name:
+                       save_file(tensors, os.path.join(folder, f"{name}_optimizer.safetensors"))))
+    if average:
+        pieces.append((average.tensors, lambda folder, tensors: save_file(tensors, os.path.join(folder, "ema.safetensors"))))
 
-    def write(folder):
-        for name, model in models.items():
-            if isinstance(model, Adapted):
-                save_adapter(model, os.path.join(folder, name))
-            else:
-                save_model(os.path.join(folder, name), model, tokenizer, weights[name])
-            save_file(states[name], os.path.join(folder, f"{name}_optimizer.safetensors"))
-        if average:
-            save_file(averages, os.path.join(folder, "ema.safetensors"))
+    def close(folder, _):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), {**state, "iteration": iteration})
         files = sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs)
@@ -57,16 +58,16 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         write_json(os.path.join(folder, "manifest.json"), manifest | {"manifest.json": self_hash(manifest)})
         sync(os.path.join(out_dir, "log.jsonl"))  # what came before the checkpoint must be as durable as it is
 
-    def save():
-        if damage(final) is not None:  # else we have resumed from it, and nothing has happened since
-            put_in_place(write, final)
+    def drop_old():
         # of a later number there are only damaged ones, or we would have resumed from them
         folders = list_checkpoints(out_dir)
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in set(folders) - set(kept):
             remove(old)
 
-    from_rank_0(save)
+    if from_rank_0(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
+        put_in_place([*pieces, (None, close)], final)
+    from_rank_0(drop_old)
 
 
 def save_model(folder, model, tokenizer, weights=None):
@@ -83,43 +84,59 @@ def save_final(out_dir, name, model, tokenizer):
     out_dir/name, the run's product, put in place whole; adapters merged into it, and beside it, in out_dir/name_adapter, alone.
     Rank 0 writes. Raises Stop, on all ranks, when the disk is full.
     """
-    final, weights = os.path.join(out_dir, name), whole_weights(model)
-    from_rank_0(lambda: put_in_place(lambda folder: save_model(folder, model, tokenizer, weights), final))
-    if getattr(model, "layers", None) and isinstance(model, Adapted):
+    final = os.path.join(out_dir, name)
+    put_in_place([(partial(whole_weights, model), lambda folder, weights: save_model(folder, model, tokenizer, weights))], final)
+    if isinstance(model, Adapted) and model.layers:
         base = getattr(trunk_of(model), "path", "")
-        from_rank_0(lambda: put_in_place(lambda folder: save_adapter(model, folder, base), f"{final}_adapter"))
+        put_in_place([(None, lambda folder, _: save_adapter(model, folder, base))], f"{final}_adapter")
 
 
-def put_in_place(write, final):
+def put_in_place(pieces, final):
     """
-    write(folder) under a temporary name, sync every file to disk, then give the folder its final name. What had that name
-    before is moved aside first. Raises Stop when the disk is full, and leaves no trace.
+    Write a folder under a temporary name, sync every file to disk, then give it its final name. What had that name before is
+    moved aside first. pieces: [(gather, write)]; gather() is called on all ranks (None: there is nothing to gather), and
+    write(folder, what it gave) on rank 0. Raises Stop, on all ranks, when the disk is full, and leaves no trace.
     """
     parent, name = os.path.split(final)
     folder = os.path.join(parent, f".tmp-{name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    old = None
-    try:
+
+    def begin():
+        shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
-        write(folder)
+
+    def end():
         for d, _, files in os.walk(folder):
             for f in files:
                 sync(os.path.join(d, f))
             sync(d)
         old = aside(final) if os.path.exists(final) else None  # a folder cannot be renamed onto another
-        os.rename(folder, final)
-        sync(parent or ".")
+        try:
+            os.rename(folder, final)
+            sync(parent or ".")
+        except OSError:
+            if old and not os.path.exists(final):
+                os.rename(old, final)
+            raise
         if old:
             shutil.rmtree(old)
-    except Exception as e:
-        shutil.rmtree(folder, ignore_errors=True)
-        if old and not os.path.exists(final):
-            os.rename(old, final)
-        # tokenizers and safetensors have errors of their own for a full disk
-        if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
-            raise
-        raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
-                   "they were. Make room, and resume with the same command") from e
+
+    def attempt(action):
+        try:
+            action()
+        except Exception as e:
+            shutil.rmtree(folder, ignore_errors=True)
+            # tokenizers and safetensors have errors of their own for a full disk
+            if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
+                raise
+            raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
+                       "they were. Make room, and resume with the same command") from e
+
+    from_rank_0(lambda: attempt(begin))
+    for gather, write in pieces:
+        gathered = gather and gather()
+        from_rank_0(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
+        del gathered
+    from_rank_0(lambda: attempt(end))
 
 
 def remove(folder):

@@ -202,7 +202,7 @@ def is_sharded(place, trained):
 
 
 def shard(model, place, device):
-    """FSDP2: each layer is a group, gathered while it computes (stage 3) or until its backward pass (2); the rest is another."""
+    """FSDP2: a layer is gathered while it computes (stage 3) or until its backward pass (2); what is in no layer, all along."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
@@ -211,6 +211,8 @@ def shard(model, place, device):
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=place.stage == 3, **settings)
+    if not model.config.tied:
+        fully_shard(model.embed, reshard_after_forward=place.stage == 3, **settings)  # as large as many layers
     whole = {model.score.weight} if model.head == "scalar" else set()  # a single row
     fully_shard(model, reshard_after_forward=False, ignored_params=whole, **settings)  # embedding, head: for the whole forward
     register_fsdp_forward_method(model, "trunk")
