@@ -231,8 +231,11 @@ def load_checkpoint(folder, models, optimizers, average=None):
             model.load_weights(folder, os.path.join(folder, name))
         use_state(os.path.join(folder, f"{name}_optimizer.safetensors"),
                   lambda tensors, name=name, model=model: fill_optimizer(model, optimizers[name], tensors))
-    if average:
-        use_state(os.path.join(folder, "ema.safetensors"), average.fill)
+    file = os.path.join(folder, "ema.safetensors")
+    if average and os.path.exists(file):
+        use_state(file, average.fill)
+    elif average:  # the run had none so far: it begins with these weights
+        average.begin()
 
 
 def use_state(file, use):

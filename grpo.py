@@ -38,8 +38,8 @@ from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_o
                      thinks)
 from report import print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
-from zero import (MovingAverage, load, make_optimizer, on_device, overflowed, placements, precisions, reshard, sampler,
-                  sharded, step, trunk_of)
+from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
+                  sampler, sharded, step, trunk_of)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -154,14 +154,10 @@ if learned:
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
     if trunk_of(reward_model).new_head:
         raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
-models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
-models = {name: model for name, model in models.items() if model is not None}
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
 trained = dict(policy=policy)
 same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
 check_tokenizer_fits(tokenizer, policy, policy_path)
-for name, model in list(models.items()):  # a trunk that several stand on counts once
-    if hasattr(model, "base") and not any(model.base is other for other in models.values()):
-        models[f"{name}'s trunk"] = model.base
 # prompts are checked now, not when their turn comes
 longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model) - max_new_tokens
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
@@ -180,7 +176,7 @@ checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
-    state = dict(iteration=0, best_score=None, loss_scale=2.0**16 if dtype == "float16" else 1.0, clean_steps=0, skipped=0)
+    state = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
 start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
@@ -244,9 +240,11 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
     # rewards, policy, reference: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        with precision, on_device(reward_model, device):
-            each = parallel.together(lambda: collect(pending, reward_timeout) | (dict(reward_model=reward_model_scores(
-                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size, forwards)) if learned else {}))
+        each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+        if learned:
+            with precision, on_device(reward_model, device):
+                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                           micro_batch_size, forwards)
         mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
         mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",):
@@ -371,7 +369,7 @@ for iteration in range(start, max_iters + 1):
     names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    ratio_gap, steps, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, torch.zeros(())
+    ratio_gap, steps, skips, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, 0, torch.zeros(())
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(num_iterations)]
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
         if not learns[rows].any():  # no step, for momentum and KL alone would move the policy
@@ -379,6 +377,7 @@ for iteration in range(start, max_iters + 1):
         # one normaliser for the whole step, over all micro-batches and ranks
         batch["weights"][rows] = token_weights(batch["counted"][rows], aggregation, max_new_tokens).to(batch["weights"])
         drift = -sums["policy/approx_kl"]
+        loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
         for flat in gradients:
             flat.zero_()
         for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size,
@@ -401,7 +400,7 @@ for iteration in range(start, max_iters + 1):
                 pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
             if entropy_coef > 0:
                 pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
-            (state["loss_scale"] * pg_loss).backward()  # 1, unless in float16
+            (loss_scale * pg_loss).backward()
             del pg_loss, entropy
 
             approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
@@ -409,12 +408,13 @@ for iteration in range(start, max_iters + 1):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients, state["loss_scale"])
+        parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
             ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
+            skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
             continue  # on all ranks, for the gradients are everybody's
         parallel.check_gradients(policy_norm, policy, "policy", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
@@ -438,7 +438,7 @@ for iteration in range(start, max_iters + 1):
     record |= {
         "objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item(),
         "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap, "policy/grad_norm": policy_norm.item(),
-        "policy/steps": steps, "policy/lr": policy_lr,
+        "policy/steps": steps - skips, "policy/lr": policy_lr,
     }
 
     # 6) timing and logging

@@ -313,7 +313,10 @@ class Transformer(nn.Module):
 
     def output(self, x):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
-        return self.score(x).squeeze(-1) if self.head == "scalar" else F.linear(x, self.lm_head_weight())
+        if self.head == "scalar":
+            # an Adapted's head is in fp32 even on a 16-bit trunk; a view of it would make FSDP warn
+            return self.score(x.to(self.score.weight.dtype)).squeeze(-1).clone()
+        return F.linear(x, self.lm_head_weight())
 
     def lm_head_weight(self):
         """(V, d)."""
@@ -815,8 +818,13 @@ def load_adapted(base, folder, head="lm", base_path=""):
         raise BadInput(f"{folder}: no adapter_config.json in this folder; it is not a LoRA adapter")
     settings = read_json(file)
     trained_on = settings.get("base_model_name_or_path")
-    if base_path and trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(base_path.rstrip("/")):
+    here = [path and (os.path.realpath(path) if all(map(os.path.isdir, (trained_on or "", base_path))) else
+                      os.path.basename(path.rstrip("/"))) for path in (trained_on, base_path)]
+    if all(here) and here[0] != here[1]:
         raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, where it would be noise")
+    for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
+        if settings.get(key):
+            raise BadInput(f"{file}: {key} = {settings[key]!r} is not supported; its scale would be another")
     modules = settings.get("target_modules") or []
     names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
         hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]

@@ -38,8 +38,8 @@ from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_o
                      reward_model_scores, thinks)
 from report import print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
-from zero import (MovingAverage, load, make_optimizer, on_device, overflowed, placements, precisions, reshard, sampler,
-                  sharded, step, trunk_of)
+from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
+                  sampler, sharded, step, trunk_of)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -156,17 +156,13 @@ elif share_base:
 else:
     value_path = reward_path if value_init == "reward" else policy_path
     value_model = load(value_path, place["value"], head="scalar", trained=True, **settings)
-models = dict(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
-models = {name: model for name, model in models.items() if model is not None}
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
 trained = dict(policy=policy, value_model=value_model)
 same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
 if value_init == "reward" and not same_tokens:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
 check_tokenizer_fits(tokenizer, policy, policy_path)
-for name, model in list(models.items()):  # a trunk that several stand on counts once
-    if hasattr(model, "base") and not any(model.base is other for other in models.values()):
-        models[f"{name}'s trunk"] = model.base
 # prompts are checked now, not when their turn comes
 longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model) - max_new_tokens
 train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
@@ -187,7 +183,7 @@ if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
     state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None,
-                 loss_scale=2.0**16 if dtype == "float16" else 1.0, clean_steps=0, skipped=0)
+                 loss_scale=2.0**16, clean_steps=0, skipped=0)
 start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 policy_gradients = parallel.flatten_gradients(policy.parameters())
@@ -258,9 +254,11 @@ def rollout_and_score(rows, prompts, purpose, noise):
     # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
     # forward that will be trained, rather than taken from the sampler
     with torch.no_grad():
-        with precision, on_device(reward_model, device):
-            each = parallel.together(lambda: collect(pending, reward_timeout) | (dict(reward_model=reward_model_scores(
-                mine | texts, reward_model, reward_tokenizer, tokenizer, micro_batch_size, forwards)) if learned else {}))
+        each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+        if learned:
+            with precision, on_device(reward_model, device):
+                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                           micro_batch_size, forwards)
         mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
         mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
         for name in ("old_logprobs", "ref_logprobs", "values"):
@@ -378,11 +376,12 @@ for iteration in range(start, max_iters + 1):
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters, value_lr_decay)
-    ratio_gap, steps = torch.zeros((), dtype=torch.float64, device=device), 0
+    ratio_gap, steps, skips = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(ppo_epochs)]
     for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
         token_count = mask[rows].sum()  # one normaliser for the whole step, over all micro-batches and ranks
         drift = -sums["policy/approx_kl"]
+        loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
         for flat in gradients:
             flat.zero_()
         for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size,
@@ -398,25 +397,26 @@ for iteration in range(start, max_iters + 1):
                 pg_loss = pg_loss + state["kl_coef"] * masked_sum(kl_losses, m) / token_count
             if entropy_coef > 0:
                 pg_loss = pg_loss - entropy_coef * masked_sum(entropy, m) / token_count
-            (state["loss_scale"] * pg_loss).backward()  # 1, unless in float16
+            (loss_scale * pg_loss).backward()
             del pg_loss, entropy  # the policy's graph is gone before the value model's is built
 
             values = response_values(mb)  # (b, R)
             vf_losses, vf_clipped = value_loss(values, mb["values"], mb["returns"], m, cliprange_value)
-            (state["loss_scale"] * vf_coef * masked_sum(vf_losses, m) / token_count).backward()
+            (loss_scale * vf_coef * masked_sum(vf_losses, m) / token_count).backward()
 
             approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
             for k, x in zip(names, (pg_losses, vf_losses, kl_losses, approx_kl, clipped, vf_clipped), strict=True):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients, state["loss_scale"])
+        parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
             ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
+            skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity
             continue  # on all ranks, for the gradients are everybody's
         parallel.check_gradients(policy_norm, policy, "policy", iteration)
         parallel.check_gradients(value_norm, value_model, "value_model", iteration)
@@ -438,7 +438,7 @@ for iteration in range(start, max_iters + 1):
     record |= {
         "objective/kl_coef": state["kl_coef"], "objective/non_score_reward": non_score_reward.item(),
         "objective/rlhf_reward": rewards.sum(1).mean().item(), "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap,
-        "policy/grad_norm": policy_norm.item(), "val/grad_norm": value_norm.item(), "policy/steps": steps,
+        "policy/grad_norm": policy_norm.item(), "val/grad_norm": value_norm.item(), "policy/steps": steps - skips,
         "val/explained_variance": (1 - residual.var() / returns.var().clamp(min=1e-8)).item(),
         "policy/lr": policy_lr, "val/lr": value_lr,
     }

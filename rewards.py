@@ -16,6 +16,7 @@ import traceback
 
 import torch
 
+import parallel
 from answers import evaluate_arithmetic, same_answer
 from configurator import BadConfig, BadInput, Stop, first_line, shorten
 from data import right_pad
@@ -213,14 +214,18 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"], micro_batch_size, count)
-    sequences = []
-    for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
-        ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
-        sequences.append(ids if finished else ids[:-1])
-        if len(sequences[-1]) > reward_model.config.max_positions:
-            raise BadInput(f"a response has {len(sequences[-1])} tokens in the reward model's tokenizer, more than its context "
-                           f"of {reward_model.config.max_positions}; lower max_new_tokens")
-    tokens, mask = right_pad(sequences, reward_tokenizer.pad_id)
+
+    def encode():
+        sequences = []
+        for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
+            ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
+            sequences.append(ids if finished else ids[:-1])
+            if len(sequences[-1]) > reward_model.config.max_positions:
+                raise BadInput(f"a response has {len(sequences[-1])} tokens in the reward model's tokenizer, more than its "
+                               f"context of {reward_model.config.max_positions}; lower max_new_tokens")
+        return right_pad(sequences, reward_tokenizer.pad_id)
+
+    tokens, mask = parallel.together(encode)  # a rank that cannot must say so before the others wait for its forwards
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size, count)
 

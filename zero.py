@@ -8,13 +8,14 @@ ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). With one pr
 """
 import contextlib
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
 import parallel
-from configurator import BadConfig, Stop
+from configurator import BadConfig, Stop, shorten
 from loss import at_least_float32
 from model import Adapted, Transformer, freeze, split_like
 from parallel import is_shard, my_part
@@ -46,8 +47,8 @@ def parse_compound(key, text, names, parse, wanted):
         except ValueError:
             equals = None
         if equals is None or equals and name not in names:
-            raise BadConfig(f"{key} = {text!r}: cannot read {part.strip()!r}; wanted NAME=VALUE, where NAME is one of "
-                            f"{', '.join(names)} and VALUE {wanted}")
+            raise BadConfig(f"{key} = {shorten(text)}: cannot read {shorten(part.strip())}; wanted NAME=VALUE, where NAME is one "
+                            f"of {', '.join(names)} and VALUE {wanted}")
     return values
 
 
@@ -67,9 +68,11 @@ LORA = "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v"
 def parse_lora(text):
     """"16", "16:32" or "16:32:q+v" -> rank, alpha (default: twice the rank), targets (default: all linear maps)."""
     rank, alpha, targets, *rest = [*text.split(":"), "", ""]
-    if int(rank) < 1 or any(rest):
+    if not 0 < int(rank) < 10**6 or any(rest):
         raise ValueError
     lora = dict(rank=int(rank), alpha=float(alpha) if alpha else 2.0 * int(rank))
+    if not 0 < lora["alpha"] < math.inf:  # 1e999 is inf, and 0 would learn nothing
+        raise ValueError
     return lora | (dict(targets=targets.replace("+", ",")) if targets else {})
 
 
@@ -183,7 +186,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
         if is_sharded(place, trained):
             shard(model, place, device)
 
-    beside = place.offload == "params"  # lives on the CPU
+    beside = place.offload == "params" and (is_sharded(place, trained) or not trained)  # lives on the CPU
     model = Transformer.from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
                                         prepare)
     model.recompute(recompute and trained)
@@ -226,6 +229,15 @@ def sharded(model):
 def trunk_of(model):
     """The Transformer under a model."""
     return trunk_of(model.base) if isinstance(model, Adapted) else model
+
+
+def in_memory(**models):
+    """{name: model} of those that there are, and of the trunks that models stand on and that are none of them."""
+    models = {name: model for name, model in models.items() if model is not None}
+    for name, model in list(models.items()):
+        if isinstance(model, Adapted) and not any(model.base is other for other in models.values()):
+            models[f"{name}'s trunk"] = model.base
+    return models
 
 
 def reshard(models):
@@ -391,6 +403,7 @@ def fill_optimizer(model, optimizer, tensors):
         p = model.get_parameter(name)
         if p not in held:
             continue
+        t = t if key == "step" else t.to(p.dtype)  # the run before may have had another dtype
         t = split_like(p, t) if t.shape == p.shape else t
         offloaded = isinstance(inner(optimizer), OffloadedAdamW)
         # clone: a tensor of a file's map may lie unaligned in memory, which changes the last bits of a sum
@@ -411,6 +424,9 @@ class MovingAverage:
         self.decay = decay
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.begin()
+
+    def begin(self):
         self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
 
     @torch.no_grad()

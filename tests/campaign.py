@@ -47,6 +47,8 @@ import tiny  # noqa: E402
 import tokenizers  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process imports it, which takes over a second)
+import torch.distributed.fsdp  # noqa: E402, F401
+import torch.distributed.optim  # noqa: E402, F401
 import torch.distributed as dist  # noqa: E402
 
 import checkpoint  # noqa: E402

@@ -410,7 +410,8 @@ def test_every_default_is_in_its_range(name):
 def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
     script_name, file = script_of(name), os.path.join(ROOT, "config", name)
     doc = ast.get_docstring(ast.parse(source_of(file))) or ""
-    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "memory.py") and f"{s} config/{name}" in doc]
+    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "memory.py")
+              and f"{s} config/{name}" in doc]
     assert not others, f"{name} is for {script_name} by its name, for {others} by its docstring"
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("RANK", raising=False)
@@ -423,8 +424,8 @@ def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
 
 
 def test_config_names_say_their_script():
-    names = {"sft.py": ["arithmetic_sft", "tldr_sft", "code_sft"], "rm.py": ["tldr_rm"], "ppo.py": ["llama", "llama_8b", "tldr_ppo", "arithmetic_hydra",
-                                                                    "arithmetic_shared"],
+    names = {"sft.py": ["arithmetic_sft", "tldr_sft", "code_sft"], "rm.py": ["tldr_rm"],
+             "ppo.py": ["llama", "llama_8b", "tldr_ppo", "arithmetic_hydra", "arithmetic_shared"],
              "grpo.py": ["arithmetic_grpo", "gsm8k_grpo", "countdown_grpo", "code_grpo", "dr_grpo", "dapo", "gspo",
                          "rloo", "cispo"]}
     for script, configs in names.items():

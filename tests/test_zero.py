@@ -1,0 +1,913 @@
+"""
+zero.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
+run on the same ranks, or a formula on paper; and runs that are stopped go on at other stages, as if they had not been.
+zero.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
+"""
+import glob
+import itertools
+import json
+import os
+import random
+import re
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from tiny import forked, one_run
+
+import zero
+from checkpoint import save_model
+from configurator import BadConfig, BadInput, Stop
+from data import load_tokenizer
+from model import Transformer, parse_config
+
+TRAINED = ("policy", "value_model")
+QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
+            intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None)
+
+# what every run here leaves beside its product: each rank's dtypes, checksums and memory of its models, before the first step
+WATCH = """
+import json, os, torch
+import data, parallel, zero
+now, seen = -1, {}
+original_rows, original_broadcast = data.batch_rows, parallel.broadcast_parameters
+
+def at(iteration):  # cases put in here what is to happen as an iteration begins
+    pass
+
+def batch_rows(seed, iteration, *rest):
+    global now
+    now = iteration
+    at(iteration)
+    return original_rows(seed, iteration, *rest)
+
+def broadcast(models):
+    names = ["policy", "ref_policy", "reward_model", "value_model"]
+    models = list(models)
+    seen.update(zip(names, models) if len(models) > 3 else {"policy": models[0]})
+    original_broadcast(models)
+    facts = dict(dtypes=[sorted({(p.dim(), str(p.dtype)) for p in m.parameters()}) for m in models],
+                 sums=[parallel.checksums({"": m}).tolist() for m in models],
+                 places={p.data_ptr(): p.numel() for m in models for p in m.parameters() if not parallel.is_shard(p)})
+    with open(f"facts-{RANK}.json", "w") as f:
+        json.dump(facts, f)
+
+data.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """tiny's world, and beside it a policy of the Llama family, tied, with sizes that no number of ranks divides."""
+    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+    tokenizer = load_tokenizer(world.tokenizer)
+    config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    save_model(f"{world.root}/qwen", Transformer.from_scratch(config, seed=5), tokenizer)
+    other = Transformer.from_pretrained(world.policy)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.1)
+    for name in ("other_policy", "elsewhere/policy"):  # the second one has the name of the first
+        save_model(f"{world.root}/{name}", other, tokenizer)
+    return world
+
+
+def ppo(world, ranks=2, code="", only=None, **keys):
+    """A run of ppo.py, watched; code is put in before it, on all ranks or only on one."""
+    codes = [f"{WATCH}\n{code if only in (None, rank) else ''}" for rank in range(ranks)]
+    return one_run("ppo.py", *((world.ppo("out", **keys), c) for c in codes))
+
+
+# many runs in one process a rank, which forks less, and looks at each operation of sharded tensors for the first time once
+ROW = """
+import contextlib, io, runpy
+import data, loss, parallel, rewards, rollout, zero
+meeting, run_path, modules = parallel.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
+parallel.meet = lambda *args: dist.is_initialized() or meeting(*args)
+
+def row(*_, **__):
+    home, outcomes = os.getcwd(), {}
+    for name, job in json.load(open(WORK)).items():
+        os.makedirs(f"../{name}", exist_ok=True)
+        os.chdir(f"../{name}")
+        mine, before = job["ranks"][RANK], [dict(vars(m)) for m in modules]
+        script = os.path.join(ROOT, job["script"])
+        sys.argv, kind, message, out, err = [script, *mine["args"]], "", "", io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                exec(mine.get("code", ""), {"RANK": RANK})
+                run_path(script, run_name="__main__")
+            except (Exception, SystemExit) as e:
+                kind, message = type(e).__name__, str(e)
+        outcomes[name] = dict(kind=kind, message=message, stdout=out.getvalue(), stderr=err.getvalue())
+        for m, variables in zip(modules, before):
+            vars(m).update(variables)
+        os.chdir(home)
+        if kind not in ("", "Stop", "BadConfig", "BadInput", "SystemExit"):
+            break  # this rank may have left the others in the middle of something
+    with open(f"outcomes-{RANK}.json", "w") as f:
+        json.dump(outcomes, f)
+    if dist.is_initialized():
+        leave()
+
+runpy.run_path = row
+"""
+
+
+calls = itertools.count()
+
+
+def in_a_row(folder, jobs):
+    """{name: run, as one_run makes it} -> {name: [what came of it on each rank]}; out_dir is "out" in folder/name."""
+    sizes = sorted({len(job["ranks"]) for job in jobs.values()})
+    call = next(calls)
+    groups = {f"call {call}, {size} ranks": {name: job for name, job in jobs.items() if len(job["ranks"]) == size}
+              for size in sizes}
+    cases = {}
+    for (name, work), size in zip(groups.items(), sizes, strict=True):
+        with open(f"{folder}/{name}.json", "w", encoding="utf-8") as f:
+            json.dump(work, f)
+        code = f"import json, os, sys\nROOT, WORK = {tiny.ROOT!r}, {f.name!r}\n{tiny.ONE_GROUP}{ROW}"
+        cases[name] = [one_run("ppo.py", *[([], code)] * size)]
+    results, outcomes = forked(folder, cases, at_once=4), {}
+    for (name, work), size in zip(groups.items(), sizes, strict=True):
+        assert set(results[name][0]["codes"]) == {0}, results[name]
+        each = [json.load(open(f"{folder}/{name}/outcomes-{rank}.json", encoding="utf-8")) for rank in range(size)]
+        outcomes |= {job: [outcome[job] for outcome in each] for job in work}
+    return outcomes
+
+
+def facts(folder, rank=0):
+    with open(f"{folder}/facts-{rank}.json", encoding="utf-8") as f:
+        return json.load(f)
+
+
+def said(result, rank=0):
+    """What a rank has said on stderr, without torch's own warnings of how ranks meet."""
+    return "".join(line for line in result["stderr"][rank].splitlines(True) if "waitForInput" not in line)
+
+
+def succeeded(outcomes):
+    for name, each in outcomes.items():
+        assert {outcome["kind"] for outcome in each} == {""}, (name, each)
+    return outcomes
+
+
+def apart(folder, other, models=TRAINED):
+    return max(tiny.distance(f"{folder}/out/{m}", f"{other}/out/{m}") for m in models)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stages, offload, and what of a batch is computed at once
+
+EACH = dict(none="", optimizer="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
+TABLE = [  # stage, offload, micro_batch_size, gradient_checkpointing, head_chunk: every two of them meet in every combination
+    (1, "none", 1, True, 0), (1, "optimizer", 2, True, 0), (1, "params", 64, False, 5), (2, "none", 2, False, 5),
+    (2, "optimizer", 64, False, 0), (2, "params", 1, True, 0), (3, "none", 64, True, 5), (3, "optimizer", 1, False, 5),
+    (3, "params", 2, False, 0)]
+# The bias of gpt2's keys has a gradient of 0 on paper: it shifts all scores of a query alike. What Adam sees there is rounding,
+# which it scales up to whole steps. So float32 is compared at a small rate: at 3e-3 that bias is 4e-6 apart, and nothing else.
+SMALL = dict(batch_size=5, ppo_epochs=1)  # minibatches of 3 and 2 rows, on 2 ranks
+SINGLE = SMALL | dict(dtype="float32", learning_rate=1e-4, value_learning_rate=1e-4)
+UNEVEN = {  # in float64: rows and prompts that ranks do not share evenly, or of which some have none
+    "two rows": dict(batch_size=2, num_minibatches=2, eval_size=1),
+    "five minibatches": dict(batch_size=5, num_minibatches=5, ppo_epochs=1, eval_size=1, micro_batch_size=1, grad_clip=0.3),
+    "shared": dict(value_init="shared", grad_clip=0.3, vf_coef=1.0),
+    "adapters": dict(lora="policy=2,value=2:8:up+down", ema_decay=0.5),
+    "other tokens": dict(reward_path="other_reward", value_init="policy", batch_size=3, eval_size=1)}
+STAGES = {"two rows": "3", "five minibatches": "policy=3,value=2,ref=1", "shared": "policy=3", "adapters": "3",
+          "other tokens": "reward=3,policy=1,value=3"}
+
+
+def test_the_table_has_all_pairs():
+    for a, b in itertools.combinations(range(5), 2):
+        values = [{row[i] for row in TABLE} for i in (a, b)]
+        assert {(row[a], row[b]) for row in TABLE} == set(itertools.product(*values))
+
+
+def settings(stage, offload, micro, again, chunk):
+    offload = "ref=params,reward=params" if (stage, offload) == (1, "params") else EACH[offload]
+    return dict(zero=str(stage), offload=offload, micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk)
+
+
+@pytest.fixture(scope="module")
+def stages(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("stages")), {}
+    uneven = {name: dict(dtype="float64", max_iters=2) | {
+        k: getattr(world, v) if k.endswith("_path") else v for k, v in keys.items()} for name, keys in UNEVEN.items()}
+    for micro in (1, 2, 64):
+        cases[f"single {micro}"] = ppo(world, micro_batch_size=micro, **SINGLE)
+    cases["double"] = ppo(world, dtype="float64", ranks=1, **SMALL)  # one for rows of all micro_batch_sizes
+    for row in TABLE:
+        cases[f"single {row}"] = ppo(world, **SINGLE, **settings(*row))
+    for row in TABLE[5::3]:
+        cases[f"double {row}"] = ppo(world, dtype="float64", **SMALL, **settings(*row))
+    for name, keys in uneven.items():
+        cases[name] = ppo(world, ranks=1, **keys)
+        cases[f"{name} split"] = ppo(world, zero=STAGES[name], **keys)
+    for ranks, stage in ((1, ""), (3, "3")):
+        # as much as a tiny model has: a layer's norm of 2 numbers for 3 ranks
+        cases[f"grpo {ranks}"] = one_run("grpo.py", *[(world.grpo(
+            "out", dtype="float64", zero=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
+    for name, stage in (("adafactor 1", ""), ("adafactor 2", "1")):  # whose steps, too, are of one size for noise: the same ranks
+        cases[name] = ppo(world, 2, dtype="float64", zero=stage, optimizer="adafactor", max_iters=2)
+    return folder, succeeded(in_a_row(folder, cases))
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_stages_change_nothing_in_float32(stages, row):
+    assert apart(f"{stages[0]}/single {row}", f"{stages[0]}/single {row[2]}") < 1e-6
+
+
+@pytest.mark.parametrize("row", TABLE[5::3], ids=str)
+def test_stages_change_nothing_in_float64(stages, row):
+    assert apart(f"{stages[0]}/double {row}", f"{stages[0]}/double") < 1e-9
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_without_rows_come_along(stages, name):
+    assert apart(f"{stages[0]}/{name}", f"{stages[0]}/{name} split") < 1e-9
+    if "ema_decay" in UNEVEN[name]:
+        assert apart(f"{stages[0]}/{name}", f"{stages[0]}/{name} split", ["ema_policy"]) < 1e-9
+
+
+def test_three_ranks_and_odd_sizes(stages):
+    assert apart(f"{stages[0]}/grpo 1", f"{stages[0]}/grpo 3", ["policy", "ema_policy"]) < 1e-9
+
+
+def test_adafactor_at_stage_1(stages):
+    assert apart(f"{stages[0]}/adafactor 1", f"{stages[0]}/adafactor 2") < 1e-9
+
+
+def test_those_runs_moved(stages, world):
+    for name in stages[1]:
+        start, least = (world.qwen, 1e-4) if name.startswith("grpo") else (world.policy, 1e-4)
+        assert tiny.distance(start, f"{stages[0]}/{name}/out/policy") > least, name
+
+
+def test_stages_say_nothing_on_stderr(stages):
+    for name, each in stages[1].items():
+        assert {outcome["stderr"] for outcome in each} == {""}, (name, each)
+
+
+def test_folders_are_alike_at_all_stages(stages):
+    """The same tensors of the same shapes, and the same config.json."""
+    def shapes(folder):
+        return {n: (t.shape, t.dtype) for n, t in tiny.read_weights(folder).items()}, open(f"{folder}/config.json").read()
+
+    for row in TABLE:
+        for model in (*TRAINED, "../checkpoint-000003/policy"):
+            ours, theirs = (f"{stages[0]}/single {x}/out/policy/../{model.removeprefix('../')}" for x in (row, 1))
+            assert shapes(ours) == shapes(theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checksums and the audit of what ranks hold parts of
+
+
+def checksum(t):
+    """The definition, in Python's integers: the sum of the bits, in words of 32, times 1, 3, 5, ..., modulo 2**64, signed."""
+    words = t.contiguous().flatten().view(torch.int32).tolist()
+    total = sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("name, ranks, path", [("single (3, 'none', 64, True, 5)", 2, "policy"), ("grpo 3", 3, "qwen")])
+def test_checksums_of_shards_add_up(stages, world, name, ranks, path):
+    each = [facts(f"{stages[0]}/{name}", rank)["sums"][0] for rank in range(ranks)]
+    model = Transformer.from_pretrained(getattr(world, path), dtype=torch.float64 if name == "grpo 3" else torch.float32)
+    want = [checksum(p.detach()) for p in model.parameters()]
+    assert [(sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*each, strict=True)] == want
+    assert len(want) > 10 and each[0] != each[1]
+
+
+FLIP = """
+def at(iteration):
+    if iteration == 1:
+        part = parallel.my_part(seen["ref_policy"].get_parameter("layers.0.up.weight").data)
+        part.view(torch.int32).flatten()[3] ^= 1
+"""
+POISON = """
+original_metrics = parallel.all_reduce_metrics
+def after(metrics):
+    if now == 1:
+        parallel.my_part(seen["policy"].get_parameter("layers.0.up.weight").data)[1, 2] = float("nan")
+    return original_metrics(metrics)
+parallel.all_reduce_metrics = after
+"""
+DIE = """
+import loss, rewards, rollout, signal, time
+def once(owner, name, action):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        if now == 1:
+            action()
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def hang():
+    time.sleep(8)
+    os._exit(9)
+"""
+OVERFLOW = """
+reduce, steps = parallel.all_reduce_gradients, 0
+def spoiled(buffers, *rest):
+    global steps
+    steps += 1
+    if WHEN:
+        part = buffers[0].parts()[0] if hasattr(buffers[0], "parts") else buffers[0]
+        part.view(-1)[0] = float("inf")
+    reduce(buffers, *rest)
+parallel.all_reduce_gradients = spoiled
+"""
+AUDITED = dict(sync_check_interval=1, timeout=20, batch_size=4, ppo_epochs=1)
+STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
+    "a bit of ref_policy": (FLIP, dict(zero="ref=3"), r"iteration 2: the frozen ref_policy has "
+                            r"changed: parameter layers\.0\.up\.weight is not what it was at the start \(on rank 1\)"),
+    "a NaN in the policy": (POISON, dict(zero="policy=3"),
+                            r"iteration 2: policy's layers\.0\.up\.weight is not finite \(on rank 1\); the last checkpoint"),
+    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero="policy=3", ppo_epochs=21, num_minibatches=1,
+                                                            micro_batch_size=64),
+                     "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
+}
+LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
+    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "update"),
+    "dies in the score": ("once(rewards, 'reward_model_scores', die)", -9, "score"),
+    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "update")}
+RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
+SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
+    "the only step": (1, dict(max_iters=1, num_minibatches=1)),
+    "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero="3")),
+    "one of many": (4, dict(zero="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
+SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
+             "update": "once(loss, 'policy_loss', term)"}
+
+
+@pytest.fixture(scope="module")
+def hurt(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("hurt")), {}
+    for name, (action, _, _) in LOST.items():
+        cases[name] = [ppo(world, code=DIE + action, only=1, zero="3", timeout=4 if "hangs" in name else 20,
+                           reward_timeout=3, **SMALL)]
+    for name, (rule, _) in RULED.items():
+        cases[name] = [ppo(world, zero="reward=3", rewards=f"{world.rule(rule)},reward_model", timeout=6,
+                           reward_timeout=3, **SMALL)]
+    return folder, forked(folder, cases, at_once=6)
+
+
+@pytest.fixture(scope="module")
+def stopped(world, tmp_path_factory):
+    folder, jobs = str(tmp_path_factory.mktemp("stopped")), {}
+    for name, (code, keys, _) in STOPPED.items():
+        jobs[name] = ppo(world, code=code, only=1, **AUDITED | keys)
+    for name, (step, keys) in SKIPS.items():
+        jobs[name] = ppo(world, code=OVERFLOW.replace("WHEN", f"steps == {step}"), only=1, dtype="float16", **AUDITED | keys)
+    keys = SMALL | dict(zero="3", dtype="float64", max_iters=2)
+    for name, action in SIGNALLED.items():
+        code = DIE + f"def term():\n    os.kill(os.getpid(), signal.SIGTERM)\n{action}"
+        jobs[f"SIGTERM in the {name}"] = ppo(world, code=code, only=1, **keys)
+    jobs["no SIGTERM"] = ppo(world, **keys)
+    outcomes = in_a_row(folder, jobs)
+    again = {f"SIGTERM in the {name}": ppo(world, **keys) for name in SIGNALLED}
+    return folder, outcomes, in_a_row(folder, again)
+
+
+def is_one_line(text, pattern):
+    return re.fullmatch(r"ppo\.py: error: [^\n]+\n", text) and re.search(pattern, text)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_one_rank_has_stops_both(stopped, name):
+    each = stopped[1][name]
+    assert [outcome["kind"] for outcome in each] == ["Stop", "Stop"], each
+    assert each[0]["message"] == each[1]["message"] and re.match(STOPPED[name][2], each[0]["message"]), each
+    assert "\n" not in each[0]["message"]
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_rank_is_one_line_from_a_sharded_model_too(hurt, name):
+    result, (_, code, phase) = hurt[1][name][0], LOST[name]
+    assert result["codes"] == [1, code], result
+    pattern = f"error: iteration 1, {phase}: lost touch with the other ranks.*resume with the same command"
+    assert is_one_line(said(result), pattern), result
+    assert max(result["seconds"]) < 30
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_a_failing_rule_stops_ranks_that_gather_the_reward_model(hurt, name):
+    """Rank 0 must not gather the reward model's layers while rank 1 says that its rule has failed."""
+    result = hurt[1][name][0]
+    assert result["codes"] == [1, 1] and is_one_line(said(result), RULED[name][1]), result
+    assert "Traceback" not in said(result, 1) and "lost touch" not in said(result, 1), result
+
+
+@pytest.mark.parametrize("name", SIGNALLED)
+def test_sigterm_at_stage_3_loses_nothing(stopped, name):
+    folder, before, again = stopped[0], *(outcomes[f"SIGTERM in the {name}"] for outcomes in stopped[1:])
+    assert [x["kind"] + x["message"] for x in before] == ["SystemExit0"] * 2 and [x["kind"] for x in again] == ["", ""], before
+    assert "resume with the same command" in before[0]["stdout"] and "resuming from" in again[0]["stdout"]
+    assert apart(f"{folder}/SIGTERM in the {name}", f"{folder}/no SIGTERM") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# float16's scale of the loss
+
+
+def test_next_loss_scale_by_hand():
+    halves, counts, doubles = zero.next_loss_scale(65536.0, 7, True), zero.next_loss_scale(65536.0, 7, False), \
+        zero.next_loss_scale(65536.0, 199, False)
+    assert halves == (32768.0, 0) and counts == (65536.0, 8) and doubles == (131072.0, 0)
+    assert zero.next_loss_scale(1.0, 0, True) == (1.0, 0) and zero.next_loss_scale(1.5, 0, True) == (1.0, 0)
+    assert zero.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and zero.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
+    assert zero.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
+    scale, clean = 1.0, 0
+    for _ in range(1000):  # 1000 = 5 x 200
+        scale, clean = zero.next_loss_scale(scale, clean, False)
+    assert (scale, clean) == (32.0, 0)
+
+
+def test_twenty_overflows_are_skipped_and_one_more_stops(capsys):
+    state = dict(loss_scale=2.0**16, clean_steps=5, skipped=0)
+    good, bad = torch.tensor(1.0), torch.tensor(torch.inf)
+    assert not zero.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
+    for i in range(20):
+        assert zero.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
+    assert state["loss_scale"] == 1.0 and state["skipped"] == 20  # 2**16 has been halved to 1, and stays there
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20 and "iteration 3: a float16 gradient overflowed at loss scale 65536; step skipped" == lines[0]
+    with pytest.raises(Stop, match="20 steps in a row"):
+        zero.overflowed(state, (bad, good), 3)
+    state = dict(loss_scale=2.0**16, clean_steps=0, skipped=19)
+    assert zero.overflowed(state, (bad,), 0) and not zero.overflowed(state, (good,), 0) and state["skipped"] == 0
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stopped, world, name):
+    result, (step, keys) = stopped[1][name], SKIPS[name]
+    succeeded({name: result})  # the audit at every iteration says that the ranks' weights are finite and the same
+    lines = [line for line in result[0]["stdout"].splitlines() if "overflowed" in line]
+    out = f"{stopped[0]}/{name}/out"
+    iterations = len(tiny.read_log(out)) - 1
+    with open(f"{out}/checkpoint-{iterations:06d}/state.json", encoding="utf-8") as f:
+        state = json.load(f)
+    taken = sum(r["policy/steps"] for r in tiny.read_log(out)[:-1])
+    total = keys.get("num_minibatches", 2) * iterations
+    if step:
+        assert len(lines) == 1 and "at loss scale 65536; step skipped" in lines[0], result
+        assert state["loss_scale"] == 2.0**15 and state["clean_steps"] == total - step and state["skipped"] == 0 ** (total - step)
+    else:
+        assert not lines and state["loss_scale"] == 2.0**16 and state["clean_steps"] == total
+    moved = tiny.distance(world.policy, f"{out}/policy")
+    assert moved == 0 if step == total else moved > 1e-4  # all that there was to step was skipped, or not
+    assert taken == total - bool(step), "policy/steps counts steps that were taken"
+    text = open(f"{out}/log.jsonl", encoding="utf-8").read()
+    assert not re.search("Infinity|NaN", text), "log.jsonl is JSON, which has no such numbers"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# precision: the reference is the policy, to the bit, until the first step
+
+PRECISE = {
+    "float32": dict(dtype="float32"), "bfloat16": dict(dtype="bfloat16"), "float16": dict(dtype="float16"),
+    "pure": dict(dtype="bfloat16", master_weights=False)}
+FROZEN = {"float32": ("float32", "float32"), "bfloat16": ("float32", "bfloat16"), "float16": ("float32", "float16"),
+          "pure": ("bfloat16", "bfloat16")}  # of vectors and of matrices
+WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero="3"), "shared": dict(value_init="shared")}
+
+
+@pytest.fixture(scope="module")
+def precise(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("precise"))
+    cases = {f"{kind} {way}": ppo(world, 2 if "zero" in keys else 1, max_iters=1, ppo_epochs=1, num_minibatches=1,
+                                  **PRECISE[kind], **keys)
+             for kind in PRECISE for way, keys in WAYS.items()}
+    return folder, in_a_row(folder, cases)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", PRECISE)
+def test_the_kl_is_zero_until_the_first_step(precise, world, kind, way):
+    folder, each = f"{precise[0]}/{kind} {way}", precise[1][f"{kind} {way}"]
+    succeeded({way: each})
+    first, last = tiny.read_log(f"{folder}/out")
+    assert first["objective/kl"] == 0 == first["eval/kl"]
+    if kind != "float16" or "overflowed" not in each[0]["stdout"]:
+        assert last["eval/kl"] != 0
+    vectors, matrices = FROZEN[kind]
+    ref = [tuple(x) for x in facts(folder)["dtypes"][1]]
+    assert ref == [(1, f"torch.{vectors}"), (2, f"torch.{matrices}")]
+    trained = {dtype for _, dtype in facts(folder)["dtypes"][0]}
+    assert trained == {"torch.bfloat16" if kind == "pure" and "adapters" not in way else "torch.float32"}
+    stored = {t.dtype for t in tiny.read_weights(f"{folder}/out/policy").values()}
+    assert stored <= {torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_frozen_matrices_alone_are_stored_in_16_bits(world):
+    for name, place in (("frozen", zero.Place()), ("adapted", zero.Place(lora=dict(rank=2)))):
+        model = zero.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")
+        kinds = {p.dim(): p.dtype for p in zero.trunk_of(model).parameters()}
+        assert kinds == {1: torch.float32, 2: torch.bfloat16}
+        assert not any(p.requires_grad for p in zero.trunk_of(model).parameters())
+    model = zero.load(world.policy, zero.Place(), torch.device("cpu"), matrices=torch.bfloat16, trained=True)
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and all(p.requires_grad for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# going on at another stage
+
+GOES_ON = {  # name -> (first: zero and offload, ranks; then the same), an iteration each
+    "3 to 0 on one": (("3", 2), ("", 1)), "3 to 1": (("3 policy=optimizer,value=params", 2), ("1", 2)),
+    "0 to 3": (("", 2), ("3", 2))}
+WITH_ADAPTERS = {"adapters, 1 to 3": (("1", 2), ("3", 2))}
+CONSTANT = dict(dtype="float64", lr_decay="constant", value_lr_decay="constant", ema_decay=0.7, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def resumed(world, tmp_path_factory):
+    """The outcomes of the second parts, and of the runs that are whole, in one folder."""
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    kinds = dict(whole=({}, GOES_ON), adapters=(dict(lora="2", value_init="policy"), WITH_ADAPTERS),
+                 shared=(dict(value_init="shared"), {"shared, 3 to 1": (("policy=3", 2), ("1", 2))}))
+    for part, iterations in enumerate((1, 2)):
+        jobs = {}
+        for kind, (keys, chains) in kinds.items():
+            for name, parts in chains.items():
+                stage, _, offload = parts[part][0].partition(" ")
+                jobs[name] = ppo(world, parts[part][1], zero=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
+            if part == 1:
+                jobs[kind] = ppo(world, 1, max_iters=2, **CONSTANT | keys)
+        outcomes = in_a_row(folder, jobs)
+    return folder, outcomes
+
+
+@pytest.mark.parametrize("name", [*GOES_ON, *WITH_ADAPTERS, "shared, 3 to 1"])
+def test_runs_go_on_at_another_stage(resumed, name):
+    folder, outcomes = resumed
+    succeeded({name: outcomes[name]})
+    assert "resuming from out/checkpoint-000001" in outcomes[name][0]["stdout"]
+    whole = name.split(",")[0] if "," in name else "whole"
+    assert apart(f"{folder}/{whole}", f"{folder}/{name}", (*TRAINED, "ema_policy")) < 1e-9
+    names = sorted(os.path.basename(f) for f in glob.glob(f"{folder}/{whole}/out/checkpoint-000002/*.safetensors"))
+    assert names == ["ema.safetensors", "policy_optimizer.safetensors", "value_model_optimizer.safetensors"]
+    for file in names:
+        a, b = (load_file(f"{folder}/{x}/out/checkpoint-000002/{file}") for x in (whole, name))
+        assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()} and a
+        assert max((a[n].double() - b[n].double()).abs().max().item() for n in a) < 1e-9, file
+        assert file == "ema.safetensors" or {n.rpartition(".")[2] for n in a} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_average_lags_behind(resumed, world):
+    """After 2 x 4 steps with 0.7 it is near the policy, and not it."""
+    out = f"{resumed[0]}/whole/out"
+    assert 1e-5 < tiny.distance(f"{out}/ema_policy", f"{out}/policy") < tiny.distance(world.policy, f"{out}/policy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one trunk
+
+BASE = dict(dtype="float64", value_init="policy", lora="2:4")
+
+
+@pytest.fixture(scope="module")
+def trunk(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("trunk"))
+    rm = {f"rm {name}": one_run("rm.py", (world.rm("out", lora="2:4", dtype="float64", init_from=path), ""))
+          for name, path in (("policy", world.policy), ("other", f"{world.root}/other_policy"),
+                             ("elsewhere", f"{world.root}/elsewhere/policy"))}
+    succeeded(in_a_row(folder, rm))
+    adapter, merged = (f"{folder}/rm policy/out/reward_model{end}" for end in ("_adapter", ""))
+    rule, one = dict(rewards="length") | BASE, dict(share_base=True)
+    bad = dict(wrong=dict(reward_path=world.reward), other=dict(reward_path=f"{folder}/rm other/out/reward_model_adapter"),
+               elsewhere=dict(reward_path=f"{folder}/rm elsewhere/out/reward_model_adapter"),
+               nowhere=dict(reward_path=f"{folder}/nowhere"), plain=dict(reward_path=adapter, lora=""),
+               value=dict(reward_path=adapter, lora="policy=2"))
+    cases = {"rule": ppo(world, 1, **rule), "rule, one": ppo(world, 1, **rule | one),
+             "merged": ppo(world, 1, **BASE, reward_path=merged), "adapter": ppo(world, 1, **BASE | one, reward_path=adapter),
+             "adapter, split": ppo(world, 2, **BASE | one, reward_path=adapter, zero="policy=3", ema_decay=0.5),
+             "shared": ppo(world, 1, **BASE | one | dict(value_init="shared", lora="policy=2:4"), reward_path=adapter),
+             "valued": ppo(world, 1, **BASE | one | dict(value_init="reward"), reward_path=adapter)}
+    cases |= {f"bad {name}": ppo(world, 1, **BASE | one | keys) for name, keys in bad.items()}
+    return folder, in_a_row(folder, cases)
+
+
+GOOD = ["rule", "rule, one", "merged", "adapter", "adapter, split", "shared", "valued"]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_one_trunk_runs(trunk, name):
+    succeeded({name: trunk[1][name]})
+
+
+def test_one_trunk_is_as_good_as_four(trunk):
+    folder = trunk[0]
+    assert apart(f"{folder}/rule", f"{folder}/rule, one") == 0
+    assert apart(f"{folder}/merged", f"{folder}/adapter") < 1e-9  # the reward model merged, and as an adapter
+    assert apart(f"{folder}/adapter", f"{folder}/adapter, split") < 1e-9
+
+
+def test_one_trunk_is_in_memory_once(trunk, world):
+    c = Transformer.from_pretrained(world.policy).config
+    d, ff, V, P = c.d_model, c.d_ff, c.vocab_size, c.max_positions
+    base = 2 * V * d + P * d + 4 * (d * d + d) + (2 * d * ff + ff + d) + 3 * 2 * d  # one layer, three norms
+    adapter = 2 * ((d + 3 * d) + (d + d) + (d + ff) + (ff + d))  # rank 2: q, k and v share A
+    for name, adapters, heads in (("rule, one", 2, 1), ("adapter", 3, 2), ("shared", 2, 2), ("valued", 3, 2)):
+        assert sum(facts(f"{trunk[0]}/{name}")["places"].values()) == base + adapters * adapter + heads * d, name
+    # policy, value model and the head that the value model's own trunk has beside its adapter's
+    assert sum(facts(f"{trunk[0]}/rule")["places"].values()) == base + (base - V * d + d) + 2 * adapter + d
+
+
+@pytest.mark.parametrize("name, pattern", [
+    ("wrong", "reward: no adapter_config.json in this folder; it is not a LoRA adapter"), ("nowhere", "nowhere"),
+    ("other", "this adapter was trained on .*other_policy, not on .*policy, where it would be noise"),
+    ("elsewhere", "this adapter was trained on"), ("plain", "share_base: .*--lora=16"), ("value", "share_base: .*--lora=16")])
+def test_what_has_no_place_on_the_trunk_is_one_line(trunk, name, pattern):
+    each = trunk[1][f"bad {name}"]
+    assert all(x["kind"] in ("BadConfig", "BadInput") and re.search(pattern, x["message"]) for x in each), each
+    assert "\n" not in each[0]["message"]
+
+
+def test_the_value_model_starts_as_the_reward_adapter(trunk):
+    """With value_init=reward, of one optimizer step at a rate of 5e-3: A and B are within a few of those of the adapter."""
+    start, end = (load_file(f"{trunk[0]}/{f}/adapter_model.safetensors") for f in (
+        "rm policy/out/reward_model_adapter", "valued/out/value_model_adapter"))
+    assert start.keys() == end.keys()
+    assert 0 < max((start[n] - end[n]).abs().max().item() for n in start) < 12 * 6e-3  # 12 steps of Adam
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# value_init = shared: one trunk for both losses
+
+DUMP = """
+original_batches, original_check, dumped = data.micro_batches, parallel.check_gradients, {}
+def batches(batch, *rest):
+    if "advantages" in batch:
+        dumped.update(batch)
+    return original_batches(batch, *rest)
+def check(norm, model, name, iteration):
+    dumped.update({f"gradient/{name}/{n}": p.grad.clone() for n, p in model.named_parameters()})
+    if name == "value_model":
+        torch.save(dumped, "dump.pt")
+    original_check(norm, model, name, iteration)
+data.micro_batches, parallel.check_gradients = batches, check
+"""
+
+
+@pytest.fixture(scope="module")
+def both(world, tmp_path_factory):
+    """The batch, and the gradients, of a single step on the shared trunk; weights before it."""
+    folder = str(tmp_path_factory.mktemp("both"))
+    keys = dict(dtype="float64", value_init="shared", max_iters=1, ppo_epochs=1, num_minibatches=1, vf_coef=0.3)
+    succeeded(in_a_row(folder, {"both": ppo(world, 1, code=DUMP, **keys), "policy": ppo(world, 1, code=DUMP, **keys | dict(
+        vf_coef=1e-300))}))
+    return [torch.load(f"{folder}/{name}/dump.pt") for name in ("both", "policy")]
+
+
+def test_the_shared_trunk_learns_from_both_losses(both, world):
+    """One step by hand: transformers' GPT-2 with two heads in float64, a response at a time, without padding."""
+    import transformers as hf
+
+    batch = both[0]
+    ours = {n.removeprefix("gradient/"): g for n, g in batch.items() if n.startswith("gradient/")}
+    model = hf.AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
+    head = Transformer.from_scratch(parse_config(json.load(open(f"{world.policy}/config.json"))).hf, "scalar", seed=1,
+                                    dtype=torch.float64).score.weight.detach().requires_grad_()
+    V, count, loss = load_tokenizer(world.policy).vocab_size, batch["response_mask"].sum(), 0
+    R = batch["response_mask"].shape[1]
+    for i in range(len(batch["tokens"])):
+        real = batch["attention_mask"][i]
+        tokens, n = batch["tokens"][i][real], int(batch["response_mask"][i].sum())
+        if n == 0:
+            continue
+        states = model.transformer(tokens[None]).last_hidden_state[0, -n - 1:-1]
+        logprobs = (model.lm_head(states)[:, :V] / 0.9).log_softmax(-1)[torch.arange(n), tokens[-n:]]
+        values = states @ head[0]
+        assert (logprobs - batch["old_logprobs"][i, :n]).abs().max() < 1e-6
+        assert (values - batch["values"][i, :n]).abs().max() < 1e-6 and real[:-R].any()
+        # before the first step the ratio is 1 and the value is the old one: nothing is clipped
+        loss = loss - (batch["advantages"][i, :n] * (logprobs - logprobs.detach()).exp()).sum() / count
+        loss = loss + 0.3 * 0.5 * (values - batch["returns"][i, :n]).square().sum() / count
+    loss.backward()
+    scale = max(g.abs().max() for g in ours.values())
+    assert (ours["value_model/score.weight"] - head.grad).abs().max() < 1e-9 * scale
+    theirs, block = dict(model.named_parameters()), "transformer.h.0"
+    q, k, v = theirs[f"{block}.attn.c_attn.weight"].grad.t().chunk(3)
+    for name, want in {
+            "layers.0.q.weight": q, "layers.0.k.weight": k, "layers.0.v.weight": v,
+            "layers.0.up.weight": theirs[f"{block}.mlp.c_fc.weight"].grad.t(),
+            "norm.weight": theirs["transformer.ln_f.weight"].grad,
+            "embed.weight": theirs["transformer.wte.weight"].grad, "lm_head.weight": theirs["lm_head.weight"].grad}.items():
+        assert (ours[f"policy/{name}"] - want).abs().max() < 1e-9 * scale, name
+    # and the value loss has its part in it: without it the trunk's gradient is another, the language head's the same
+    alone = {n: (ours[f"policy/{n}"] - both[1][f"gradient/policy/{n}"]).abs().max() for n in ("embed.weight", "lm_head.weight")}
+    assert alone["embed.weight"] > 1e-3 * scale and alone["lm_head.weight"] < 1e-12 * scale
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# optimizers and the moving average, without a run
+
+
+def small(dtype=torch.float32):
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(generator=generator)
+    return model
+
+
+def train(model, optimizer, steps=5):
+    generator = torch.Generator().manual_seed(1)
+    for i in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        zero.step(optimizer, 1e-2 / (i + 1))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
+    results = []
+    for offload in ("none", "optimizer"):
+        model = small(dtype)
+        optimizer = zero.make_optimizer(model, zero.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
+        assert isinstance(optimizer, zero.OffloadedAdamW) == (offload == "optimizer")
+        results.append(train(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(results[0], small(dtype).parameters(), strict=True))
+
+
+def test_offloaded_adamw_is_the_paper():
+    """Adam (arXiv 1412.6980, algorithm 1) with decoupled decay (arXiv 1711.05101), on one number, in Python's floats."""
+    p = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+    optimizer = zero.OffloadedAdamW([p], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    x, m, v = 1.5, 0.0, 0.0
+    for t, (g, lr) in enumerate([(0.3, 0.1), (-2.0, 0.05), (0.0, 0.2), (1.0, 0.0)], 1):
+        p.grad = torch.tensor([g], dtype=torch.float64)
+        zero.step(optimizer, lr)
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        x = x * (1 - lr * 0.2) - lr * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)) ** 0.5 + 1e-3)
+        assert abs(p.item() - x) < 1e-12
+    p.grad = None
+    zero.step(optimizer, 1.0)
+    assert abs(p.item() - x) < 1e-12
+
+
+def test_optimizer_states_by_name_come_back():
+    """optimizer_tensors -> fill_optimizer, between an offloaded optimizer and a plain one, then two more steps."""
+    whole, first, second = small(), small(), small()
+    kinds = [zero.make_optimizer(m, zero.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
+             for m, o in ((whole, "none"), (first, "none"), (second, "optimizer"))]
+    want = train(whole, kinds[0], 4)
+    train(first, kinds[1], 2)
+    second.load_state_dict(first.state_dict())
+    tensors = zero.optimizer_tensors(first, kinds[1])
+    assert tensors.keys() == {f"{i}.{kind}.{key}" for i in (0, 1) for kind in ("weight", "bias")
+                              for key in ("step", "exp_avg", "exp_avg_sq")}
+    zero.fill_optimizer(second, kinds[2], tensors)
+    generator = torch.Generator().manual_seed(1)
+    for i in range(4):
+        for p in second.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        if i >= 2:
+            zero.step(kinds[2], 1e-2 / (i + 1))
+    assert all(torch.equal(a, b) for a, b in zip(want, second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_moving_average_by_hand(dtype):
+    model = small(dtype)
+    model[0].bias.requires_grad_(False)
+    ema = zero.MovingAverage(model, 0.75)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    want = {n: p.detach().double().clone() for n, p in model.named_parameters() if p.requires_grad}
+    for i in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.1 + i)
+        ema.update()
+        want = {n: 0.75 * want[n] + 0.25 * model.get_parameter(n).detach().double() for n in names}
+    averages = ema.tensors()
+    assert list(averages) == names and len(names) == 3
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for n in names:
+        assert averages[n].dtype == wide
+        assert (averages[n] - want[n]).abs().max() < 1e-6 * want[n].abs().max()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with ema.in_place():
+        for n in names:
+            assert torch.equal(model.get_parameter(n), averages[n].to(dtype))
+        assert torch.equal(model[0].bias, before["0.bias"])
+    with pytest.raises(KeyError), ema.in_place():
+        raise KeyError
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    other = zero.MovingAverage(small(dtype), 0.5)
+    model[0].bias.requires_grad_(True)
+    other.fill(averages | {"0.bias": torch.ones(5)})
+    assert all(torch.equal(t, (averages | {"0.bias": torch.ones(5)})[n]) for n, t in other.tensors().items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the keys
+
+ALL = ("policy", "ref", "reward", "value")
+P = zero.Place
+PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places that are not as usual
+    (("", "", "", "adamw"), {}),
+    (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
+    (("policy=3", "", "", "adamw"), dict(policy=P(3), ref=P(3))),  # the reference follows
+    (("policy=3,ref=0", "", "", "adamw"), dict(policy=P(3))), (("ref=3", "", "", "adamw"), dict(ref=P(3))),
+    ((" 1 , value = 2 ", "", "", "adamw"), dict(policy=P(1), ref=P(1), reward=P(1), value=P(2))),
+    (("", "policy=optimizer,reward=params", "", "adamw"), dict(policy=P(0, "optimizer"), reward=P(0, "params"))),
+    (("value=2", "value=params", "", "adamw"), dict(value=P(2, "params"))),
+    (("", "", "16", "adamw"), {n: P(lora=dict(rank=16, alpha=32.0)) for n in ("policy", "value")}),
+    (("", "", "policy=4:1,value=8:3:q+v", "adamw"), dict(policy=P(lora=dict(rank=4, alpha=1.0)), value=P(
+        lora=dict(rank=8, alpha=3.0, targets="q,v")))),
+    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optimizer="adafactor"), ref=P(1), reward=P(1), value=P(1))),
+    (("", "", "2", "adamw", True, "policy"), {n: P(lora=dict(rank=2, alpha=4.0)) for n in ("policy", "value")}),
+    (("", "", "policy=2", "adamw", True, "shared"), dict(policy=P(lora=dict(rank=2, alpha=4.0)))),
+]
+
+
+@pytest.mark.parametrize("keys, places", PLACES, ids=str)
+def test_places_by_hand(keys, places):
+    assert zero.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+
+
+def test_places_without_a_value_model():
+    assert zero.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
+        policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
+    with pytest.raises(BadConfig, match="value"):
+        zero.placements(("policy",), "value=3", "", "", "adamw")
+    assert zero.only_lora("").lora is None and zero.only_lora("3").lora == dict(rank=3, alpha=6.0)
+
+
+BAD = [  # as above -> the key that is named
+    (("4", "", "", "adamw"), "zero"), (("policy=-1", "", "", "adamw"), "zero"), (("policy", "", "", "adamw"), "zero"),
+    (("critic=3", "", "", "adamw"), "zero"), (("policy=3,", "", "", "adamw"), "zero"), (("=3", "", "", "adamw"), "zero"),
+    (("policy==3", "", "", "adamw"), "zero"), (("policy=3;ref=3", "", "", "adamw"), "zero"), (("3.0", "", "", "adamw"), "zero"),
+    (("policy=3\nref=3", "", "", "adamw"), "zero"), (("", "params=policy", "", "adamw"), "offload"),
+    (("", "all", "", "adamw"), "offload"), (("", "", "0", "adamw"), "lora"), (("", "", "-2", "adamw"), "lora"),
+    (("", "", "2:4:q:v", "adamw"), "lora"), (("", "", "q+v", "adamw"), "lora"), (("", "", "ref=2", "adamw"), "lora"),
+    (("", "", "2:x", "adamw"), "lora"), (("", "", "2:nan", "adamw"), "lora"), (("", "", "2:1e999", "adamw"), "lora"),
+    (("", "", "2:0", "adamw"), "lora"), (("", "", "", "sgd"), "optimizer"), (("", "", "", "ref=adamw"), "optimizer")]
+CONFLICTS = [  # as above -> the key that is named; all of them parse
+    (("", "ref=optimizer", "", "adamw"), "offload"), (("", "reward=optimizer", "", "adamw"), "offload"),
+    (("policy=2", "", "", "adafactor"), "optimizer"), (("", "policy=optimizer", "", "adafactor"), "optimizer"),
+    (("", "policy=params", "", "adamw"), "offload"), (("1", "value=params", "", "adamw"), "offload"),
+    (("3", "policy=params", "2", "adamw"), "offload"), (("", "ref=params", "policy=2", "adamw"), "offload"),
+    (("", "", "", "adamw", True, "policy"), "share_base"), (("", "", "policy=2", "adamw", True, "policy"), "share_base"),
+    (("", "", "value=2", "adamw", True, "shared"), "share_base"),
+    (("", "reward=params", "2", "adamw", True, "policy"), "offload"),
+    (("", "", "value=2", "adamw", False, "shared"), "value_init"),
+    (("", "value=optimizer", "", "adamw", False, "shared"), "value_init")]
+
+
+@pytest.mark.parametrize("keys, named", BAD + CONFLICTS, ids=str)
+def test_what_cannot_be_is_one_line(keys, named):
+    with pytest.raises(BadConfig) as e:
+        zero.placements(("policy", "value"), *keys)
+    message = str(e.value)
+    assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
+    assert (keys, named) not in BAD or "wanted NAME=VALUE" in message, message
+
+
+def test_no_text_makes_a_traceback():
+    """Bits of good values put together at random: places, or one short line."""
+    rng, taken = random.Random(0), 0
+    bits = ["policy", "value", "ref", "reward", "=", "=", ",", "3", "0", "16", ":", "q+v", "optimizer", "params", "none",
+            "adafactor", "adamw", " ", "", "nan", "1e999", "-1", "9" * 400, "\n", "é", "\0", "²", "1_0", "+", "."]
+    for _ in range(3000):
+        keys = ["", "", "", "adamw"]
+        for i in rng.sample(range(4), 2):
+            keys[i] = "".join(rng.choice(bits) for _ in range(rng.randrange(5)))
+        try:
+            places = zero.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
+            assert set(places) == set(ALL)
+            for place in places.values():
+                assert place.stage in range(4) and (place.lora is None or 0 < place.lora["alpha"] < float("inf"))
+            taken += 1
+        except BadConfig as e:
+            assert "\n" not in str(e) and len(str(e)) < 300, str(e)
+    assert 30 < taken < 2000, taken
+
+
+def test_precisions():
+    cpu, f32, b16, f16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
+    for dtype, master, wanted, under in (("float32", True, (f32, None), None), ("float64", True, (torch.float64, None), None),
+                                         ("bfloat16", True, (f32, b16), b16), ("float16", True, (f32, f16), f16),
+                                         ("bfloat16", False, (b16, None), None)):
+        context, *kinds = zero.precisions(dtype, master, cpu)
+        assert tuple(kinds) == wanted
+        with context:
+            assert torch.is_autocast_enabled("cpu") == (under is not None)
+            assert under is None or torch.get_autocast_dtype("cpu") == under
+    for dtype in ("float32", "float16", "float64"):
+        with pytest.raises(BadConfig, match=f"^master_weights = False .*not in {dtype}; type --dtype=bfloat16"):
+            zero.precisions(dtype, False, cpu)
+
+
+def test_adapters_for_names_that_a_model_lacks(world):
+    with pytest.raises(BadInput, match="LoRA targets"):
+        zero.load(world.policy, P(lora=dict(rank=2, alpha=4.0, targets="q,v")), torch.device("cpu"), trained=True)
