@@ -1,6 +1,6 @@
 """
 What each model costs and where it lies: in which precision, how much of it on each rank, on the GPU or beside it, which part of
-it is trained, and by which optimizer. Everything here can change what a run needs, and nothing what it computes.
+it is trained, and by which optimizer. This changes what a run needs; but for 16 bits, LoRA and Adafactor, nothing that it computes.
 
 The name is ZeRO's (arXiv 1910.02054): stage 0 holds all on every rank; 1 splits the optimizer's states; 2 the gradients and the
 weights between steps, too; 3 gathers a layer's weights only while that layer computes. Stage 1 is torch's
@@ -190,8 +190,8 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     model = Transformer.from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
                                         prepare)
     model.recompute(recompute and trained)
-    if model.head == "scalar":
-        model.score.to(device)
+    if model.head == "scalar" and is_sharded(place, trained):
+        model.score.to(device)  # the one tensor that is not sharded is not offloaded either
     model.path, model.offloaded = path, beside and not is_sharded(place, trained)
     if model.offloaded and device.type == "cuda":
         for p in model.parameters():
