@@ -1,6 +1,6 @@
 """
 What each model costs and where it lies: in which precision, how much of it on each rank, on the GPU or beside it, which part of
-it is trained, and by which optimizer. This changes what a run needs; but for 16 bits, LoRA and Adafactor, nothing that it computes.
+it is trained, and by which optimizer. But for 16 bits, LoRA and Adafactor, this changes what a run needs, not what it computes.
 
 The name is ZeRO's (arXiv 1910.02054): stage 0 holds all on every rank; 1 splits the optimizer's states; 2 the gradients and the
 weights between steps, too; 3 gathers a layer's weights only while that layer computes. Stage 1 is torch's
