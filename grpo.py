@@ -33,6 +33,7 @@ from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, 
                   read_jsonl, replace_rows)
 from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
+from memory import predicted_mib
 from model import freeze, load_adapted
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
                      thinks)
@@ -181,11 +182,11 @@ start = state["iteration"]
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
-in_step = any(sharded(model) for model in models.values())  # then all ranks must run the same number of forwards
+predicted = predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size, device)
 if master:
     print_models(models)
-    print(f"{world_size} rank(s) on {device.type}, {dtype}; an iteration is {batch_size} responses and {num_iterations} x "
-          f"{num_minibatches} steps on {batch_size // num_minibatches} of them")
+    print(f"{world_size} rank(s) on {device.type}, {dtype}, {predicted:.0f} MiB of tensors each at most; an iteration is "
+          f"{batch_size} responses and {num_iterations} x {num_minibatches} steps on {batch_size // num_minibatches} of them")
     print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
 
 
@@ -252,7 +253,7 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
         mine["index"] = torch.arange(len(slots), device=device)
         with on_device(ref_policy, device):
             for mb in micro_batches(mine, mine["index"], micro_batch_size, forwards):
-                if parallel.stop_asked() and not in_step:
+                if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
                     break  # no matter what is missing now: all ranks leave below
                 length = mb["response_mask"].shape[1]
                 mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
@@ -445,7 +446,7 @@ for iteration in range(start, max_iters + 1):
     enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record["mem/peak_mib"] = parallel.peak_memory_mib(device)
+    record |= {"mem/peak_mib": parallel.peak_memory_mib(device), "mem/predicted_mib": predicted}
     write_log(out_dir, record)
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)

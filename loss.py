@@ -41,7 +41,8 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
     """
     settings = temperature, vocab_size, entropy
     if chunk == 0:
-        return of_logits(torch.nn.functional.linear(hidden, weight), tokens, *settings)
+        # not *settings: the tuple of arguments would hold the unscaled logits as long as the call takes
+        return of_logits(torch.nn.functional.linear(hidden, weight), tokens, temperature, vocab_size, entropy)
     logprobs, entropies = HeadInChunks.apply(hidden.flatten(0, 1), weight, tokens.flatten(), chunk, settings)
     return logprobs.view(tokens.shape), entropies.view(tokens.shape)
 

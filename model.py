@@ -359,6 +359,11 @@ class Transformer(nn.Module):
             attention_mask = None  # padding on the right only: causal attention never looks there, and is faster unmasked
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
+        if T > 1:  # as numbers to add, once: attention would make its own of them in every layer, and keep it for the backward
+            kind = x.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+            masks = {w: m if m is None else torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, -torch.inf)
+                     for w, m in masks.items()}
         for layer in self.layers:
             arguments = x, rotation, masks[self.config.windows[layer.index]], cache, adapter and adapter[layer.index]
             if layer.recomputed and torch.is_grad_enabled():
@@ -543,7 +548,9 @@ class LoRA(nn.Module):
         self.A, self.B, self.scale = A, B, scale  # (r, in), (out, r)
 
     def forward(self, x):
-        return F.linear(F.linear(x.to(self.A.dtype), self.A), self.B) * self.scale
+        if not torch.is_autocast_enabled(x.device.type):  # which casts by itself, and without 32 bits in between
+            x = x.to(self.A.dtype)
+        return F.linear(F.linear(x, self.A), self.B) * self.scale
 
 
 class Adapted(nn.Module):

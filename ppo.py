@@ -33,6 +33,7 @@ from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenize
 from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum,
                   masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
+from memory import predicted_mib
 from model import Adapted, freeze, load_adapted, load_adapter
 from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, last_real, parse_rewards,
                      reward_model_scores, thinks)
@@ -190,11 +191,11 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 frozen_sums = {}  # filled by the first audit
-in_step = any(sharded(model) for model in models.values())  # then all ranks must run the same number of forwards
+predicted = predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size, device)
 if master:
     print_models(models)
-    print(f"{world_size} rank(s) on {device.type}, {dtype}; an iteration is {batch_size} responses and {ppo_epochs} x "
-          f"{num_minibatches} steps on {batch_size // num_minibatches} of them")
+    print(f"{world_size} rank(s) on {device.type}, {dtype}, {predicted:.0f} MiB of tensors each at most; an iteration is "
+          f"{batch_size} responses and {ppo_epochs} x {num_minibatches} steps on {batch_size // num_minibatches} of them")
     print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
 
 
@@ -266,7 +267,7 @@ def rollout_and_score(rows, prompts, purpose, noise):
         mine["index"] = torch.arange(len(slots), device=device)
         with on_device(ref_policy, device):
             for mb in micro_batches(mine, mine["index"], micro_batch_size, forwards):
-                if parallel.stop_asked() and not in_step:
+                if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
                     break  # no matter what is missing now: all ranks leave below
                 length = mb["response_mask"].shape[1]
                 mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
@@ -351,7 +352,7 @@ for iteration in range(start, max_iters + 1):
         write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
         break
 
-    # 1) rollout, 2) score it with all four models: afterwards every rank holds the whole batch
+    # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
     leave_if_asked()
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
     batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
@@ -449,7 +450,7 @@ for iteration in range(start, max_iters + 1):
     enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record["mem/peak_mib"] = parallel.peak_memory_mib(device)
+    record |= {"mem/peak_mib": parallel.peak_memory_mib(device), "mem/predicted_mib": predicted}
     write_log(out_dir, record)
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)

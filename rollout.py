@@ -104,7 +104,8 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     lowered = torch.is_autocast_enabled(device.type) and float_dtype == torch.float32
     cache_dtype = torch.get_autocast_dtype(device.type) if lowered else policy.embed.weight.dtype
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
-    logits = policy(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1]  # (b, V)
+    # the last state's alone: logits of the whole prompt, (b, P, V), would be the largest tensor of many a run
+    logits = policy.output(policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1])  # (b, V)
     for t in range(R):
         token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)
         if len(eos):

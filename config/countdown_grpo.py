@@ -6,11 +6,9 @@ iteration. Learning rate 1e-6 and KL 0.001 are TinyZero's as we remember them, t
     python data/countdown/prepare.py
     torchrun --nproc_per_node=8 grpo.py config/countdown_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. By hand, for 3.09 billion parameters: policy, its gradient and Adam's
-moments in fp32 49.4 GB, the reference 12.4 GB; KV cache of 64 responses of 1,200 tokens 2.8 GB; logits of 512 tokens at a time
-0.3 GB, a few times over; layer inputs of a micro-batch of 4, recomputed, 1.4 GB (fp32 under autocast), and autocast's copy of
-the weights 6.2 GB. So about 75 GB, which is tight: with kl_coef = 0 the reference goes. It
-has not been run by us: no result is promised.
+Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python memory.py
+config/countdown_grpo.py --world-size=8 --gpu-gb=80): 51.7 GiB of weights, gradients and Adam states, 64.4 GiB at the peak, in
+the rollout. It has not been run by us: no result is promised.
 """
 out_dir = "out/countdown_grpo"
 policy_path = "Qwen/Qwen2.5-3B"

@@ -6,10 +6,9 @@ numbers are our choice, within what published recipes use (learning rate 1e-6, g
     python data/gsm8k/prepare.py --chat
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. By hand, for 1.54 billion parameters: policy, its gradient and Adam's
-moments in fp32 24.7 GB, the reference 6.2 GB; KV cache of 64 responses of 1,300 tokens 2.4 GB; logits of 1,024 tokens at a
-time 0.6 GB, a few times over; layer inputs of a micro-batch of 8, recomputed, 1.8 GB (fp32 under autocast), and autocast's
-copy of the weights 3.1 GB. So about 40 GB. It has not been run by us: no result is promised.
+Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python memory.py
+config/gsm8k_grpo.py --world-size=8 --gpu-gb=80): 25.9 GiB of weights, gradients and Adam states, 34.2 GiB at the peak, in the
+rollout. It has not been run by us: no result is promised.
 """
 out_dir = "out/gsm8k_grpo"
 policy_path = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -1,8 +1,16 @@
 """
-PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, everything that fits nowhere whole is split over the GPUs.
-The memory of it, predicted (python memory.py config/llama_8b.py --world-size 8):
+PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and everything split over the GPUs that can be.
+The memory of it, predicted (python memory.py config/llama_8b.py --world-size=8 --gpu-gb=80), for prompts of up to 512 tokens:
 
-TABLE
+    GiB             policy  ref_policy  reward_model  value_model       all
+    parameters        3.74        1.87          1.75         3.49     10.85
+    gradients         3.74        0.00          0.00         3.49      7.23
+    optimizer         7.48        0.00          0.00         6.99     14.47
+    activations       2.96        0.47          0.47         2.96
+    logits            4.74        0.73          0.00         0.00
+    KV cache          5.99        0.00          0.00         0.00
+    buffers          14.96        0.12          0.12         0.12
+    rollout 58.57 | update 44.02 | score 39.41 | audit 32.68 | save 32.55
 
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.1-8B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama_8b.py

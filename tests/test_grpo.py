@@ -582,7 +582,7 @@ TOO_LONG = """
 import configurator, rewards
 def too_long(*args):
     raise configurator.BadInput("a response has 99 tokens in the reward model's tokenizer")
-rewards.reward_model_scores = too_long
+rewards.right_pad = too_long
 """
 
 
@@ -614,7 +614,7 @@ def failing_cases(world, folder):
     cases["a rank without responses"] = [one_run("grpo.py", args, args)]
     args = world.grpo("out", rewards=world.rule("letters"), reward_timeout=60)
     cases["patience"], cases["patience alone"] = [one_run("grpo.py", args, args)], [one_run("grpo.py", args)]
-    args = world.grpo("out")
+    args = world.grpo("out", reward_path=world.other_reward)
     cases["too long on 1"] = [one_run("grpo.py", args, (args, TOO_LONG))]
     cases["too long"] = [one_run("grpo.py", (args, TOO_LONG))]
     for name, (code, _) in SABOTAGE.items():

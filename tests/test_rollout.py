@@ -31,6 +31,11 @@ class TableModel(torch.nn.Module):
             positions = (mask.cumsum(1) - 1).clamp(min=0)
         return self.table[positions, tokens]
 
+    trunk = forward
+
+    def output(self, logits):
+        return logits
+
 
 def script(paths, V=10):
     """A table that continues a prompt [a, ..., b] of n tokens with paths[n - 1], whatever the tokens are."""

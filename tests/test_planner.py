@@ -1,0 +1,315 @@
+"""
+What memory.py predicts, against what the scripts hold: weights, gradients and optimizer states to the byte, the peak of a run
+within a tenth, as torch's MemTracker counts a real run. `python tests/test_planner.py` prints the table of the campaign.
+"""
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+
+import pytest
+import tiny
+import torch
+import transformers
+from conftest import ROOT
+from families import VARIANTS
+from test_configurator import CONFIGS, script_of
+
+import memory
+from configurator import BadConfig, BadInput
+from model import Adapted, Transformer, parse_config
+
+# ---------------------------------------------------------------------------------------------------------------------
+# worlds and runs
+
+
+def llama(d, layers, heads, kv_heads, ff, **more):
+    return dict(model_type="llama", hidden_size=d, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, max_position_embeddings=1024, tie_word_embeddings=False) | more
+
+
+def neox(d, layers, heads, ff, **more):
+    return dict(model_type="gpt_neox", hidden_size=d, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
+                max_position_embeddings=1024, tie_word_embeddings=False) | more
+
+
+def gpt2(d, layers, heads, **more):
+    return dict(model_type="gpt2", n_embd=d, n_layer=layers, n_head=heads, n_positions=256) | more
+
+
+PPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, ppo_epochs=2)
+GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, num_iterations=2, group_size=4,
+            rewards="reward_model", kl_coef=0.04)
+SHORT = dict(max_new_tokens=20, eval_size=1)
+SMALL = llama(64, 3, 4, 2, 176)
+# name: (script, ranks, architecture, how many more embeddings than tokens, keys). FAST is the suite's part of the campaign
+FAST = {
+    "ppo, llama with grouped queries": ("ppo", 1, SMALL, 0, PPO | SHORT),
+    "grpo, qwen tied, chunks, recomputed, bf16": (
+        "grpo", 1, llama(64, 3, 4, 2, 176, model_type="qwen2", tie_word_embeddings=True), 30,
+        GRPO | SHORT | dict(dtype="bfloat16", head_chunk=32, gradient_checkpointing=True)),
+    "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
+}
+CAMPAIGN = FAST | {
+    "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
+        optimizer="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
+    "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
+    "ppo, neox, chunks, recomputed": ("ppo", 1, neox(64, 3, 4, 256), 0, PPO | dict(gradient_checkpointing=True, head_chunk=64)),
+    "ppo, llama, recomputed": ("ppo", 1, llama(64, 6, 4, 4, 176), 0, PPO | dict(gradient_checkpointing=True)),
+    "ppo, qwen3, entropy": ("ppo", 1, llama(64, 3, 4, 2, 176, head_dim=16, model_type="qwen3"), 0, PPO | dict(
+        entropy_coef=0.01)),
+    "ppo, mistral with a window": ("ppo", 1, llama(64, 3, 4, 1, 176, model_type="mistral", sliding_window=40), 0, PPO),
+    "ppo, a large vocabulary": ("ppo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, PPO | dict(
+        micro_batch_size=1, batch_size=4, max_new_tokens=16)),
+    "ppo, large decoding batch": ("ppo", 1, SMALL, 0, PPO | dict(batch_size=64, micro_batch_size=1)),
+    "ppo, rollout in parts": ("ppo", 1, SMALL, 0, PPO | dict(batch_size=64, micro_batch_size=2, rollout_batch_size=8)),
+    "ppo, float64": ("ppo", 1, SMALL, 0, PPO | dict(dtype="float64")),
+    "ppo, bf16 under autocast": ("ppo", 1, SMALL, 0, PPO | dict(dtype="bfloat16")),
+    "ppo, pure bf16": ("ppo", 1, SMALL, 0, PPO | dict(dtype="bfloat16", master_weights=False)),
+    "ppo, LoRA": ("ppo", 1, SMALL, 0, PPO | dict(lora="policy=4,value=8:16:q+v")),
+    "ppo, one trunk": ("ppo", 1, SMALL, 0, PPO | dict(lora="4", share_base=True, reward_path="adapter")),
+    "grpo, LoRA, bf16": ("grpo", 1, SMALL, 0, GRPO | dict(lora="8", dtype="bfloat16")),
+    "grpo, no reference": ("grpo", 1, SMALL, 0, GRPO | dict(kl_coef=0.0)),
+    "ppo, 125M llama": ("ppo", 1, llama(768, 12, 12, 12, 2048), 32_000, PPO | dict(
+        micro_batch_size=2, batch_size=4, max_new_tokens=64)),
+    "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero="1")),
+    "ppo, stage 2": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(
+        micro_batch_size=1, batch_size=4, zero="2", head_chunk=8)),
+    "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
+        micro_batch_size=1, zero="3", dtype="bfloat16")),
+}
+DRIVER = """
+import json, os, runpy, sys
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+import parallel, zero
+
+class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
+
+def held(tensors):
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in map(parallel.my_part, tensors)}.values())
+
+results = []
+for script, *args in json.load(open(sys.argv[1])):
+    sys.argv, tracker = [script, *args], Tracker()
+    with tracker:
+        g = runpy.run_path(script, run_name="__main__")
+    optimizers = g["optimizers"].values()
+    results.append(dict(
+        parameters=held([p for model in g["models"].values() for p in model.parameters()]),
+        gradients=held([p.grad for model in g["trained"].values() for p in model.parameters() if p.grad is not None]),
+        optimizer=held([t for o in optimizers for state in zero.inner(o).state.values() for t in state.values()]),
+        average=held(g["ema"].averages) if g["ema"] else 0,
+        peak=tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
+    del g, optimizers
+json.dump(results, open(OUT + os.environ.get("RANK", "0"), "w"))
+"""
+
+
+def build(folder, shape, more_embeddings):
+    """A random policy, reward model and reward adapter of this architecture, with prompts of 20 to 28 bytes."""
+    from checkpoint import save_model
+    from data import ByteTokenizer
+    from model import save_adapter
+
+    tokenizer = ByteTokenizer(dict(markers=[f"<{i}>" for i in range(1000)], eos="<eos>", pad="<pad>"))
+    hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
+                      pad_token_id=tokenizer.pad_id)
+    path = {name: os.path.join(folder, name) for name in ("policy", "reward", "adapter", "prompts.jsonl")}
+    policy = Transformer.from_scratch(hf, seed=1)
+    save_model(path["policy"], policy, tokenizer)
+    save_model(path["reward"], Transformer.from_scratch(hf, head="scalar", seed=2), tokenizer)
+    save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
+    tokenizer.save(path["adapter"])
+    tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (20 + i % 9)) for i in range(64)])
+    return path
+
+
+def runs(cases, folder):
+    """{name: (what memory.py predicts, what the run held)} of these cases; those of as many ranks share a process (a rank)."""
+    work, plans = {}, {}
+    for i, (name, (script, ranks, shape, more, keys)) in enumerate(cases.items()):
+        path = build(os.path.join(folder, str(i)), shape, more)
+        keys = dict(policy_path=path["policy"], reward_path=path["reward"], prompts_path=path["prompts.jsonl"], timeout=60,
+                    eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device="cpu",
+                    reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
+        keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
+        args = tiny.arguments(keys)
+        config = memory.read_config(script, args)
+        policy = memory.architecture(config["policy_path"], "", "")
+        P, differ, held_out, padding = memory.measure_prompts(config, policy)
+        plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
+        work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
+    results = {}
+    for ranks, calls in work.items():
+        driver, jobs, out = (os.path.join(folder, f"{ranks}.{kind}") for kind in ("py", "json", "out"))
+        with open(driver, "w", encoding="utf-8") as f:
+            f.write(f"OUT = {out!r}\n" + (tiny.ONE_GROUP if ranks > 1 else "") + DRIVER)
+        with open(jobs, "w", encoding="utf-8") as f:
+            json.dump([call for _, call in calls], f)
+        done = tiny.run(driver, jobs, ranks=ranks, timeout=900)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        files = [open(f"{out}{rank}", encoding="utf-8") for rank in range(ranks)]
+        for (name, _), *each in zip(calls, *map(json.load, files), strict=True):  # of the fullest rank, as predicted
+            results[name] = {key: max(result[key] for result in each) for key in each[0]}
+        for file in files:
+            file.close()
+    return {name: (plans[name], results[name]) for name in cases}
+
+
+def total(plan, row):
+    """Bytes of a row, all models together."""
+    return round(sum(r[row] for r in plan["rows"].values()) * 2**20)
+
+
+def agrees(plan, result):
+    """Weights, gradients and optimizer states to the byte; the peak within a tenth."""
+    exact = [total(plan, row) == result[row] + (result["average"] if row == "optimizer" else 0) for row in memory.ROWS[:3]]
+    return all(exact) and abs(plan["peak_mib"] * 2**20 / result["peak"] - 1) < 0.1
+
+
+def line(name, plan, result):
+    """A row of the campaign's table."""
+    exact = "exact" if all(total(plan, row) == result[row] + (result["average"] if row == "optimizer" else 0)
+                           for row in memory.ROWS[:3]) else "NOT EXACT"
+    measured = result["peak"] / 2**20
+    return f"| {name} | {plan['phase']} | {measured:.2f} | {plan['peak_mib']:.2f} | " \
+           f"{100 * (plan['peak_mib'] / measured - 1):+.1f} % | {exact} |"
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory):
+    return runs(FAST, str(tmp_path_factory.mktemp("planner")))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_run_takes_what_was_predicted(fast, name):
+    assert agrees(*fast[name]), line(name, *fast[name])
+
+
+@pytest.mark.campaign
+def test_campaign(tmp_path):
+    for name, (plan, result) in runs(CAMPAIGN, str(tmp_path)).items():
+        assert agrees(plan, result), line(name, plan, result)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the formulas of weights, against the models
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_every_tensor_of_every_family(variant, head):
+    family, keys = VARIANTS[variant]
+    c = parse_config(getattr(transformers, f"{family}Config")(**keys).to_dict())
+    with torch.device("meta"):
+        model = Transformer(c, head)
+        adapted = Adapted(model, head, rank=3)
+    m = memory.Model(c, head, True, 4, 4, "adapted", rank=3)
+    assert sorted(shape for shape, _ in memory.base_tensors(m)) == sorted(tuple(p.shape) for p in model.parameters())
+    assert sorted(shape for shape, _ in memory.added_tensors(m)) == sorted(tuple(p.shape) for p in adapted.parameters())
+
+
+def test_shapes_by_name_are_those_of_the_hub():
+    billions = {"llama-3.2-1b": 1.236, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554, "qwen2.5-0.5b": 0.494,
+                "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012}
+    for name, shape in memory.KNOWN.items():
+        m = memory.Model(parse_config(shape), "lm", False, 1, 1)
+        assert round(memory.parameters(m) / 1e9, 3) == billions.pop(name)
+    assert not billions
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the tool
+
+
+def tool(capsys, monkeypatch, *argv):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    memory.main([arg.replace("config/", f"{ROOT}/config/") for arg in argv])
+    return capsys.readouterr().out
+
+
+def test_a_table_for_70b_and_six_ways_to_train_it(capsys, monkeypatch):
+    out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero=3")
+    assert all(f"\n{row}" in out for row in (*memory.ROWS, *memory.PHASES)) and "predicted peak" in out
+    assert "planned with the shape of llama-3.2-1b" in out  # the reward model's: the hub is out of reach
+    out = tool(capsys, monkeypatch, "config/llama.py", "--compare", "--gpu-gb", "80")
+    for column in ("PPO", "PPO + LoRA", "PPO one trunk", "GRPO", "GRPO + LoRA", "GRPO + reward model"):
+        assert f"  {column}" in out
+    sizes = [int(x) for x in next(line for line in out.splitlines() if line.startswith("micro-batch")).split()[1:7]]
+    assert 0 < sizes[0] < sizes[3] and sizes[0] < sizes[1]  # GRPO and LoRA leave more room
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not(capsys, monkeypatch):
+    def peak(rows):
+        out = tool(capsys, monkeypatch, "config/llama.py", f"--micro_batch_size={rows}", "--gpu-gb=60", "--num_minibatches=1")
+        return float(out.split("predicted peak: ")[1].split()[0]) * 2**30, int(out.split()[-1])
+
+    largest = peak(1)[1]
+    assert peak(largest)[0] <= 60e9 < peak(largest + 1)[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_which_script_a_config_is_for(name):
+    if script_of(name) in ("ppo.py", "grpo.py"):
+        assert f"{memory.which_script([os.path.join(ROOT, 'config', name)], '')}.py" == script_of(name)
+    else:
+        with pytest.raises(BadConfig, match="memory.py plans ppo and grpo"):
+            memory.which_script([os.path.join(ROOT, "config", name)], "")
+
+
+@pytest.mark.parametrize("argv, what", [
+    (["--cuont=4"], "unknown key 'cuont'"), (["nowhere.py"], "cannot read config file"), (["--world-size=0"], "--world-size=8"),
+    (["--world-size=x"], "--world-size=8"), (["--gpu-gb=nan"], "--gpu-gb=80"), (["--script=sft"], "plans ppo and grpo"),
+    (["--micro_batch_size=0"], "out of range"), (["--policy-config=/nowhere.json"], "/nowhere.json"),
+    (["--policy_path=out/nothing"], "train it first"), (["--policy_path=some/model"], "--policy-config=FILE.json"),
+    (["--policy-config=pythia-1b", "--reward-config=pythia-1b", "--prompt-tokens=3000"], "exceed the policy's context"),
+    (["--policy-config=pythia-1b", "--reward-config=pythia-1b", "--lora=x"], "lora = 'x'"),
+    (["--policy-config=pythia-1b", "--reward-config=pythia-1b", "--master_weights=False"], "--dtype=bfloat16")])
+def test_bad_input_is_one_line(argv, what, capsys, monkeypatch):
+    with pytest.raises(BadInput) as caught:
+        tool(capsys, monkeypatch, *argv)
+    assert what in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bad_input_ends_with_code_2():
+    done = tiny.run("memory.py", "--cuont=4")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("memory.py: error: unknown key 'cuont'")
+
+
+def test_a_prediction_takes_no_time():
+    config, c = memory.read_config("ppo", ["--head_chunk=512"]), parse_config(memory.KNOWN["llama-3.1-70b"])
+    memory.predict(config, c, c)
+    began = time.process_time()
+    memory.predict(config, c, c)
+    assert time.process_time() - began < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama_8b", "llama", "gsm8k_grpo", "countdown_grpo"])
+def test_headers_of_configs_quote_the_prediction(name):
+    """What a config's header says it needs is what memory.py says of it."""
+    with open(os.path.join(ROOT, "config", f"{name}.py"), encoding="utf-8") as f:
+        header = f.read().split('"""')[1]
+    said = tiny.run("memory.py", f"config/{name}.py", "--gpu-gb=80", "--world-size=8")
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    peaks = {w[0]: w[1] for w in map(str.split, lines) if len(w) > 1 and w[0] in ("rollout", "update", "score", "audit", "save")}
+    peak, always = max(peaks.values(), key=float), re.search(r"optimizer \(([\d.]+)\)", said.stdout).group(1)
+    assert float(peak) < 80e9 / 2**30
+    if name == "llama_8b":
+        rows = [line.strip() for line in header.splitlines() if line.strip().startswith((*memory.ROWS, "GiB"))]
+        assert len(rows) == 8 and all(any(line.startswith(row) for line in lines) for row in rows), said.stdout
+        assert " | ".join(f"{phase} {peaks[phase]}" for phase in peaks) in header
+    else:
+        assert f"{float(always):.1f} GiB of weights" in header and f"{float(peak):.1f} GiB at the" in " ".join(header.split())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
+        print("|---|---|---|---|---|---|")
+        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
+            print(line(each, *outcome))
