@@ -307,6 +307,9 @@ def child(script, arguments, rank, ranks, port, folder, fault, count):
                 json.dump(points.listed, f)
         sys.stdout.flush()
         sys.stderr.flush()
+    except KeyboardInterrupt:  # before the script began: as an interpreter that is starting ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     finally:
         os._exit(code)
 
