@@ -307,6 +307,27 @@ def test_headers_of_configs_quote_the_prediction(name):
         assert f"{float(always):.1f} GiB of weights" in header and f"{float(peak):.1f} GiB at the" in " ".join(header.split())
 
 
+def test_the_readme_quotes_the_comparison():
+    said = tiny.run("memory.py", "config/llama_8b.py", "--world-size=8", "--compare").stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:7] for line in said if line.startswith((*memory.ROWS[:3], "peak"))}
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        readme = f.read()
+    assert f"| peak | {' | '.join(rows['peak'])} |" in readme, rows
+    sums = [sum(float(rows[row][i]) for row in memory.ROWS[:3]) for i in range(6)]
+    quoted = re.search(r"\| weights, gradients, states \| (.*) \|", readme).group(1).split(" | ")
+    assert [float(x) for x in quoted] == pytest.approx(sums, abs=0.011)
+
+
+def test_one_trunk_is_a_third_of_four_models():
+    """On a Llama of 134M parameters in fp32, micro-batch, checkpointing and chunks alike."""
+    c = parse_config(llama(768, 12, 12, 12, 2048, vocab_size=32000))
+    config = memory.read_config("ppo", ["--batch_size=4", "--max_new_tokens=24", "--micro_batch_size=4", "--head_chunk=64",
+                                        "--gradient_checkpointing=True"])
+    full, trunk = (memory.predict(config | more, c, c, 24, device="cpu")["peak_mib"] for more in (
+        {}, dict(share_base=True, lora="16")))
+    assert trunk < 0.35 * full
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
