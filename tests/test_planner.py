@@ -288,27 +288,38 @@ def test_a_prediction_takes_no_time():
     assert time.process_time() - began < 0.05
 
 
+def printed(monkeypatch, capsys, *argv):
+    """What memory.py prints where there is no network."""
+    def unreachable(path):
+        raise OSError(path)
+
+    monkeypatch.setattr(memory, "hub_file", unreachable)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(ROOT)
+    memory.main(list(argv))
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["llama_8b", "llama", "gsm8k_grpo", "countdown_grpo"])
-def test_headers_of_configs_quote_the_prediction(name):
+def test_headers_of_configs_quote_the_prediction(name, monkeypatch, capsys):
     """What a config's header says it needs is what memory.py says of it."""
     with open(os.path.join(ROOT, "config", f"{name}.py"), encoding="utf-8") as f:
         header = f.read().split('"""')[1]
-    said = tiny.run("memory.py", f"config/{name}.py", "--gpu-gb=80", "--world-size=8")
-    assert said.returncode == 0, said.stderr
-    lines = said.stdout.splitlines()
+    said = printed(monkeypatch, capsys, f"config/{name}.py", "--gpu-gb=80", "--world-size=8")
+    lines = said.splitlines()
     peaks = {w[0]: w[1] for w in map(str.split, lines) if len(w) > 1 and w[0] in ("rollout", "update", "score", "audit", "save")}
-    peak, always = max(peaks.values(), key=float), re.search(r"optimizer \(([\d.]+)\)", said.stdout).group(1)
+    peak, always = max(peaks.values(), key=float), re.search(r"optimizer \(([\d.]+)\)", said).group(1)
     assert float(peak) < 80e9 / 2**30
     if name == "llama_8b":
         rows = [line.strip() for line in header.splitlines() if line.strip().startswith((*memory.ROWS, "GiB"))]
-        assert len(rows) == 8 and all(any(line.startswith(row) for line in lines) for row in rows), said.stdout
+        assert len(rows) == 8 and all(any(line.startswith(row) for line in lines) for row in rows), said
         assert " | ".join(f"{phase} {peaks[phase]}" for phase in peaks) in header
     else:
         assert f"{float(always):.1f} GiB of weights" in header and f"{float(peak):.1f} GiB at the" in " ".join(header.split())
 
 
-def test_the_readme_quotes_the_comparison():
-    said = tiny.run("memory.py", "config/llama_8b.py", "--world-size=8", "--compare").stdout.splitlines()
+def test_the_readme_quotes_the_comparison(monkeypatch, capsys):
+    said = printed(monkeypatch, capsys, "config/llama_8b.py", "--world-size=8", "--compare").splitlines()
     rows = {line.split()[0]: line.split()[1:7] for line in said if line.startswith((*memory.ROWS[:3], "peak"))}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         readme = f.read()

@@ -200,7 +200,7 @@ def stages(world, tmp_path_factory):
     cases["double"] = ppo(world, dtype="float64", ranks=1, **SMALL)  # one for rows of all micro_batch_sizes
     for row in TABLE:
         cases[f"single {row}"] = ppo(world, **SINGLE, **settings(*row))
-    for row in TABLE[5::3]:
+    for row in TABLE[8:]:
         cases[f"double {row}"] = ppo(world, dtype="float64", **SMALL, **settings(*row))
     for name, keys in uneven.items():
         cases[name] = ppo(world, ranks=1, **keys)
@@ -219,7 +219,7 @@ def test_stages_change_nothing_in_float32(stages, row):
     assert apart(f"{stages[0]}/single {row}", f"{stages[0]}/single {row[2]}") < 1e-6
 
 
-@pytest.mark.parametrize("row", TABLE[5::3], ids=str)
+@pytest.mark.parametrize("row", TABLE[8:], ids=str)
 def test_stages_change_nothing_in_float64(stages, row):
     assert apart(f"{stages[0]}/double {row}", f"{stages[0]}/double") < 1e-9
 
