@@ -4,4 +4,5 @@
 more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 "$PYTHON" -m ruff check .
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run two processes at a time as it is
 "$PYTHON" -m pytest -q tests "$@"
