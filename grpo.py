@@ -40,7 +40,7 @@ from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_o
 from report import print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
 from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
-                  sampler, sharded, step, trunk_of)
+                  sampler, sharded, step)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -153,7 +153,7 @@ if learned:
     reward_model = (freeze(load_adapted(policy.base, reward_path, "scalar", policy_path)) if share_base else
                     load(reward_path, place["reward"], head="scalar", **settings))
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
-    if trunk_of(reward_model).new_head:
+    if reward_model.new_head:
         raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
 trained = dict(policy=policy)

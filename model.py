@@ -360,8 +360,7 @@ class Transformer(nn.Module):
         # one mask per kind of layer: sliding or not
         masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
         if T > 1:  # as numbers to add, once: attention would make its own of them in every layer, and keep it for the backward
-            kind = x.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+            dtype = autocast_dtype(x) or x.dtype
             masks = {w: m if m is None else torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, -torch.inf)
                      for w, m in masks.items()}
         for layer in self.layers:
@@ -516,8 +515,15 @@ def look_up(table, ids):
     Rows of an embedding. Under autocast they are rounded to 16 bits, as autocast does it to every other matrix: a frozen model
     may then store this one in 16 bits, too, and still compute exactly what the policy does. The sums stay in fp32.
     """
-    x, kind = table(ids), ids.device.type
-    return x.to(torch.get_autocast_dtype(kind)).float() if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
+    x = table(ids)
+    low = autocast_dtype(x)
+    return x if low is None else x.to(low).float()
+
+
+def autocast_dtype(x):
+    """The dtype to which autocast, where it is on, rounds this tensor for a matrix product; None where it leaves it alone."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else None
 
 
 def allowed_pairs(T, past, window, mask, device):

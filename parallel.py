@@ -137,8 +137,8 @@ def torn(error):
 
 
 def wire():
-    """The device whose tensors the group can send."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    """The device whose tensors the group can send; the CPU where there is no group."""
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class Shards:
 
     def mul_(self, factor):
         for part in self.parts():
-            part.mul_(factor)
+            part.mul_(float(factor))  # a number, for parts may be on the CPU and a factor on the GPU
 
     def norm(self):
         """Over all ranks. A collective."""
@@ -439,7 +439,7 @@ def clip_gradients(buffers, max_norm):
         # a norm that is not finite scales nothing, so that check_gradients can still tell which tensor it came from
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
-            flat.mul_(scale if not isinstance(flat, Shards) else scale.item())
+            flat.mul_(scale)
     return norm
 
 
@@ -450,8 +450,7 @@ def check_gradients(norm, model, name, iteration):
     """
     if not torch.isfinite(norm):
         names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-        flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names]).double().to(wire() if dist.is_initialized()
-                                                                                                else "cpu")
+        flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names]).double().to(wire())
         bad = all_reduce_max(flags).nonzero().flatten().tolist()  # of a sharded model, another rank may have it
         bad = names[bad[0]][0] if bad else "the norm (overflow)"
         raise Stop(f"iteration {iteration}: the gradient of {name}'s {bad} is not finite; stopped before the step. "
@@ -499,7 +498,7 @@ def checksums(models):
             for i, chunk in enumerate(bits.split(2**20)):  # int64 copies of a chunk, not of a whole embedding matrix
                 weights = (torch.arange(len(chunk), device=bits.device) + (start + i * 2**20)) * 2 + 1
                 total += (chunk.long() * weights).sum()  # wraps around, alike everywhere
-            sums.append(total.to(wire()) if dist.is_initialized() else total.cpu())
+            sums.append(total.to(wire()))
     return torch.stack(sums)
 
 

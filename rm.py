@@ -21,7 +21,7 @@ from configurator import BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import at_least_float32, learning_rate_at, preference_loss
 from rewards import last_real
-from zero import load, make_optimizer, only_lora, precisions, step, trunk_of
+from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -106,7 +106,7 @@ if checkpoint:
     start = state["iteration"]
     if master:
         print(f"resuming from {checkpoint}")
-models = {"reward_model": reward_model} | ({"its trunk": reward_model.base} if lora else {})
+models = in_memory(reward_model=reward_model)
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}

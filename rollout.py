@@ -11,7 +11,7 @@ import torch
 
 from configurator import BadInput
 from loss import logprobs_from_logits, scaled_logits
-from model import KVCache
+from model import KVCache, autocast_dtype
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -101,8 +101,7 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     mask = None if prompt_mask.all() else torch.cat([prompt_mask, prompt_mask.new_ones(b, R)], 1)  # (b, P + R)
     positions = prompt_mask.sum(1, keepdim=True)  # (b, 1): where the next token stands
     # the cache has the dtype in which keys come out of the model, which autocast may have lowered
-    lowered = torch.is_autocast_enabled(device.type) and float_dtype == torch.float32
-    cache_dtype = torch.get_autocast_dtype(device.type) if lowered else policy.embed.weight.dtype
+    cache_dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
     # the last state's alone: logits of the whole prompt, (b, P, V), would be the largest tensor of many a run
     logits = policy.output(policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1])  # (b, V)

@@ -19,7 +19,7 @@ from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from model import Transformer
-from zero import load, make_optimizer, only_lora, precisions, step, trunk_of
+from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -125,7 +125,7 @@ if checkpoint:
     start = state["iteration"]
     if master:
         print(f"resuming from {checkpoint}")
-models = {"policy": policy} | ({"its trunk": policy.base} if lora else {})
+models = in_memory(policy=policy)
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}

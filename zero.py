@@ -180,21 +180,21 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     is LoRA. dtype: of its weights; matrices: of the matrices where they are not trained (see precisions); recompute: compute
     layers again in the backward pass. Raises BadInput.
     """
-    frozen = not trained or place.lora is not None
+    frozen, split = not trained or place.lora is not None, is_sharded(place, trained)
 
     def prepare(model):
         if frozen:
             freeze(model)
-        if is_sharded(place, trained):
+        if split:
             shard(model, place, device)
 
-    beside = place.offload == "params" and (is_sharded(place, trained) or not trained)  # lives on the CPU
+    beside = place.offload == "params" and (split or not trained)  # lives on the CPU
     model = Transformer.from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
                                         prepare)
     model.recompute(recompute and trained)
-    if model.head == "scalar" and is_sharded(place, trained):
+    if model.head == "scalar" and split:
         model.score.to(device)  # the one tensor that is not sharded is not offloaded either
-    model.path, model.offloaded = path, beside and not is_sharded(place, trained)
+    model.path, model.offloaded = path, beside and not split
     if model.offloaded and device.type == "cuda":
         for p in model.parameters():
             p.data = p.data.pin_memory()  # which copies faster
@@ -329,7 +329,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state, here = self.state[p], my_part(p)
-                weight = self.weights.setdefault(p, here.detach().cpu())  # on a CPU, the weight itself
+                if p not in self.weights:
+                    self.weights[p] = here.detach().cpu()  # on a CPU, the weight itself
+                weight = self.weights[p]
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
                 adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
