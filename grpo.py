@@ -35,9 +35,9 @@ from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, l
                   masked_sum, policy_loss, token_weights)
 from memory import predicted_mib
 from model import freeze, load_adapted
-from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, parse_rewards, reward_model_scores,
-                     thinks)
-from report import print_models, print_samples, progress, summarize
+from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, parse_rewards,
+                     reward_model_scores, thinks)
+from report import is_better, print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
 from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
                   sampler, sharded, step)
@@ -49,7 +49,7 @@ eval_interval = 10  # iterations between evaluations; also at iteration 0 and af
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-keep_best = False  # also leave out_dir/best_policy, the policy with the highest held-out score so far
+keep_best = False  # also leave out_dir/best_policy: the highest held-out score so far, missing_eos_penalty included
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
@@ -61,6 +61,7 @@ eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
 batch_size = 512  # responses an iteration, over all ranks: group_size to each of batch_size / group_size prompts [1..1000000]
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_refills = 0  # times that groups of equal scores are replaced by other prompts' (dynamic sampling: DAPO) [0..1000]
+refill_by = ""  # the reward that is compared for it, such as accuracy; "" = the whole score
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
@@ -76,8 +77,9 @@ loss = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO)
 importance = "token"  # the ratio is each token's, or the whole response's (GSPO) [token | sequence]
 aggregation = "seq-mean-token-mean"  # what a token counts [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
-kl_coef = 0.04  # weight of the KL to the reference, in the loss; 0 = no reference policy [>= 0]
-kl_estimator = "k3"  # Schulman's: k2's gradient is the KL's, k3's that of KL(ref || policy) near it, k1's noise [k1 | k2 | k3]
+kl_coef = 0.04  # weight of the KL to the reference; 0 = no reference policy [>= 0]
+kl_in = "loss"  # where the KL enters: the loss of each token, or the score of the whole response [reward | loss]
+kl_estimator = "k3"  # Schulman's: k1 for the score; in the loss k2 has the KL's gradient, k3 a near one [k1 | k2 | k3]
 kl_correction = False  # multiply by the ratio, so that k3's and k1's gradients, too, are the KL's (DeepSeek-V3.2)
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
@@ -122,6 +124,11 @@ if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
     raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
 if 0 < dual_clip <= 1:
     raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; wanted 0 or more than 1")
+if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
+    raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
+                    "and not the KL's in any other; type --kl_estimator=k2 or --kl_correction=True")
+if kl_correction and kl_in == "reward":
+    raise BadConfig("kl_correction is for a KL in the loss; leave it False with kl_in = 'reward'")
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
@@ -130,6 +137,9 @@ rank, world_size, device = parallel.init(device, timeout, deterministic)
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
+if refill_by and refill_by not in each_reward:
+    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, which are {', '.join(each_reward)}")
+compared = f"reward/{refill_by}" if refill_by else "scores"
 if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
@@ -207,11 +217,11 @@ def response_logprobs(model, rows):
     return [torch.where(mask, x, 0) for x in results]
 
 
-def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
+def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     """
-    Sample G responses to each of some data rows, whose prompts are given as ids, and score them with all models. Every rank
-    does its share and gets everyone's: a dict of tensors with all B rows, a prompt's side by side. From there on, all ranks
-    compute on the same numbers. places: the prompts' slots in the batch, which decide the noise (None: 0, 1, 2, ...).
+    Sample G responses to each of some data rows, whose prompts are given as ids, and give each its score. Every rank does its
+    share and gets everyone's: a dict of tensors with all B rows, a prompt's side by side. From there on, all ranks compute on
+    the same numbers. places: the prompts' slots in the batch, which decide the noise (None: 0, 1, 2, ...).
     """
     places = [slot for slot in places or range(len(rows)) for _ in range(G)]
     rows, prompts = ([x for x in items for _ in range(G)] for items in (rows, prompts))
@@ -219,7 +229,7 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
     width = max(len(p) for p in prompts)  # one P for all ranks
     slots = parallel.my_share(range(len(rows)))
     n = rollout_batch_size or max(len(slots), 1)
-    parts, pending, texts = [], [], dict(rows=[rows[i] for i in slots], completions=[])
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
     decoder = sampler(policy, frozen_dtype, device)
     for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
         with precision:
@@ -228,44 +238,32 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
                                   response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
                                                     [i % G for i in part]), prompt_width=width, stop=parallel.stop_asked))
         responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
-        said = dict(rows=[rows[i] for i in part], completions=[tokenizer.decode(r) for r in responses])
-        texts["completions"] += said["completions"]
+        said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
+                    completions=[tokenizer.decode(r) for r in responses])
+        for name, items in said.items():
+            texts[name] += items
         pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
     mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
-
-    # rewards, policy, reference: one output each. The old log-probs are recomputed here, by the very
-    # forward that will be trained, rather than taken from the sampler
-    with torch.no_grad():
-        each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
-        if learned:
-            with precision, on_device(reward_model, device):
-                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
-                                                           micro_batch_size, forwards)
-        mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
-        mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
-        for name in ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",):
-            mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
-        mine["index"] = torch.arange(len(slots), device=device)
-        with on_device(ref_policy, device):
-            for mb in micro_batches(mine, mine["index"], micro_batch_size, forwards):
-                if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
-                    break  # no matter what is missing now: all ranks leave below
-                length = mb["response_mask"].shape[1]
-                mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
-                if ref_policy:
-                    mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
-        mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
-    reshard(models.values())
+    each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    if learned:
+        forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
+        with precision, on_device(reward_model, device):
+            each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                       micro_batch_size, forwards)
+        reshard([reward_model])
+    mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
+    mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
-    names = ("sampler_logprobs", "old_logprobs", *(["ref_logprobs"] if ref_policy else []), "scores")
-    parallel.check_finite({k: batch[k] for k in names}, iteration)
+    if learned:
+        batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
+    batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
+    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
 
     batch["raw_scores"] = batch["scores"]
     if missing_eos_penalty > 0:
@@ -273,6 +271,36 @@ def rollout_and_score(rows, prompts, purpose, noise, places=None, G=1):
     if reward_clip > 0:
         batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
     return batch
+
+
+def run_models(batch, minibatches):
+    """
+    What policy and reference say of each response token before the update: adds old_logprobs and, with a
+    reference, ref_logprobs, (B, R) each. Every rank does its share and gets everyone's.
+
+    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's: they come from the very
+    forward that will be trained, in the very micro-batches, so that not even rounding moves the first ratio from 1.
+    """
+    names = ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",)
+    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
+    with torch.no_grad(), on_device(ref_policy, device):
+        for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
+            if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
+                break  # no matter what is missing now: all ranks leave below
+            length = mb["response_mask"].shape[1]
+            said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
+            if ref_policy:
+                said["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
+    reshard(models.values())
+    leave_if_asked()
+    batch |= parallel.add_up(said)
+    parallel.check_finite({name: batch[name] for name in names}, iteration)
+
+
+def my_micro_batches(batch, rows):
+    """This rank's share of these rows of a batch, in micro-batches; as many on every rank."""
+    return micro_batches(batch, parallel.my_share(rows), micro_batch_size,
+                         parallel.most_micro_batches(len(rows), micro_batch_size))
 
 
 def enter(phase):
@@ -319,10 +347,12 @@ for iteration in range(start, max_iters + 1):
         parallel.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
-        batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
+        batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
+        run_models(batch, [batch["index"]])
         record |= summarize(batch, "eval", each_reward)
-        if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
-            state["best_score"] = record["eval/scores"]
+        mean = batch["scores"].mean().item()
+        if keep_best and is_better(mean, state["best_score"]):
+            state["best_score"] = mean
             save_final(out_dir, "best_policy", policy, tokenizer)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
@@ -337,19 +367,27 @@ for iteration in range(start, max_iters + 1):
     # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
     leave_if_asked()
     picked = batch_rows(seed, iteration, batch_size // group_size, len(train_rows))
-    batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration,
-                              G=group_size)
-    for refill in range(max_refills):  # groups with nothing to compare are replaced by other prompts', drawn from a hash
-        flat = flat_groups(batch["scores"], group_size).nonzero().flatten().tolist()
-        if flat:
-            for slot in flat:  # any row but its own
+    batch = sample_and_judge([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration,
+                             G=group_size)
+    sampled = summarize(batch, "objective", each_reward)  # of all that was sampled, whatever is replaced below
+    even = flat_groups(batch[compared], group_size)  # (B / G,): groups with nothing to compare
+    sampled |= {"objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item()}
+    for refill in range(max_refills):  # they are replaced by other prompts', drawn from a hash
+        places = even.nonzero().flatten().tolist()
+        if places:
+            for slot in places:  # any row but its own
                 away = 1 + hashed_row(max(len(train_rows) - 1, 1), seed, "refill", iteration, refill, slot)
                 picked[slot] = (picked[slot] + away) % len(train_rows)
-            fresh = rollout_and_score([train_rows[picked[slot]] for slot in flat], [train_prompts[picked[slot]] for slot in flat],
-                                      f"refill {refill}", iteration, flat, group_size)
-            rows = (torch.tensor(flat)[:, None] * group_size + torch.arange(group_size)).flatten().to(device)
+            fresh = sample_and_judge([train_rows[picked[slot]] for slot in places],
+                                     [train_prompts[picked[slot]] for slot in places], f"refill {refill}", iteration,
+                                     places, group_size)
+            rows = (torch.tensor(places)[:, None] * group_size + torch.arange(group_size)).flatten().to(device)
             batch = replace_rows(batch, rows, fresh, tokenizer.pad_id)
             batch["index"] = torch.arange(batch_size, device=device)
+            even = flat_groups(batch[compared], group_size)
+    enter("score")
+    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(num_iterations)]
+    run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
                                       iteration)
@@ -357,12 +395,17 @@ for iteration in range(start, max_iters + 1):
         parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
 
     # 3) advantages: one number a response, for all of its tokens
-    advantages = group_advantages(batch["scores"], group_size, scale, baseline)  # (B,)
+    judged = batch["scores"]  # (B,)
+    if ref_policy and kl_in == "reward":  # the KL of the whole response, whose gradient is that of the sampled KL
+        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
+        judged = alike_for_equal_texts(judged - kl_coef * kl.sum(1), batch)
+    advantages = group_advantages(judged, group_size, scale, baseline)  # (B,)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
     batch["counted"] = mask & batch["finished"][:, None] if truncated == "mask" else mask  # (B, R): what is trained on
     batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, R): what each token counts in its step, filled below
+    if max_refills > 0:  # groups that are flat even now are left out, as if they had not been sampled
+        batch["counted"] = batch["counted"] & ~even.repeat_interleave(group_size)[:, None]
     learns = (advantages != 0) & batch["counted"].any(1)  # (B,)
-    even = flat_groups(batch["scores"], group_size)  # (B / G,)
     parallel.check_finite(dict(advantages=advantages), iteration)
 
     # 4) GRPO: clipped steps on the policy
@@ -371,8 +414,7 @@ for iteration in range(start, max_iters + 1):
     sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     ratio_gap, steps, skips, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, 0, torch.zeros(())
-    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(num_iterations)]
-    for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
+    for rows in (rows for order in orders for rows in order.tensor_split(num_minibatches)):
         if not learns[rows].any():  # no step, for momentum and KL alone would move the policy
             continue
         # one normaliser for the whole step, over all micro-batches and ranks
@@ -381,8 +423,7 @@ for iteration in range(start, max_iters + 1):
         loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
         for flat in gradients:
             flat.zero_()
-        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size,
-                                parallel.most_micro_batches(len(rows), micro_batch_size)):
+        for mb in my_micro_batches(batch, rows):
             m = mb["counted"]  # (b, R)
             logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
@@ -398,7 +439,8 @@ for iteration in range(start, max_iters + 1):
                 kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
                 if kl_correction:
                     kl_losses = kl_losses * torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
-                pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
+                if kl_in == "loss":
+                    pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
             if entropy_coef > 0:
                 pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
             (loss_scale * pg_loss).backward()
@@ -428,16 +470,19 @@ for iteration in range(start, max_iters + 1):
     if steps == 0:
         ratio_gap = 0.0
         if master and not learns.any():
+            masked = int((~batch["finished"]).sum()) if truncated == "mask" else 0
             print(f"iteration {iteration}: nothing to learn: {int(even.sum())} of {len(even)} groups have equal scores, "
-                  f"{int((~batch['counted'].any(1)).sum())} of {batch_size} responses are masked; no step")
+                  f"{masked} of {batch_size} responses are masked; no step")
 
     # 5) metrics: means over all tokens and ranks, never means of means
     enter("metrics")
     token_count = int(mask.sum())
     record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-    record |= summarize(batch, "objective", each_reward) | parallel.all_reduce_metrics(sums)
+    record |= summarize(batch, "objective", each_reward) | sampled | parallel.all_reduce_metrics(sums)
+    if max_refills > 0:
+        record |= summarize(batch, "trained", each_reward) | {"trained/flat_groups": even.double().mean().item()}
     record |= {
-        "objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item(),
+        "objective/rlhf_reward": judged.mean().item(),
         "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap, "policy/grad_norm": policy_norm.item(),
         "policy/steps": steps - skips, "policy/lr": policy_lr,
     }

@@ -332,6 +332,15 @@ def gather_rows(batch):
     return gathered
 
 
+def add_up(tensors):
+    """{name: tensor}, all of one shape and dtype, summed over the ranks, in one all_reduce."""
+    if not dist.is_initialized():
+        return tensors
+    total = torch.stack(list(tensors.values()))
+    collective(dist.all_reduce, total)
+    return dict(zip(tensors, total, strict=True))
+
+
 def all_gather(t):
     """[rank 0's t, rank 1's t, ...], for tensors of one shape."""
     if not dist.is_initialized():

@@ -35,9 +35,9 @@ from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_ra
                   masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
 from memory import predicted_mib
 from model import Adapted, freeze, load_adapted, load_adapter
-from rewards import (RULES, accuracy, call_rewards, check_rows, collect, files_of, last_real, parse_rewards,
-                     reward_model_scores, thinks)
-from report import print_models, print_samples, progress, summarize
+from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, last_real,
+                     parse_rewards, reward_model_scores, thinks)
+from report import is_better, print_models, print_samples, progress, summarize
 from rollout import generate, response_uniforms
 from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
                   sampler, sharded, step)
@@ -49,7 +49,7 @@ eval_interval = 10  # iterations between evaluations; also at iteration 0 and af
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-keep_best = False  # also leave out_dir/best_policy, the policy with the highest held-out score so far
+keep_best = False  # also leave out_dir/best_policy: the highest held-out score so far, missing_eos_penalty included
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
@@ -69,7 +69,7 @@ reward_timeout = 300  # seconds that the rules may take for an iteration's respo
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # weight of the KL to the reference [>= 0]
+kl_coef = 0.05  # weight of the KL to the reference; where it begins, if kl_target moves it [>= 0]
 kl_in = "reward"  # where the KL enters: the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's estimators; in the loss choose k2, whose gradient is the KL's [k1 | k2 | k3]
 kl_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
@@ -117,6 +117,9 @@ config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
+if kl_in == "loss" and kl_estimator == "k1":
+    raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
+                    "and not the KL's in any other; type --kl_estimator=k2")
 
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
@@ -182,6 +185,8 @@ checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", "sh
                              sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
+    if kl_target == 0:
+        state["kl_coef"] = kl_coef  # which may be another one now
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
     state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None,
                  loss_scale=2.0**16, clean_steps=0, skipped=0)
@@ -223,17 +228,17 @@ def response_values(rows):
     return torch.where(rows["response_mask"], at_least_float32(values) + value_model.config.score_shift, 0)
 
 
-def rollout_and_score(rows, prompts, purpose, noise):
+def sample_and_judge(rows, prompts, purpose, noise):
     """
-    Sample a response to each of B data rows, whose prompts are given as ids, and score it with all four models. Every rank
-    does its share and gets everyone's: a dict of tensors with all B rows, in order. From there on, all ranks compute on the
-    same numbers.
+    Sample a response to each of B data rows, whose prompts are given as ids, and give each its score. Every rank does its
+    share and gets everyone's: a dict of tensors with all B rows, in order. From there on, all ranks compute on the same
+    numbers.
     """
     enter(purpose)
     width = max(len(p) for p in prompts)  # one P for all ranks
     slots = parallel.my_share(range(len(rows)))
     n = rollout_batch_size or max(len(slots), 1)
-    parts, pending, texts = [], [], dict(rows=[rows[i] for i in slots], completions=[])
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
     decoder = sampler(policy, frozen_dtype, device)
     for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
         with precision:
@@ -242,44 +247,32 @@ def rollout_and_score(rows, prompts, purpose, noise):
                                   response_uniforms(seed, purpose, noise, part, max_new_tokens), prompt_width=width,
                                   stop=parallel.stop_asked))
         responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
-        said = dict(rows=[rows[i] for i in part], completions=[tokenizer.decode(r) for r in responses])
-        texts["completions"] += said["completions"]
+        said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
+                    completions=[tokenizer.decode(r) for r in responses])
+        for name, items in said.items():
+            texts[name] += items
         pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
     mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
-
-    # policy, reference, reward model, value model: one output each. The old log-probs are recomputed here, by the very
-    # forward that will be trained, rather than taken from the sampler
-    with torch.no_grad():
-        each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
-        if learned:
-            with precision, on_device(reward_model, device):
-                each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
-                                                           micro_batch_size, forwards)
-        mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
-        mine["scores"] = sum(weight * mine[f"reward/{name}"] for weight, name, _ in terms)  # (b,)
-        for name in ("old_logprobs", "ref_logprobs", "values"):
-            mine[name] = torch.zeros_like(mine["sampler_logprobs"])  # (b, R)
-        mine["index"] = torch.arange(len(slots), device=device)
-        with on_device(ref_policy, device):
-            for mb in micro_batches(mine, mine["index"], micro_batch_size, forwards):
-                if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
-                    break  # no matter what is missing now: all ranks leave below
-                length = mb["response_mask"].shape[1]
-                mine["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
-                mine["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
-                mine["values"][mb["index"], :length] = response_values(mb)
-        mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
-    reshard(models.values())
+    each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    if learned:
+        forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
+        with precision, on_device(reward_model, device):
+            each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
+                                                       micro_batch_size, forwards)
+        reshard([reward_model])
+    mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
+    mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
     batch = parallel.gather_rows(mine)  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
-    names = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "scores", "values")
-    parallel.check_finite({k: batch[k] for k in names}, iteration)
+    if learned:
+        batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
+    batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
+    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
 
     batch["raw_scores"] = batch["scores"]
     if scale_scores == "running":
@@ -291,6 +284,36 @@ def rollout_and_score(rows, prompts, purpose, noise):
     if reward_clip > 0:
         batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
     return batch
+
+
+def run_models(batch, minibatches):
+    """
+    What policy, reference and value model say of each response token before the update: adds old_logprobs, ref_logprobs and
+    values, (B, R) each. Every rank does its share and gets everyone's.
+
+    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's: they come from the very
+    forward that will be trained, in the very micro-batches, so that not even rounding moves the first ratio from 1.
+    """
+    names = ("old_logprobs", "ref_logprobs", "values")
+    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
+    with torch.no_grad(), on_device(ref_policy, device):
+        for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
+            if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
+                break  # no matter what is missing now: all ranks leave below
+            length = mb["response_mask"].shape[1]
+            said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
+            said["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
+            said["values"][mb["index"], :length] = response_values(mb)
+    reshard(models.values())
+    leave_if_asked()
+    batch |= parallel.add_up(said)
+    parallel.check_finite({name: batch[name] for name in names}, iteration)
+
+
+def my_micro_batches(batch, rows):
+    """This rank's share of these rows of a batch, in micro-batches; as many on every rank."""
+    return micro_batches(batch, parallel.my_share(rows), micro_batch_size,
+                         parallel.most_micro_batches(len(rows), micro_batch_size))
 
 
 def enter(phase):
@@ -337,10 +360,14 @@ for iteration in range(start, max_iters + 1):
         parallel.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
-        batch = rollout_and_score(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
+        batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
+        run_models(batch, [batch["index"]])
         record |= summarize(batch, "eval", each_reward)
-        if keep_best and (state["best_score"] is None or record["eval/scores"] > state["best_score"]):
-            state["best_score"] = record["eval/scores"]
+        # by what PPO maximises, in the units of the raw scores: a response that never ends is no good one
+        mean = batch["scores"].mean().item()
+        mean *= standard_deviation(state["score_moments"]) if scale_scores == "running" else 1
+        if keep_best and is_better(mean, state["best_score"]):
+            state["best_score"] = mean
             save_final(out_dir, "best_policy", policy, tokenizer)
         if master:
             print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
@@ -355,7 +382,9 @@ for iteration in range(start, max_iters + 1):
     # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
     leave_if_asked()
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
-    batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
+    batch = sample_and_judge([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
+    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(ppo_epochs)]
+    run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
                                       iteration)
@@ -378,15 +407,13 @@ for iteration in range(start, max_iters + 1):
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters, value_lr_decay)
     ratio_gap, steps, skips = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch) for epoch in range(ppo_epochs)]
-    for rows in (rows for order in orders for rows in order.to(device).tensor_split(num_minibatches)):
+    for rows in (rows for order in orders for rows in order.tensor_split(num_minibatches)):
         token_count = mask[rows].sum()  # one normaliser for the whole step, over all micro-batches and ranks
         drift = -sums["policy/approx_kl"]
         loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
         for flat in gradients:
             flat.zero_()
-        for mb in micro_batches(batch, parallel.my_share(rows), micro_batch_size,
-                                parallel.most_micro_batches(len(rows), micro_batch_size)):
+        for mb in my_micro_batches(batch, rows):
             m = mb["response_mask"]  # (b, R)
             logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:

@@ -7,18 +7,27 @@ from model import Adapted
 
 
 def summarize(batch, prefix, reward_names=()):
-    """What a scored batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1)."""
+    """
+    What a batch says of the policy: means over responses; KL and entropy in nats a response, sampled (k1), once the models
+    have run.
+    """
     mask = batch["response_mask"]
     record = dict(scores=batch["raw_scores"].mean())
     if "ref_logprobs" in batch:
         record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
-    record |= dict(entropy=-batch["old_logprobs"].sum(1).mean(), length=mask.sum(1).double().mean(),
-                   finished=batch["finished"].double().mean())
+    if "old_logprobs" in batch:
+        record |= dict(entropy=-batch["old_logprobs"].sum(1).mean())
+    record |= dict(length=mask.sum(1).double().mean(), finished=batch["finished"].double().mean())
     if not batch["accuracy"].isnan().any():
         record |= dict(accuracy=batch["accuracy"].mean(), thinks=batch["thinks"].mean())
     if len(reward_names) > 1:
         record |= {f"reward/{name}": batch[f"reward/{name}"].mean() for name in reward_names}
     return {f"{prefix}/{k}": x.item() for k, x in record.items()}
+
+
+def is_better(score, best):
+    """Whether a mean score beats the best so far (None: there is none), by more than what rounding may do."""
+    return best is None or score - best > 1e-6 * max(abs(score), abs(best))
 
 
 def print_samples(batch, rows, tokenizer, n=2):

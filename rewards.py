@@ -64,8 +64,9 @@ def is_formatted(text):
 
 
 def thinks(batch):
-    """1.0 where the completion thinks out loud, between <think> and </think>, before it answers. (B,)"""
-    return torch.tensor([float(0 <= c.find("<think>") < c.find("</think>")) for c in batch["completions"]])
+    """1.0 where the response thinks out loud, between <think> and </think>, before it answers. (B,)"""
+    responses = [opening + c for opening, c in zip(openings(batch), batch["completions"], strict=True)]
+    return torch.tensor([float(0 <= r.find("<think>") < r.find("</think>")) for r in responses])
 
 
 def length(batch):
@@ -141,9 +142,23 @@ def after_thinking(completion):
 
 
 def openings(batch):
-    """For each row "<think>" if its prompt ends with that, so that the completion goes on after it; else ""."""
+    """
+    What each response has been made to begin with, for the rules judge the whole of it: what the last message of its prompt
+    says, if that is the assistant's own (from <think> on, if it has one); "<think>" where the prompt ends with that, by
+    itself or by a chat template; else "".
+    """
     prompts = batch.get("prompts") or [prompt_text(row) for row in batch["rows"]]
-    return ["<think>" if prompt.rstrip().endswith("<think>") else "" for prompt in prompts]
+    return [opening_of(row.get("prompt"), text) for row, text in zip(batch["rows"], prompts, strict=True)]
+
+
+def opening_of(prompt, text):
+    """openings of one row: its prompt as in the data, and as the text that the policy saw."""
+    begun = ""
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        begun = prompt[-1]["content"]
+    if "<think>" in begun:
+        return begun[begun.index("<think>"):]
+    return "<think>" if text.rstrip().endswith("<think>") else begun
 
 
 def prompt_text(row):
@@ -228,6 +243,17 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     tokens, mask = parallel.together(encode)  # a rank that cannot must say so before the others wait for its forwards
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size, count)
+
+
+def alike_for_equal_texts(scores, batch):
+    """
+    scores (B,), those of equal tokens made equal: each gets that of the first of them. On paper they are; but the last bits of
+    a model's output depend on the micro-batch, and a group of nothing but equal responses would be told apart by them.
+    """
+    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T), padding unlike any token
+    _, which = seen.unique(dim=0, return_inverse=True)  # (B,): rows with the same number are the same text
+    first = torch.full_like(which, len(which)).scatter_reduce(0, which, torch.arange(len(which), device=which.device), "amin")
+    return scores[first[which]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

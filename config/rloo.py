@@ -1,6 +1,7 @@
 """
 RLOO, REINFORCE with a leave-one-out baseline (arXiv 2402.14740, equation 7): a score less the mean of the *other* responses to
-its prompt. The paper's action is the whole response, so a response's loss is a sum over its tokens, divided by a constant alone.
+its prompt. The paper's action is the whole response, so a response's loss is a sum over its tokens, divided by a constant alone;
+and the KL is part of the response's reward (section 2.1): its score less kl_coef times the sampled KL of all its tokens.
 On top of a task: python grpo.py config/arithmetic_grpo.py config/rloo.py
 """
 baseline = "others"
@@ -10,6 +11,7 @@ importance = "token"
 aggregation = "seq-mean-token-sum-norm"
 truncated = "keep"
 kl_coef = 0.04
-kl_estimator = "k2"
+kl_in = "reward"
+kl_estimator = "k1"
 cliprange = 0.2
 cliprange_high = 0.2

@@ -445,8 +445,10 @@ def turned(world, tmp_path_factory):
     runs["once"] = HELD | ONCE
     cases = {name: [one_run("ppo.py", world.ppo(f"{out}/{name}", **(dict(micro_batch_size=4) | keys)))]
              for name, keys in runs.items()}
-    for name, (result,) in forked(f"{out}/forks", cases).items():
-        assert result["codes"] == [0], (name, result)
+    cases["resumed"] = [one_run("ppo.py", world.ppo(f"{out}/resumed", **(ONCE | keys)))
+                        for keys in (dict(kl_coef=0.2), dict(kl_coef=0.7, max_iters=2))]
+    for name, results in forked(f"{out}/forks", cases).items():
+        assert all(result["codes"] == [0] for result in results), (name, results)
     return out
 
 
@@ -478,6 +480,10 @@ def test_the_best_policy_is_kept(turned):
     assert best in (1, 2), "the tiny run should improve, or this shows nothing"
     assert tiny.distance(f"{turned}/unmoving/checkpoint-00000{best}/policy", f"{turned}/unmoving/best_policy") == 0
     assert not os.path.exists(f"{turned}/base/best_policy")
+
+
+def test_a_resumed_run_takes_another_kl_coef(turned):
+    assert [r["objective/kl_coef"] for r in tiny.read_log(f"{turned}/resumed")[:-1]] == [0.2, 0.7]
 
 
 def test_policy_and_value_model_have_their_own_optimizers(turned):

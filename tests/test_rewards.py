@@ -8,7 +8,8 @@ from families import make, padded
 from configurator import BadInput
 from data import ByteTokenizer
 from model import Transformer, freeze
-from rewards import accuracy, final_answer, last_real, reward_model_scores, score_sequences, thinks
+from rewards import (accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences,
+                     thinks)
 
 LENGTHS = [9, 12, 1, 4, 7, 12, 2]
 MARKERS = ["<think>", "</think>"]
@@ -27,6 +28,15 @@ class CountingModel(torch.nn.Module):
         assert attention_mask.any(0).all()  # no column is there for nobody
         self.calls.append(tuple(tokens.shape))
         return (1000 * attention_mask.long().cumsum(1) + tokens).double()
+
+
+def test_equal_texts_have_equal_scores():
+    """The first one's; and padding that looks like a token makes no two texts equal."""
+    tokens = torch.tensor([[5, 6, 7], [0, 6, 7], [5, 6, 7], [0, 6, 7], [0, 6, 7], [5, 6, 8], [5, 6, 7]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 0]]).bool()
+    scores = torch.tensor([1.0, 2.0, 1.5, 3.0, 4.0, 5.0, 6.0])
+    found = alike_for_equal_texts(scores, dict(tokens=tokens, attention_mask=mask))
+    assert found.tolist() == [1, 2, 1, 3, 3, 5, 6]
 
 
 def scalar_model(vocab_size=260, score_shift=0.0, dtype=torch.float64):
@@ -77,7 +87,8 @@ def test_accuracy():
 def test_thinks():
     cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0,
              "</think>a<think>": 0, "<think": 0}
-    assert thinks(dict(completions=list(cases))).tolist() == list(cases.values())
+    batch = dict(completions=list(cases), rows=[dict(prompt="?")] * len(cases))
+    assert thinks(batch).tolist() == list(cases.values())
 
 
 # the last real token

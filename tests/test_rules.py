@@ -337,6 +337,25 @@ def test_a_prompt_that_opens_the_thinking():
     as_text["prompts"] = ["<user>6*12?<assistant><think>\n"] * 3  # where the chat template has put it
     assert accuracy(as_text).tolist() == [0, 1, 1]
     assert format(as_text).tolist() == [0, 1, 0]
+    assert thinks(as_text).tolist() == [0, 1, 1]
+
+
+def test_a_response_that_was_begun_for_the_policy_is_judged_whole():
+    """The last message may be the assistant's own: what it says is part of the response, from <think> on if that is in it."""
+    def batch(begun, completion):
+        prompt = [dict(role="user", content="6*12?"), dict(role="assistant", content=begun)]
+        return dict(completions=[completion], rows=[dict(prompt=prompt, answer="72")], prompts=["<user>6*12?<assistant>" + begun])
+
+    for begun, completion, right, formed, thinking in [
+        (r"So \boxed{7", "2}", 1, 0, 0), (r"So \boxed{7", "3}", 0, 0, 0), ("<think>6 tens", r" are 60</think>72", 1, 1, 1),
+        ("<think>6 tens", r"\boxed{72}", 0, 0, 0), ("Let me see. <think>", "6 tens</think>72", 1, 1, 1),
+        ("<think>a</think>", "72", 1, 1, 1),
+    ]:
+        found = [rule(batch(begun, completion)).item() for rule in (accuracy, format, thinks)]
+        assert found == [right, formed, thinking], (begun, completion)
+    user = dict(completions=["72"], rows=[dict(prompt=[dict(role="user", content="after <think>")], answer="72")],
+                prompts=["<user>after <think><assistant>"])  # said by the user: nothing of the response
+    assert accuracy(user).tolist() == [1]
 
 
 # format

@@ -57,6 +57,9 @@ def fades(batch):  # the evaluation and the rollout of iteration 0, then nothing
     calls += 1
     return letters(batch) if calls <= 2 else flat(batch)
 
+def prompts(batch):
+    return [text == row["prompt"] for text, row in zip(batch["prompts"], batch["rows"], strict=True)]
+
 def raises(batch):
     return [row["missing"] for row in batch["rows"]]
 
