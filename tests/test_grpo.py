@@ -407,6 +407,12 @@ def cut(*args, **kwargs):
 rollout.generate = cut
 """
 REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
+# Rounding that depends on the rows and columns of the micro-batch, as it does on a GPU, but larger.
+UNEVEN = """
+import loss
+exact = loss.logprobs_from_logits
+loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
+"""
 STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_high=4e-4, learning_rate=1e-30, num_iterations=1,
              num_minibatches=4, micro_batch_size=3, kl_coef=0)
 
@@ -423,7 +429,7 @@ def sampling_cases(world):
         "all cut": (dict(rewards=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
         "all cut, kept": (dict(rewards=letters, dtype="float64"), UNFINISHED_ALL),
         "no KL": (dict(rewards=letters, kl_coef=0), DUMP),
-        "still": (dict(STILL, rewards=letters), ""),
+        "still": (dict(STILL, rewards=letters), UNEVEN),
         "prompts": (dict(rewards=world.rule("prompts"), max_iters=1), ""),
         "KL in the score": (dict(dtype="float64", rewards=letters, kl_in="reward", kl_estimator="k1", scale="none"), DUMP),
         "ends": (dict(rewards=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
