@@ -1,7 +1,7 @@
 """
 Responses -> one number each. Every reward is called alike, reward(batch) -> scores (B,), where the batch is a dict with the
 `completions` as text, the data `rows`, and the tokens and masks of rollout.generate; if it has the `prompts` as text, too,
-they show what a chat template put behind a row's messages.
+they show what a chat template put behind a row's messages; and `seconds`, this batch's share of reward_timeout.
 
 Rules first, then the reward model, then how a run chooses and mixes them. When two answers are the same is answers.py's.
 """
@@ -20,7 +20,7 @@ import parallel
 from answers import evaluate_arithmetic, same_answer
 from configurator import BadConfig, BadInput, Stop, first_line, shorten
 from data import right_pad
-from sandbox import check_sandbox, check_tests, extract_code, run_all
+from sandbox import check_sandbox, check_tests, count_cpus, extract_code, run_all
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rules
@@ -110,10 +110,17 @@ def code(batch):
     """
     1.0 where the program in the completion passes all of the row's `tests`, else 0.0, (B,). It runs in the sandbox, many at
     once, while the next responses are sampled. All or nothing, since a share of the tests can be had without solving anything.
+    batch["seconds"], if it is there, is the time for all of them; a fifth of it is kept for the other rules. What has not ended
+    by then scores 0, and a printed line says so: nothing that a model wrote may end the run.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     programs = [(extract_code(c), row["tests"]) for c, row in zip(batch["completions"], batch["rows"], strict=True)]
-    verdicts = run_all(programs, max(1, (os.cpu_count() or 1) // ranks_here))
+    seconds = 0.8 * batch.get("seconds", math.inf)
+    verdicts = run_all(programs, max(1, count_cpus() // ranks_here), seconds=seconds)
+    late = sum(v.reason == "out of time" for v in verdicts)
+    if late:
+        print(f"reward 'code': {late} of {len(programs)} programs had not ended after {seconds:.0f} s for all of them, and score 0; "
+              "if right ones are among them, raise reward_timeout", flush=True)
     return torch.tensor([float(v.passed == v.total) for v in verdicts])
 
 

@@ -9,8 +9,8 @@ is worth anything. And it runs under bwrap or not at all.
 
 Not protected: against bugs of the kernel that an unprivileged process can reach, nor against spying through timing and CPU
 caches. It can read the interpreter's lib folder (with its site-packages) and learn the kernel's version and the machine's size.
-File names in its /tmp cost the kernel about 1 KB each, and only the CPU limit bounds how many it can make (some 200 MB a
-second). For a model that is itself your enemy, put a virtual machine around all of this.
+@@LEFT@@
+For a model that is itself your enemy, put a virtual machine around all of this.
 """
 import concurrent.futures
 import errno
@@ -29,66 +29,127 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from typing import NamedTuple
 
 from configurator import BadInput, Stop, shorten
 
 OUTPUT_LIMIT = 2**16  # bytes that we read back from a process, besides what its tests expect
-WALL_FACTOR = 4  # wall-clock seconds a process may take for each second of CPU time it may use
+WALL_FACTOR = 4  # wall-clock seconds that a program has for all its tests, for each second of CPU time that a process has
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
-THREADS, OPEN_FILES, TMP_BYTES = 64, 64, 2**24
+THREADS, OPEN_FILES, TMP_BYTES, TMP_FILES = 64, 64, 2**24, 10_000
+LOOK_EVERY = 0.1  # seconds: how often TMP_FILES is looked after, which no limit of the kernel's does
 OUT_OF_MEMORY = 97  # the bootstrap's exit code after a MemoryError
 FIRST_UID = 2**31  # no system hands out user ids from here on
+# The CPUs that we were started on (taskset). Import this before torch, whose OpenMP may pin the first thread to one of them.
+CPUS = os.sched_getaffinity(0)
 runs = itertools.count()
+starting = threading.Lock()  # of processes; see start
 
 
 class Verdict(NamedTuple):
     passed: int  # test cases answered right
     total: int
-    reason: str  # pass, or of the first case that did not: fail, error, crash, killed, timeout, memory, output limit
+    # pass; or "out of time", where what is missing was not run; or of the first case that did not pass: fail, error, crash,
+    # killed, timeout, memory, output limit
+    reason: str
 
 
-def run_tests(code, tests, timeout=5, memory_mib=512):
+def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     """
     Run a program against a row's tests -> Verdict.
 
     code: Python source, whatever text the model wrote. tests: see check_tests. All function calls share one process, each
-    stdin has its own; after one that was stopped at a limit the others are not run. timeout: CPU seconds a process (rounded up;
-    and on the wall clock WALL_FACTOR times as many). memory_mib: its address space, of which Python itself takes 20.
+    stdin has its own; after one that was stopped at a limit the others are not run. timeout: CPU seconds a process (rounded up),
+    and WALL_FACTOR times as many on the wall clock for all of them together, without their starts. end: when it must be over in
+    any case, by time.monotonic(). memory_mib: its address space, of which Python itself takes 20.
     Raises BadInput for tests that make no sense and where bwrap is missing, Stop where the sandbox itself fails.
     """
     calls, outputs, scripts = check_tests(tests, "tests")
     source = code.encode("utf-8", "surrogatepass")  # half a surrogate pair is a SyntaxError, in there
-    reasons = []
+    reasons, wall = [], WALL_FACTOR * timeout
     if calls:
         limit = OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
-        written, ending = run_program(source, calls, b"", limit, timeout, memory_mib)
+        written, ending, seconds = run_program(source, calls, b"", limit, timeout, memory_mib, wall, end)
+        wall -= seconds
         answers = written.split(b"\n")[:-1]  # after the last newline there is nothing, or half an answer
         reasons += [judge(answer, want) for answer, want in zip(answers, outputs, strict=False)]
         reasons += [ending or "crash"] * (len(outputs) - len(reasons))  # it left before the end, however quietly
     for stdin, stdout in scripts:
-        written, ending = run_program(source, None, stdin, OUTPUT_LIMIT + 2 * len(stdout), timeout, memory_mib)
+        written, ending, seconds = run_program(source, None, stdin, OUTPUT_LIMIT + 2 * len(stdout), timeout, memory_mib, wall, end)
+        wall -= seconds
         reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
-        if ending in ("timeout", "memory", "output limit"):
+        if ending in ("timeout", "out of time", "memory", "output limit"):
             break
-    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), next((r for r in reasons if r != "pass"), "pass"))
+    first = next((reason for reason in reasons if reason != "pass"), "pass")
+    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), "out of time" if "out of time" in reasons else first)
 
 
-def run_all(programs, workers, timeout=5, memory_mib=512):
-    """The Verdict of each of programs [(code, tests)], in order, `workers` at a time. Raises what run_tests raises."""
-    # threads will do: they only wait. A pinned OpenMP master hands down its one core; programs may have any
-    pool = concurrent.futures.ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
+    """
+    The Verdict of each of programs [(code, tests)], in order, `workers` at a time. Raises what run_tests raises.
+
+    seconds: wall-clock time for all together. What has not ended by then is "out of time", so no program can hold up the others'
+    verdicts for longer. Until it runs short, no verdict depends on the others; nor do few that sleep take it from many that are
+    quick: in a first round each gets half of its fair share, in a second one those that need more, in order, get what is left.
+    """
+    end, share = time.monotonic() + seconds, seconds / 2 * workers / max(len(programs), 1)
+
+    def run(program, most):
+        return run_tests(*program, timeout, memory_mib, min(end, time.monotonic() + most))
+
+    # threads will do: they only wait. A pinned OpenMP master hands down its one core; programs may have any of ours
+    pool = concurrent.futures.ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS))
     try:
-        return list(pool.map(lambda program: run_tests(*program, timeout, memory_mib), programs))
+        verdicts = list(pool.map(run, programs, itertools.repeat(share)))
+        late = [i for i, verdict in enumerate(verdicts) if verdict.reason == "out of time"]
+        again = pool.map(run, [programs[i] for i in late], itertools.repeat(math.inf))
+        for i, verdict in zip(late, again, strict=True):
+            verdicts[i] = verdict
+        return verdicts
     finally:
         pool.shutdown(cancel_futures=True)  # if one has failed: start no more
 
 
-def check_sandbox():
-    """Try the sandbox from inside, once, before training. Raises BadInput with what is wrong and what to do about it."""
+def count_cpus(proc="/proc", cgroups="/sys/fs/cgroup"):
+    """
+    How many CPUs we have: those that we were started on, or fewer where a container's quota says so (cpu.max of cgroups v2,
+    cpu.cfs_quota_us of v1; of our group and those above it). proc, cgroups: where the kernel shows them.
+    """
+    quotas = [len(CPUS)]
     try:
-        written, ending = run_program(PROBE, [("probe", [])], b"", OUTPUT_LIMIT, timeout=5, memory_mib=256)
+        with open(f"{proc}/self/cgroup") as f:
+            groups = [line.strip().split(":", 2) for line in f]  # [number, controllers, path]
+    except OSError:
+        groups = []
+    for _, controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        tops = [f"{cgroups}/{controllers}", f"{cgroups}/cpu"] if controllers else [cgroups, f"{cgroups}/unified"]
+        # in a container the path may be the host's, and its own group then is the top
+        for folder in (f"{top}/{group}" for top in tops for group in [path, *map(str, pathlib.PurePath(path).parents)]):
+            try:
+                texts = [pathlib.Path(folder, name).read_text() for name in
+                         (("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",))]
+            except OSError:
+                continue
+            quota, period = " ".join(texts).split()
+            if quota not in ("max", "-1"):
+                quotas.append(int(quota) // int(period))
+    return max(1, min(quotas))
+
+
+def check_sandbox():
+    """
+    Try the sandbox from inside, once, before training. Raises BadInput with what is wrong and what to do about it. Call it from
+    the main thread: where the shell that started us ignores SIGCHLD (trap '' CHLD), no parent hears of its children, neither
+    bwrap nor we, and only the main thread can change that.
+    """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        written, ending, _ = run_program(PROBE, [("probe", [])], b"", OUTPUT_LIMIT, timeout=5, memory_mib=256)
     except Stop as e:
         raise BadInput(f"{e}. bwrap needs namespaces: a container must allow them (docker run --privileged, say), and so must "
                        "Ubuntu from 23.10 on (sysctl kernel.apparmor_restrict_unprivileged_userns=0)") from e
@@ -199,12 +260,18 @@ def tidy(text):
 # the sandbox
 
 
-def run_program(source, calls, stdin, limit, timeout, memory_mib):
+def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end=math.inf):
     """
     One program, one process. calls: the function calls that it reports the results of, a line each; None: it is a script that
-    reads stdin (bytes) and prints. Returns what it wrote (at most limit bytes) and why it ended, None if it just did.
-    Raises BadInput where bwrap is missing, and Stop unless the program has started for certain.
+    reads stdin (bytes) and prints. wall: its seconds on the clock from its start on, WALL_FACTOR * timeout if None; end: see
+    run_tests. Returns what it wrote (at most limit bytes), why it ended (None if it just did), and the seconds that it took.
+    Raises BadInput where bwrap is missing, and Stop unless the program has started for certain, or had no time to.
     """
+    wall = WALL_FACTOR * timeout if wall is None else wall
+    if time.monotonic() >= end:
+        return b"", "out of time", 0.0
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        raise Stop("the sandbox does not start while SIGCHLD is ignored; call check_sandbox first")
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install bubblewrap")
@@ -214,21 +281,22 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib):
     limits = [(resource.RLIMIT_CPU, math.ceil(timeout), math.ceil(timeout) + 1)]  # SIGXCPU, and SIGKILL if that is ignored
     limits += [(name, value, value) for name, value in (
         (resource.RLIMIT_AS, memory_mib * 2**20), (resource.RLIMIT_STACK, 2**23), (resource.RLIMIT_NPROC, THREADS),
-        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_FSIZE, TMP_BYTES), (resource.RLIMIT_SIGPENDING, THREADS),
-        (resource.RLIMIT_CORE, 1))]  # 1 byte is no dump; 0 would still call the host's handler, if its core_pattern is a pipe
+        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_FSIZE, TMP_BYTES), (resource.RLIMIT_SIGPENDING, THREADS))]
     try:  # all that goes in lies ready in anonymous files: a program that does not read blocks nobody
         with memory_file(marshal.dumps((source, calls, limits, uid))) as job, memory_file(stdin) as text, \
                 memory_file(seccomp_filter()) as seccomp, memory_file() as info, memory_file() as errors, \
                 open(os.devnull, "wb") as null:
-            command = [bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()), "--seccomp", str(seccomp.fileno()),
+            # if memory runs short after all, the kernel shall end this rather than the trainer
+            command = ["/bin/sh", "-c", '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; exec "$@"', "sh",
+                       bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()), "--seccomp", str(seccomp.fileno()),
                        "--", base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", BOOTSTRAP,  # -I would undo PYTHONHASHSEED
                        str(job.fileno()), str(null.fileno())]
-            with subprocess.Popen(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={}, bufsize=0,
-                                  start_new_session=True,  # a Ctrl-C is for us
-                                  pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
+            with start(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={}, bufsize=0,
+                       start_new_session=True,  # a Ctrl-C is for us
+                       pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
                 cut = "interrupted"
                 try:
-                    written, cut = read_output(process.stdout.fileno(), limit, timeout)
+                    written, cut, seconds = read_output(process.stdout.fileno(), limit, wall, end, info)
                 finally:
                     if cut:
                         kill(process, info)
@@ -236,30 +304,70 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib):
     except OSError as e:
         raise Stop(f"the sandbox did not start: {e}") from e
     code = process.returncode
-    if not written or not cut and code < 0:  # the ready byte never came, or someone killed bwrap
+    if not written and cut != "out of time" or not cut and code < 0:  # the ready byte never came, or someone killed bwrap
         raise Stop(f"the sandbox {'died' if written else 'did not start'}: {said[-1] if said else cut or f'exit code {code}'}")
     died = {0: None, OUT_OF_MEMORY: "memory", 128 + signal.SIGXCPU: "timeout", 128 + signal.SIGKILL: "killed"}
-    return bytes(written[1:limit + 1]), cut or died.get(code, "error" if code < 128 else "crash")
+    return bytes(written[1:limit + 1]), cut or died.get(code, "error" if code < 128 else "crash"), seconds
 
 
-def read_output(fd, limit, timeout):
+def start(command, **how):
+    """
+    subprocess.Popen, of a process whose core limit is 1 byte. That is no dump, while 0 would still call the host's handler if its
+    core_pattern is a pipe. It must be so from the beginning, for the filter lets nobody in there change this limit.
+    """
+    with starting:  # a child has its limits from us, and they are those of all our threads
+        ours = resource.getrlimit(resource.RLIMIT_CORE)
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (1, ours[1] or 1))  # root may raise a hard limit of 0
+        except ValueError as e:
+            with open("/proc/sys/kernel/core_pattern") as f:
+                handler = f.read().strip()
+            if handler.startswith("|"):
+                raise BadInput(f"programs that crash would be handed to {shorten(handler[1:])}, as root, since the hard limit of "
+                               "core files is 0 here; raise it (docker run --ulimit core=-1, say)") from e
+        try:
+            return subprocess.Popen(command, **how)
+        finally:
+            resource.setrlimit(resource.RLIMIT_CORE, ours)
+
+
+def read_output(fd, limit, wall, end, info):
     """
     What comes through the pipe fd, the bootstrap's ready byte and at most about limit more, until all its writers are gone, and
-    then None; or what came until a limit was hit, and which.
+    then None; or what came until a limit was hit, and which. And the seconds since the ready byte.
     """
-    written, deadline = bytearray(), time.monotonic() + START_SECONDS
+    written, began = bytearray(), time.monotonic()
+    stop = min(began + START_SECONDS, end)
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while poll.poll(max(0, 1000 * (deadline - time.monotonic()))):  # if we are late ourselves: take what is there
-        chunk = os.read(fd, 2**16)
-        if not chunk:
-            return written, None
-        if not written:
-            deadline = time.monotonic() + WALL_FACTOR * timeout
-        written += chunk
-        if len(written) > limit + 1:
-            return written, "output limit"
-    return written, "timeout"
+    while True:
+        late = time.monotonic() >= stop
+        if poll.poll(max(0, 1000 * min(stop - time.monotonic(), LOOK_EVERY))):  # if we are late ourselves: take what is there
+            chunk = os.read(fd, 2**16)
+            now = time.monotonic()
+            if not written:
+                began, stop = now, min(now + wall, end)
+            written += chunk
+            if not chunk or len(written) > limit + 1:
+                return written, "output limit" if chunk else None, now - began
+        elif late:
+            return written, "out of time" if stop == end else "timeout", time.monotonic() - began
+        elif written and count_files(info) > TMP_FILES:
+            return written, "memory", time.monotonic() - began
+
+
+def count_files(info):
+    """How many files a sandbox has made. The kernel keeps about 1 KB for each name, outside of all its limits."""
+    try:
+        size = os.statvfs(f"/proc/{first_process(info)}/root/tmp")
+        return size.f_files - size.f_ffree
+    except (ValueError, OSError):  # it is not that far yet, or has just ended
+        return 0
+
+
+def first_process(info):
+    """The id, out here, of the first process in a sandbox, which bwrap has written to the file info. Raises ValueError."""
+    return json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"]
 
 
 def kill(process, info):
@@ -268,7 +376,7 @@ def kill(process, info):
     here, which waits for that one, ends too. To kill bwrap instead would leave zombies to whoever adopts orphans.
     """
     try:
-        os.kill(json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"], signal.SIGKILL)
+        os.kill(first_process(info), signal.SIGKILL)
         process.wait(10)
     except (ValueError, ProcessLookupError, subprocess.TimeoutExpired):  # it is not that far yet, or has just ended
         process.kill()
@@ -333,11 +441,28 @@ DENIED = {
     "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "io_setup": (206, 0), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
+    "fsetxattr": (190, 7), "seccomp": (317, 277), "symlink": (88, None), "symlinkat": (266, 36),
+    # pages that stay in a pipe or a socket when they are no longer mapped; sockets within sockets; and larger ones
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),
     # where the kernel has had its holes, or where the host would feel it
     "socket": (41, 198), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "syslog": (103, 116),
     "modify_ldt": (154, None), "personality": (135, 92), "sync": (162, 81), "syncfs": (306, 267)}
-CLONE, SOCKETPAIR = (56, 220), (53, 199)
+# Calls that are judged by one argument: numbers, which argument, the bits of it that count, {their value: answer}, answer else.
+# An answer is an error's number, 0 for "done" without doing it, or ALLOW.
+ALLOW, EPERM = None, errno.EPERM
+BY_ARGUMENT = {
+    # threads only, and only with the files of all the others: each own table would hold OPEN_FILES more
+    "clone": ((56, 220), 0, 0x10400, {0x10400: ALLOW}, EPERM),  # CLONE_THREAD | CLONE_FILES
+    "socketpair": ((53, 199), 0, 0xFFFFFFFF, {1: ALLOW}, EPERM),  # AF_UNIX, for asyncio
+    # MAP_SHARED | MAP_ANONYMOUS: most of it can be unmapped again, and all of it stays as long as a page is mapped
+    "mmap": ((9, 222), 3, 0x21, {0x21: EPERM}, ALLOW),
+    # F_SETLK and F_SETLKW cost memory; the only process always gets its lock (sqlite3 wants one), so say yes. F_OFD_SETLK,
+    # F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
+    "fcntl": ((72, 25), 1, 0xFFFFFFFF, {6: 0, 7: 0, 37: EPERM, 38: EPERM, 1024: EPERM, 1026: EPERM, 1031: EPERM}, ALLOW),
+    "prctl": ((157, 167), 0, 0xFFFFFFFF, {22: EPERM}, ALLOW),  # PR_SET_SECCOMP: filters of its own, in the kernel's memory
+    "setrlimit": ((160, 164), 0, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW),  # see start
+    "prlimit64": ((302, 261), 1, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW)}
 NEWER = 424  # from here on numbers are the same everywhere, and all calls newer than 2018: io_uring, clone3, pidfds, mounts
 
 
@@ -348,15 +473,18 @@ def seccomp_filter():
     if platform.machine() not in machines:
         raise BadInput(f"the sandbox knows the system calls of {' and '.join(machines)} only; this is {platform.machine()}")
     column = list(machines).index(platform.machine())
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, bits, end = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, kill_process, deny, unknown = 0x7FFF0000, 0x80000000, 0x50000 + errno.EPERM, 0x50000 + errno.ENOSYS
     program = [(load, 0, 0, 4), (equal, 1, 0, machines[platform.machine()]), (end, 0, 0, kill_process),  # 32-bit system calls
                (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, unknown)]  # libraries then do without
     for number in (numbers[column] for numbers in DENIED.values() if numbers[column] is not None):
         program += [(equal, 0, 1, number), (end, 0, 0, deny)]
-    for numbers, test, operand in ((CLONE, any_bit, 0x10000), (SOCKETPAIR, equal, 1)):  # threads; AF_UNIX pairs, for asyncio
-        program += [(equal, 0, 4, numbers[column]), (load, 0, 0, 16), (test, 1, 0, operand), (end, 0, 0, deny),
-                    (end, 0, 0, allow)]
+    for numbers, argument, mask, answers, otherwise in BY_ARGUMENT.values():
+        checks = [(load, 0, 0, 16 + 8 * argument), (bits, 0, 0, mask)]  # the lower half of it
+        for value, answer in [*answers.items(), (None, otherwise)]:
+            checks += [(equal, 0, 1, value)] if value is not None else []
+            checks += [(end, 0, 0, allow if answer is ALLOW else 0x50000 + answer)]
+        program += [(equal, 0, len(checks), numbers[column]), *checks]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, (end, 0, 0, allow)])
 
 
