@@ -24,7 +24,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import sandbox  # noqa: F401: before torch, whose OpenMP may pin this thread: it notes which CPUs there are
+# before torch, whose OpenMP may pin this thread: it notes which CPUs there are
+import sandbox  # noqa: F401
 import torch
 
 import parallel
@@ -252,8 +253,8 @@ def sample_and_judge(rows, prompts, purpose, noise):
                     completions=[tokenizer.decode(r) for r in responses])
         for name, items in said.items():
             texts[name] += items
-        share = dict(seconds=reward_timeout * len(part) / max(len(slots), 1))
-        pending.append(threads.submit(call_rewards, rules, parts[-1] | said | share))  # at work while the next part is sampled
+        said["seconds"] = reward_timeout * len(part) / max(len(slots), 1)  # the rewards' share
+        pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
     mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     leave_if_asked()

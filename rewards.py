@@ -119,8 +119,8 @@ def code(batch):
     verdicts = run_all(programs, max(1, count_cpus() // ranks_here), seconds=seconds)
     late = sum(v.reason == "out of time" for v in verdicts)
     if late:
-        print(f"reward 'code': {late} of {len(programs)} programs had not ended after {seconds:.0f} s for all of them, and score 0; "
-              "if right ones are among them, raise reward_timeout", flush=True)
+        print(f"reward 'code': {late} of {len(programs)} programs had not ended after {seconds:.0f} s for all of "
+              "them, and score 0; if right ones may be among them, raise reward_timeout", flush=True)
     return torch.tensor([float(v.passed == v.total) for v in verdicts])
 
 

@@ -110,7 +110,12 @@ def grpo(policy, data, out_dir, **keys):
 
 @needs_bwrap
 def test_grpo_runs_on_verdicts(data, policy, tmp_path):
-    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out"))
+    (tmp_path / "mine.py").write_text(
+        "def seconds(batch):\n"  # two parts of 4 share reward_timeout; an evaluation is one of 2
+        "    assert batch['seconds'] == {4: 20, 2: 40}[len(batch['rows'])]\n"
+        "    return [0.0] * len(batch['rows'])\n")
+    done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out", reward_timeout=40,
+                                     rewards=f"code,0.5*length,{tmp_path}/mine.py:seconds"))
     assert done.returncode == 0 and done.stderr == "", done.stderr
     log = tiny.read_log(tmp_path / "out")
     assert [r["iteration"] for r in log] == [0, 1, 2] and all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])

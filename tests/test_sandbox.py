@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -21,6 +22,7 @@ import time
 import pytest
 from conftest import ROOT
 
+import rewards
 import sandbox
 from configurator import BadInput, Stop
 from sandbox import Verdict, check_sandbox, check_tests, extract_code, judge, run_all, run_tests, same
@@ -732,7 +734,8 @@ def test_the_filter():
     assert verdict(body, want, calls) == PASSED
     body = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall(56, a[0], 0, 0, 0, 0)\n" \
            "return ctypes.get_errno()"
-    for flags, error in ((17, 1), (0, 1), (0x10000000, 1), (0x10000, 1), (0x400, 1), (0x10400, 22), (0x10010400, 22), (0x4111, 1)):
+    for flags, error in ((17, 1), (0, 1), (0x10000000, 1), (0x10000, 1), (0x400, 1), (0x10400, 22), (0x10010400, 22),
+                         (0x4111, 1)):
         assert verdict(body, error, flags) == PASSED  # EINVAL is the kernel's own answer to a broken thread
     body = "import socket\nfor n in a[0]:\n    try: socket.socketpair(n)\n    except PermissionError: continue\n    return n"
     assert verdict(body, None, [n for n in range(46) if n != 1]) == PASSED
@@ -1349,3 +1352,364 @@ def test_extract_code_takes_no_time():
                  "</think>" * 10**5):
         extract_code(text)
     assert time.monotonic() - start < 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# time: a program's on the clock, and that of all of them
+
+
+@needs_bwrap
+def test_sleeping_is_bounded_over_all_tests():
+    """Ten processes that sleep for half a second each, where a program has one second in all."""
+    scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
+    start = time.monotonic()
+    passed, total, reason = run_tests("import time\ntime.sleep(0.5)", scripts, timeout=0.25)
+    assert (passed <= 1, total, reason) == (True, 10, "timeout")
+    assert time.monotonic() - start < 4  # five seconds of sleep without the bound
+    both = [{"fn": "f", "inputs": [[]], "outputs": [None]}, scripts]
+    code = "import time\ndef f(): time.sleep(0.9)\nif __name__ == '__main__': time.sleep(0.5)"
+    assert run_tests(code, both, timeout=0.25).reason == "timeout"
+
+
+@needs_bwrap
+def test_sleeping_programs_take_no_time_from_others():
+    """
+    Twelve that sleep, 48 s at their own limits, with right programs behind them: all ends in time, and the right ones have
+    theirs.
+    """
+    right = ("print(input())", {"stdin": "1", "stdout": "1"})
+    sleeps = ("import time\nprint(input(), flush=True)\ntime.sleep(100)", {"stdin": "1", "stdout": "1"})
+    start = time.monotonic()
+    done = run_all([sleeps] * 6 + [right] * 2 + [sleeps] * 6 + [right] * 2, workers=4, timeout=1, seconds=6)
+    assert time.monotonic() - start < 7
+    assert done[6:8] + done[14:] == [PASSED] * 4
+    assert {v.reason for v in done[:6] + done[8:14]} <= {"out of time", "timeout"}
+    assert (0, 1, "out of time") in done
+
+
+@needs_bwrap
+def test_who_needs_more_than_a_share_gets_it(monkeypatch):
+    """As long as there is time, nobody's verdict depends on the others."""
+    ran, run_program = [], sandbox.run_program
+    monkeypatch.setattr(sandbox, "run_program", lambda *args: ran.append(args) or run_program(*args))
+    slow = ("import time\ntime.sleep(0.6)\nprint(1)", {"stdin": "", "stdout": "1"})
+    wrong_and_slow = ("import time\ntime.sleep(0.6)\ndef f(x): return x", {"fn": "f", "inputs": [[1], [2]], "outputs": [3, 2]})
+    quick = ("print(1)", {"stdin": "", "stdout": "1"})
+    done = run_all([slow, wrong_and_slow] + [quick] * 18, workers=2, seconds=10)  # half a second a program, so far
+    assert done == [PASSED, (1, 2, "fail")] + [PASSED] * 18
+    assert len(ran) >= 22  # both twice
+
+
+@needs_bwrap
+def test_no_time_at_all():
+    """Nothing is started that could not be ended in time, and that is no fault of the sandbox."""
+    start = time.monotonic()
+    assert run_all([("print(1)", {"stdin": ["", ""], "stdout": ["1", "1"]})] * 100, 2, seconds=0) == [(0, 2, "out of time")] * 100
+    assert run_tests("", [returns(1), {"stdin": "", "stdout": ""}], end=start + 0.001) == (0, 2, "out of time")
+    assert time.monotonic() - start < 2
+
+
+@needs_bwrap
+def test_the_reward_code_ends_in_time(capsys):
+    """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
+    rows = [{"tests": {"stdin": "", "stdout": "1"}}] * 5
+    completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(100)\n```"] * 4
+    start = time.monotonic()
+    assert rewards.code(dict(completions=completions, rows=rows, seconds=2.5)).tolist() == [1, 0, 0, 0, 0]
+    assert time.monotonic() - start < 4
+    said = capsys.readouterr().out
+    assert said.startswith("reward 'code': 4 of 5 programs had not ended after 2 s") and said.count("\n") == 1, said
+    assert rewards.code(dict(completions=completions[:1], rows=rows[:1])).tolist() == [1]
+    assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory that the limits of a process do not count
+
+
+NATIVE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+class Bytes(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+"""
+PINS = named(r"""
+--- pages of pipes: vmsplice
+page = libc.mmap(None, 4096, 3, 0x22, -1, 0)
+ctypes.memset(page, 1, 4096)
+return max(0, libc.vmsplice(os.pipe()[1], ctypes.byref(Bytes(page, 4096)), 1, 0))
+--- pages of pipes: tee
+(r, w), (_, other) = os.pipe(), os.pipe()
+os.write(w, b'x' * 4096)
+return max(0, libc.tee(r, other, 4096, 0))
+--- pages of pipes: splice
+open('x', 'wb').write(b'x' * 4096)
+return max(0, libc.splice(os.open('x', os.O_RDONLY), None, os.pipe()[1], None, 4096, 0))
+--- sockets in sockets
+import socket
+a, b = socket.socketpair()
+try: socket.send_fds(a, [b'x'], [b.fileno()])
+except OSError: return 0
+return len(socket.recv_fds(b, 1, 1)[1])
+--- large sockets
+import socket
+a, b = socket.socketpair()
+for level, name in ((socket.SOL_SOCKET, socket.SO_SNDBUF), (socket.SOL_SOCKET, 32)):
+    try: a.setsockopt(level, name, 2**20)
+    except OSError: pass
+return max(0, a.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - 2**18)
+--- large pipes
+import fcntl
+r, w = os.pipe()
+try: fcntl.fcntl(w, 1031, 2**20)
+except OSError: pass
+return fcntl.fcntl(w, 1032) - 2**16
+--- POSIX locks
+import fcntl, struct
+open('x', 'wb').write(b'x' * 100)
+f = open('x', 'r+b')
+for n in range(50): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * n)
+with open('x', 'r+b') as other:  # F_OFD_GETLK: would a lock of mine fit in?
+    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0)))[0] for n in range(50)]
+return 50 - held.count(fcntl.F_UNLCK)
+--- open file locks
+import fcntl, struct
+f = open('x', 'w')
+for command in (37, 38):
+    try: fcntl.fcntl(f, command, struct.pack('hhqqi4x', 1, 0, 0, 1, 0))
+    except OSError: continue
+    return command
+return 0
+--- symlinks
+made = 0
+for link in (os.symlink, lambda a, b: os.symlink(a, b, dir_fd=os.open('.', os.O_RDONLY))):
+    try: link('x' * 4000, str(made))
+    except OSError: continue
+    made += 1
+return made
+--- shared memory, unmapped but for a page
+import mmap
+kept = []
+for _ in range(3):
+    try: m = mmap.mmap(-1, 2**20)
+    except OSError: break
+    m.write(b'x' * 2**20)
+    m.resize(4096)
+    kept.append(m)
+return len(kept) * 2**20
+--- shared memory by hand
+p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
+return 0 if p == 2**64 - 1 else libc.munmap(p, 2**20 - 4096, 0) + 2**20
+--- huge pages
+p = libc.mmap(None, 2**22, 3, 0x22, -1, 0)
+return (libc.madvise(p, 2**22, 14) == 0) + (libc.madvise(p, 2**22, 25) == 0)
+--- filters
+import struct
+code = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0x7fff0000))
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("start", ctypes.c_void_p)]
+f = Filter(1, ctypes.addressof(code))
+return int(libc.prctl(22, 2, ctypes.byref(f), 0, 0) == 0)
+--- a table of files for each thread
+libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+stack = ctypes.create_string_buffer(2**16)
+pause = ctypes.cast(libc.pause, ctypes.c_void_p)
+return max(0, libc.clone(pause, ctypes.addressof(stack) + 2**15, 0x10900, None))  # CLONE_THREAD, and not CLONE_FILES
+""")
+
+
+@pytest.fixture(scope="module")
+def pinned():
+    programs = [(NATIVE + function(body), returns(0)) for body in PINS.values()]
+    return dict(zip(PINS, run_all(programs, workers=4), strict=True))
+
+
+@needs_bwrap
+@pytest.mark.parametrize("how", PINS)
+def test_memory_beside_the_limits(how, pinned):
+    """Each returns what it got of it, in whatever unit: nothing."""
+    assert pinned[how] == PASSED
+
+
+@needs_bwrap
+def test_full_sockets_and_pipes():
+    """What the open files can hold that there may be: tens of MiB at most, as the header says."""
+    body = """
+import os, socket
+sent = []
+for pair in (lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM), os.pipe):
+    n, kept = 0, []
+    try:
+        while True:
+            kept.append(pair())
+            for end in kept[-1]:
+                fd = end if isinstance(end, int) else end.fileno()
+                os.set_blocking(fd, False)
+                try:
+                    while True: n += os.write(fd, b"x" * 4096)
+                except OSError: pass
+    except OSError: pass
+    sent.append(n)
+    for fd in range(4, 64):
+        try: os.close(fd)
+        except OSError: pass
+    for end in sum(kept, ()): isinstance(end, int) or end.detach()
+return [2**20 < sent[0] < 24 * 2**20, 2**20 < sent[1] < 3 * 2**20]"""
+    assert verdict(body, [True, True]) == PASSED
+
+
+@needs_bwrap
+def test_names_of_files():
+    """Thousands are fine, but not as many as the CPU time allows."""
+    body = "import os\nfor n in range(a[0]): os.close(os.open('x' * 200 + str(n), os.O_CREAT))\nreturn 1"
+    assert verdict(body, 1, 5000) == PASSED
+    assert verdict(body, 1, 10**7) == (0, 1, "memory")
+    body = "import os, time\nfor n in range(20000): os.mkdir(str(n))\ntime.sleep(100)"
+    assert run_tests(body, {"stdin": "", "stdout": ""}) == (0, 1, "memory")
+
+
+@needs_bwrap
+def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
+    """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
+    with open("/proc/self/oom_score_adj") as f:
+        mine = f.read()
+    scores = []
+
+    def look(*args):
+        for pid in ours():
+            with open(f"/proc/{pid}/oom_score_adj") as f:
+                scores.append(f.read())
+        return 0
+
+    monkeypatch.setattr(sandbox, "count_files", look)
+    assert run_tests("import time\ntime.sleep(0.3)", {"stdin": "", "stdout": ""}) == PASSED
+    assert len(scores) >= 3 and set(scores) == {"1000\n"}
+    with open("/proc/self/oom_score_adj") as f:
+        assert f.read() == mine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the machine is like
+
+
+CORE = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+x86 = os.uname().machine == "x86_64"
+zero = (ctypes.c_ulong * 2)(0, 0)
+for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+              lambda: resource.prlimit(0, resource.RLIMIT_CORE, (0, 0)),
+              lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1)),
+              lambda: libc.syscall(160 if x86 else 164, 4, zero), lambda: libc.syscall(302 if x86 else 261, 0, 4, zero, None),
+              lambda: libc.syscall(160 if x86 else 164, ctypes.c_long(2**32 + 4), zero)):
+    try: lower()
+    except (ValueError, OSError): pass
+limits = (ctypes.c_ulong * 2)()
+libc.syscall(97 if x86 else 163, 4, limits)
+print(limits[0])
+"""
+
+
+@needs_bwrap
+def test_core_files():
+    """A limit of 1 byte is what keeps the host's handler away (core(5)). Not even exec changes it; our own stays as it is."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    tests = {"stdin": "", "stdout": "1"}
+    again = f"import os\nos.execv({sandbox.base_python()!r}, ['python', '-S', '-c', {CORE!r}])"
+    assert run_all([(CORE, tests), (again, tests)] * 4, workers=4) == [PASSED] * 8
+    assert run_tests("import os\nos.abort()", tests) == (0, 1, "crash")
+    assert resource.getrlimit(resource.RLIMIT_CORE) == before
+
+
+def group(folder, **files):
+    os.makedirs(folder, exist_ok=True)
+    for name, text in files.items():
+        with open(os.path.join(folder, name.replace("_", ".", 1)), "w") as f:
+            f.write(text)
+
+
+@pytest.mark.parametrize("lines, folder, files, cpus", [
+    ("0::/\n", "", dict(cpu_max="max 100000\n"), 24), ("0::/\n", "", dict(cpu_max="200000 100000\n"), 2),
+    ("0::/a/b\n", "a", dict(cpu_max="350000 100000\n"), 3), ("0::/a/b\n", "a/b", dict(cpu_max="50000 100000\n"), 1),
+    ("0::/a/b\n", "", {}, 24), ("0::/docker/7f\n", "", dict(cpu_max="400000 100000\n"), 4),
+    ("9:cpu,cpuacct:/x\n4:memory:/y\n", "cpu,cpuacct/x", dict(cpu_cfs_quota_us="500000\n", cpu_cfs_period_us="100000\n"), 5),
+    ("9:cpu,cpuacct:/x\n0::/\n", "cpu", dict(cpu_cfs_quota_us="150000\n", cpu_cfs_period_us="50000\n"), 3),
+    ("9:cpu,cpuacct:/x\n", "cpu,cpuacct", dict(cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n"), 24),
+    ("9:cpuset:/x\n", "cpuset", dict(cpu_cfs_quota_us="100000\n", cpu_cfs_period_us="100000\n"), 24)])
+def test_the_quota_of_a_container(lines, folder, files, cpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "CPUS", set(range(24)))
+    group(tmp_path / "self", cgroup=lines)
+    group(tmp_path / "cgroups" / folder, **files)
+    assert sandbox.count_cpus(str(tmp_path), str(tmp_path / "cgroups")) == cpus
+    assert sandbox.count_cpus(str(tmp_path / "nothing"), str(tmp_path / "cgroups")) == 24
+    monkeypatch.setattr(sandbox, "CPUS", {5})
+    assert sandbox.count_cpus(str(tmp_path), str(tmp_path / "cgroups")) == 1
+
+
+@needs_bwrap
+def test_the_cpus_that_there_are():
+    """Those that we were started on, for us and for programs, though something pins us to fewer later."""
+    mine = sorted(os.sched_getaffinity(0))
+    code = CHILD.replace("import sandbox", f"import os\nos.sched_setaffinity(0, {{{mine[-1]}}})\nimport sandbox") + f"""
+os.sched_setaffinity(0, {mine})
+code = "import os\\ndef f(): return sorted(os.sched_getaffinity(0))"
+print(sandbox.count_cpus(), sandbox.run_all([(code, {returns([mine[-1]])})], 2)[0].reason)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "1 pass\n", done.stderr
+    for script in ("ppo.py", "grpo.py"):  # torch brings the OpenMP that may pin this process
+        with open(os.path.join(ROOT, script)) as f:
+            imports = re.findall(r"^(?:import|from) (\w+)", f.read(), re.MULTILINE)
+        assert imports.index("sandbox") < imports.index("torch")
+
+
+@needs_bwrap
+def test_children_that_are_ignored():
+    """trap '' CHLD in the shell that starts us: neither bwrap nor we would hear of a child's end."""
+    code = CHILD + f"""
+programs = [("print(1)", {{"stdin": "", "stdout": "1"}}), ("def f(): return 1", {returns(1)})]
+try: sandbox.run_all(programs, 2)
+except sandbox.Stop as e: print(e)
+sandbox.check_sandbox()
+print([v.reason for v in sandbox.run_all(programs, 2, timeout=1)])"""
+    ignore = "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" \
+             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = subprocess.run([sys.executable, "-c", ignore, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["the sandbox does not start while SIGCHLD is ignored; call check_sandbox first",
+                                        "['pass', 'pass']"], done.stderr
+
+
+@needs_bwrap
+def test_event_loops_databases_and_copies():
+    """What the filter could have broken, and has not."""
+    assert verdict("""
+import asyncio, fcntl, mmap, multiprocessing.dummy, os, shutil, socket, sqlite3, tempfile
+async def child(n):
+    await asyncio.sleep(0.01)
+    return n
+async def main():
+    a, b = socket.socketpair()
+    (_, writer), (reader, _) = await asyncio.open_connection(sock=a), await asyncio.open_connection(sock=b)
+    writer.write(b"hello\\n")
+    async with asyncio.timeout(5): got = await asyncio.to_thread(sum, [1, 2])
+    return await asyncio.gather(*map(child, range(3))), got, (await reader.readline()).decode()
+got = [asyncio.run(main())]
+loop = asyncio.new_event_loop()
+got.append(loop.run_until_complete(child(4)))
+loop.close()
+with sqlite3.connect("x.db") as db: db.execute("create table t (a)").execute("insert into t values (5)")
+got += sqlite3.connect("x.db").execute("select a from t").fetchall()
+with open("a", "wb") as f: f.write(b"x" * 10**5)
+shutil.copyfile("a", "b")
+shutil.copytree(".", "c/d", ignore=lambda *_: ["c"])
+shutil.move("b", "e")
+got.append([os.path.getsize(p) for p in ("c/d/a", "e")])
+with tempfile.NamedTemporaryFile() as f, tempfile.TemporaryDirectory() as d:
+    fcntl.flock(f, fcntl.LOCK_EX)
+    fcntl.lockf(f, fcntl.LOCK_EX)
+    got.append(os.path.isdir(d))
+with open("a", "r+b") as f: got.append(len(mmap.mmap(f.fileno(), 0)))
+got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
+return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 8192]) == PASSED
