@@ -253,7 +253,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
                     completions=[tokenizer.decode(r) for r in responses])
         for name, items in said.items():
             texts[name] += items
-        said["seconds"] = reward_timeout * len(part) / max(len(slots), 1)  # the rewards' share
+        said["seconds"] = reward_timeout * len(part) / max(len(slots), 1)  # that its rules may take
         pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
     mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
