@@ -109,11 +109,16 @@ def code(batch):
     """
     1.0 where the program in the completion passes all of the row's `tests`, else 0.0, (B,). It runs in the sandbox, many at
     once, while the next responses are sampled. All or nothing, since a share of the tests can be had without solving anything.
+    Where it is: see extract_code. A draft in thinking that never ends is none, and is not run.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    programs = [(extract_code(c), row["tests"]) for c, row in zip(batch["completions"], batch["rows"], strict=True)]
-    verdicts = run_all(programs, max(1, (os.cpu_count() or 1) // ranks_here))
-    return torch.tensor([float(v.passed == v.total) for v in verdicts])
+    programs = [extract_code(opening + completion) for opening, completion
+                in zip(openings(batch), batch["completions"], strict=True)]
+    run = [(program, row["tests"]) for program, row in zip(programs, batch["rows"], strict=True)
+           if program is not None]
+    verdicts = iter(run_all(run, max(1, (os.cpu_count() or 1) // ranks_here)))
+    passed = [p is not None and (v := next(verdicts)).passed == v.total for p in programs]
+    return torch.tensor(passed, dtype=torch.float32)
 
 
 RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown, code=code)
