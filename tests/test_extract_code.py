@@ -21,7 +21,9 @@ needs_bwrap = pytest.mark.skipif(bool(why), reason=why)
 F = "def f(x):\n    return x + 1"  # the program of most completions below
 DRAFT = "def f(x):\n    return x"
 TICKS = 'def f(x):\n    """\n    ```python\n    f(1)  # 2\n    ```\n    """\n    return x + 1'
+TABS = TICKS.replace("    ", "\t")
 EXAMPLE = 'def f(x):\n    """So: ```\n    f(1)\n    ```\n    """\n    return x + 1'
+LINE = 'def f(x):\n    """So: ```python\n    f(1)"""\n    return x + 1'
 MARGIN = '"""\n```python\nf(1)\n```\n"""\nx = 1'
 THREE = 's = """\n```\n"""'
 NARROW = "def f(x):\n  return x + 1"
@@ -42,7 +44,7 @@ TAGS = ["python", "py", "python3", "python3.11", "py3", "python2", "Python", "PY
         "python:solution.py", "python,linenos", "python{1,3}", 'python title="a.py"', "python \t",
         "python3 solution.py", "Python 3", "solution.py", "src/my-main.py", "python="]
 OTHERS = ["bash", "text", "output", "json", "cpp", "pycon", "python-repl", "pytb", "cython",
-          "pyproject", "plain python"]
+          "pyproject", "plain python", "module.pyx"]
 
 CASES = {f"tag {tag}": (f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in TAGS}
 CASES |= {f"no program: {tag}": (f"{block()}\n\n{block('ls', tag)}\n", F) for tag in OTHERS}
@@ -78,10 +80,16 @@ CASES |= {
     "a list in a list": (f"* 1) ```py\n{shifted('     ')}\n     ```\nthat is it", F),
     "a dash before another language":
         (f"- ```bash\n  ls\n  ```\n- ```\n{shifted('  ')}\n  ```", F),
+    "a number before another language":
+        (f"1. ```bash\n   ls\n   ```\n2. ```\n{shifted('   ')}\n   ```", F),
+    "an answer before another language": (f"<answer>```bash\nls\n```\n{block(tag='')}</answer>", F),
     "another language after": (f"- {block()}\n- ```text\n  2\n  ```", F),
     "inline code is no fence": (f"```x``` and\n```python\n{F}\n```\nuse ```f``` here", F),
+    "inline code at the margin": (f"```x``` it is:\n{block(tag='')}\nthat is it", F),
     "inline code, nothing else": ("f = '```x```'", "f = '```x```'"),
     "a word about fences": (f"I put it into ``` fences:\n{block()}\n", F),
+    "a word about fences, no tag": (f"I put it into ``` fences:\n{block(tag='')}\n", F),
+    "a word about tildes": (f"It is about ~~~\n{block(tag='')}\n", F),
     "a word about python fences": (f"In a ```python block, then:\n{block()}\n", F),
     # quotes
     "quoted": (shifted("> ", f"So:\n{block()}\nthat is it"), F),
@@ -100,6 +108,7 @@ CASES |= {
     "two tabs": (shifted("\t\t", block()), F),
     "a tab and a blank": (shifted("\t ", block()), F),
     "only the fence is indented": (f"  ```python\n{NARROW}\n  ```", NARROW),
+    "only the fences are indented": (f"        ```python\n{F}\n        ```\nthat is it", F),
     "only the program is indented": (block(shifted("    ")), F),
     "the closing fence is indented": (f"```python\n{F}\n   ```\nthat is it", F),
     "the first fence is indented": (f"   ```python\n{shifted('   ')}\n```\nthat is it", F),
@@ -110,6 +119,7 @@ CASES |= {
     # fences inside the program
     "a fence in a docstring": (f"{block(TICKS)}\nthat is it", TICKS),
     "a fence in a docstring, indented": (shifted("   ", block(TICKS)) + "\nthat is it", TICKS),
+    "a fence in a docstring, tabs": (block(TABS) + "\nthat is it", TABS),
     "a fence in a docstring, list":
         (f"10. ```python\n{shifted('    ', TICKS)}\n    ```\nthat is it", TICKS),
     "a fence in a docstring, behind text": (f"{block(EXAMPLE)}\nthat is it", EXAMPLE),
@@ -119,6 +129,8 @@ CASES |= {
     "fences at the margin in tildes": (block(MARGIN, fence="~~~"), MARGIN),
     "a block in a longer one": (block(f"So:\n{block()}\n", "markdown", "````"), F),
     "a block in one without a tag": (block(f"{block()}\n", "", "````"), F),
+    "blocks in a longer one, no program":
+        (f"{block(block('ls', 'bash'), 'text', '````')}\n{block(tag='')}\nthat is it", F),
     "a block in tildes": (block(f"So:\n{block()}\n", "text", "~~~"), F),
     # several
     "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
@@ -128,11 +140,13 @@ CASES |= {
     "cut off": (f"So:\n```python\n{F}", F),
     "cut off, no tag": (f"So:\n```\n{F}", F),
     "cut off, a fence in a docstring": (f"```python\n{TICKS}", TICKS),
+    "cut off, a fence with a tag in a docstring": (f"```python\n{LINE}", LINE),
     "cut off, the second": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
     "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
     "not closed before another language": (f"```python\n{F}\n```text\n2\n```", F),
     "closed on the last line": (f"```python\n{F}```", F),
     "closed on the last line, with text": (f"```python\n{F}```\n\nThat is it.", F),
+    "closed on the last line, one more": (f"```python\n{F}```\n\nThat is it. ```", F),
     "closed on the last line, another": (f"```python\n{F}```\n\nThat prints\n```text\n2\n```", F),
     # answers
     "a fence in an answer": (f"<answer>\n{block()}\n</answer>", F),
