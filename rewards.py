@@ -111,17 +111,23 @@ def code(batch):
     1.0 where the program in the completion passes all of the row's `tests`, else 0.0, (B,). It runs in the sandbox, many at
     once, while the next responses are sampled. All or nothing, since a share of the tests can be had without solving anything.
     batch["seconds"], if it is there, is the time for all of them; a fifth of it is kept for the other rules. What has not ended
-    by then scores 0, and a printed line says so: nothing that a model wrote may end the run.
+    by then scores 0, and a printed line says so: nothing that a model wrote may end the run. Where in the completion the program
+    is: see extract_code. A draft in thinking that never ends is none, and is not run.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    programs = [(extract_code(c), row["tests"]) for c, row in zip(batch["completions"], batch["rows"], strict=True)]
+    programs = [extract_code(opening + completion) for opening, completion
+                in zip(openings(batch), batch["completions"], strict=True)]
+    runnable = [(program, row["tests"]) for program, row in zip(programs, batch["rows"], strict=True)
+                if program is not None]
     seconds = 0.8 * batch.get("seconds", math.inf)
-    verdicts = run_all(programs, max(1, count_cpus() // ranks_here), seconds=seconds)
+    verdicts = run_all(runnable, max(1, count_cpus() // ranks_here), seconds=seconds)
     late = sum(v.reason == "out of time" for v in verdicts)
     if late:
         print(f"reward 'code': {late} of {len(programs)} programs had not ended after {seconds:.0f} s for all of "
               "them, and score 0; if right ones may be among them, raise reward_timeout", flush=True)
-    return torch.tensor([float(v.passed == v.total) for v in verdicts])
+    verdict = iter(verdicts)
+    passed = [program is not None and (v := next(verdict)).passed == v.total for program in programs]
+    return torch.tensor(passed, dtype=torch.float32)
 
 
 RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown, code=code)
