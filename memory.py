@@ -326,14 +326,12 @@ def saving(m, s):
     if s.cuda or not m.trained:
         return 0
     sizes = {name: math.prod(shape) for name, shape in layer_shapes(m.c).items()}
-    rewritten = {"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ())
-    e = max(m.e, 4) if m.rank else m.e
-    copies = m.c.n_layers * e * sum(sizes.get(name, 0) for name in rewritten)
-    if e > m.e:
-        copies += sum(e * math.prod(shape) for shape, size in base_tensors(m) if size < e)
-    elif m.rank:
-        copies += m.c.n_layers * e * sum(sizes.get(name, 0) for name in m.targets)
-    copies += (24 * max(sizes.values()) if m.rank else 0) + (gradients(m) if m.ema else 0)
+    e = max(m.e, 4) if m.rank else m.e  # of what is saved
+    rewritten, merged = (m.c.n_layers * e * sum(sizes.get(name, 0) for name in names) for names in (
+        {"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ()), m.targets if m.rank else ()))
+    widened = sum(e * math.prod(shape) for shape, size in base_tensors(m) if size < e) if e > m.e else merged
+    # the merging of a matrix, in 64 bits, is over before all that is written lies there
+    copies = max(rewritten + widened, merged + (24 * max(sizes.values()) if m.rank else 0)) + (gradients(m) if m.ema else 0)
     whole = sum(math.prod(shape) * size for shape, size in trained_tensors(m))
     if sharded(m) and m.own == "model":
         return max(2 * whole, whole + copies)
