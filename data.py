@@ -71,8 +71,8 @@ def check_text(value, field, where):
 
 
 @contextlib.contextmanager
-def in_row(path, number):
-    """Within this, a BadInput says which row of which file it is about."""
+def naming(path, number):
+    """A BadInput from within, say of a chat template, says in which file and row it happened."""
     try:
         yield
     except BadInput as e:
@@ -80,15 +80,20 @@ def in_row(path, number):
 
 
 def say_special_tokens(rows, fields, tokenizer, path):
-    """Print one line on rank 0 if strings in these fields contain special tokens, which are encoded as plain text."""
+    """
+    Print one line on rank 0 if strings in these fields contain special tokens: they are encoded as
+    plain text, which somebody who wrote a chat template's text by hand should know.
+    """
     counts = collections.Counter()
     for row in rows:
-        counts.update({s for field in fields if isinstance(row[field], str) for s in tokenizer.specials_in(row[field])})
+        strings = [row[field] for field in fields if isinstance(row[field], str)]
+        counts.update({special for text in strings for special in tokenizer.specials_in(text)})
     if counts and rank_and_size()[0] == 0:
         said = ", ".join(f"{s!r} in {n} of {len(rows)} rows" for s, n in counts.most_common(3))
-        print(f"{path}: {said}{' and more' if len(counts) > 3 else ''}: special tokens, but in strings they are encoded as plain "
-              "text, letter by letter; for a chat, write a list of {\"role\", \"content\"} messages instead (EOS is added by "
-              "itself)", flush=True)
+        said += " and more" if len(counts) > 3 else ""
+        print(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, "
+              "letter by letter; for a chat, write a list of {\"role\", \"content\"} messages "
+              "instead (EOS is added by itself)", flush=True)
 
 
 def encode_prompts(rows, tokenizer, longest, path):
@@ -99,7 +104,7 @@ def encode_prompts(rows, tokenizer, longest, path):
     prompts = []
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     for number, row in enumerate(rows, 1):
-        with in_row(path, number):
+        with naming(path, number):
             ids = tokenizer.encode_prompt(row["prompt"])
         if not 0 < len(ids) <= longest:
             raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
@@ -205,12 +210,12 @@ class Tokenizer:
 
     eos_id = pad_id = vocab_size = 0
     eos_ids = frozenset()
-    specials = ()  # the texts of special tokens, which encode takes for plain text
+    special_texts = ()  # those of special tokens, which encode takes for plain text
     bos_ids = ()  # what stands before a plain-text prompt
 
     def specials_in(self, text):
         """Which special tokens a text spells."""
-        return [s for s in self.specials if s in text]
+        return [s for s in self.special_texts if s in text]
 
     def encode_prompt(self, prompt):
         """Ids of a prompt: a string (after BOS, if the tokenizer has one) or a list of chat messages."""
@@ -239,8 +244,8 @@ class ByteTokenizer(Tokenizer):
         import tiktoken
 
         self.settings = settings
-        self.specials = settings["eos"], settings["pad"]
-        specials = [*settings["markers"], *self.specials]
+        self.special_texts = settings["eos"], settings["pad"]
+        specials = [*settings["markers"], *self.special_texts]
         self.encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
                                           special_tokens={s: 256 + i for i, s in enumerate(specials)})
         self.vocab_size = 256 + len(specials)
@@ -288,7 +293,7 @@ class GPT2Tokenizer(Tokenizer):
         eos = "<|endoftext|>"
         if eos not in vocab:
             raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's vocabulary")
-        self.specials = (eos,)
+        self.special_texts = (eos,)
         self.eos_id = self.pad_id = vocab[eos]
         ranks = {bytes(byte_of[ch] for ch in token): i for token, i in vocab.items() if token != eos}
         pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -329,7 +334,8 @@ class HFTokenizer(Tokenizer):
         self.pad_id = self.eos_id if self.backend.pad_token_id is None else self.backend.pad_token_id
         self.eos_ids = {self.eos_id}
         added = self.backend.added_tokens_decoder.values()
-        self.specials = [t.content for t in added if t.special and t.content.strip()]  # named roles or not
+        # whether tokenizer_config.json names a role of theirs or not
+        self.special_texts = [t.content for t in added if t.special and t.content.strip()]
         self.vocab_size = max(self.backend.get_vocab().values()) + 1
         lead = self.backend("")["input_ids"]  # [BOS] where the tokenizer puts one before text, else []
         self.bos_ids = [i for i in lead if i == self.backend.bos_token_id]
@@ -343,20 +349,22 @@ class HFTokenizer(Tokenizer):
 
     def encode_chat(self, messages):
         """
-        The template's ids of these messages up to where the response goes on: in a new turn, or, where the last message is the
-        assistant's, at its end, in the same turn. A user who types a special token gets its letters, not the token.
+        The template's ids of these messages up to where the response goes on: in a new turn, or,
+        where the last message is the assistant's, at its end, in the same turn. A user who types a
+        special token gets its letters, not the token. Raises BadInput.
         """
         if not self.backend.chat_template:
             return super().encode_chat(messages)
-        # a placeholder for each text that contains a special token; blanks around it stay, for templates may trim them
-        inner = {f"\ue000{i}\ue001": m["content"].strip() for i, m in enumerate(messages) if self.specials_in(m["content"])}
-        filled = [dict(m) for m in messages]
-        for mark, content in inner.items():
-            i = int(mark[1:-1])
-            filled[i]["content"] = messages[i]["content"].replace(content, mark)
+        # a text that contains a special token is rendered as a placeholder; the blanks around it
+        # stay, for the template may trim them
+        filled, hidden = [dict(m) for m in messages], {}
+        for i, m in enumerate(filled):
+            if self.specials_in(m["content"]):
+                mark, content = f"\ue000{i}\ue001", m["content"].strip()
+                m["content"], hidden[mark] = m["content"].replace(content, mark), content
         text, ids = self.render(filled), []
-        # the template's pieces are encoded with special tokens and the placeholders' texts without
-        for mark, content in inner.items():
+        # the template's pieces are encoded with special tokens, the hidden texts without
+        for mark, content in hidden.items():
             before, found, text = text.partition(mark)
             if not found:
                 raise BadInput("a message contains special tokens and the chat template drops or moves messages; "
@@ -365,19 +373,23 @@ class HFTokenizer(Tokenizer):
         return ids + self.backend.encode(text, add_special_tokens=False)
 
     def render(self, messages):
-        """The chat template's text of some messages, with an open turn of the assistant at its end. Raises BadInput."""
+        """
+        The chat template's text of some messages, with an open turn of the assistant at its end:
+        its last message, or a new turn. Raises BadInput where the template does not keep that
+        message.
+        """
         last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
+        how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
         try:
-            text = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=last is None,
-                                                    continue_final_message=last is not None)
+            text = self.backend.apply_chat_template(messages, tokenize=False, **how)
         except ValueError:
             if last is None:
                 raise
             text = ""  # transformers does not find the last message in what the template gave
         if last is not None and not (last and text.rstrip().endswith(last)):
-            raise BadInput("the last message is the assistant's, for the response to go on with, but the chat template drops or "
-                           "changes a part of it, or it is blank; end the prompt with another role's message, or write it as a "
-                           "string")
+            raise BadInput("the last message is the assistant's, for the response to go on with, "
+                           "but the chat template drops or changes a part of it, or it is blank; "
+                           "end the prompt with another role's message, or write it as a string")
         return text
 
     def save(self, folder):

@@ -224,8 +224,9 @@ def token_weights(mask, aggregation, max_length):
 
     "token-mean": every token alike, 1 / tokens (DAPO, arXiv 2503.14476, eq. 12);
     "seq-mean-token-mean": every response alike, 1 / (its tokens * n) (GRPO, arXiv 2402.03300, eq. 3);
-    "seq-mean-token-sum-norm": 1 / (max_length * B), so that a long wrong answer is not excused (Dr. GRPO, arXiv 2503.20783,
-    listing 1). This one is a constant: a response without tokens, all of them masked, is one of the B and adds 0.
+    "seq-mean-token-sum-norm": 1 / (max_length * B), so that a long wrong answer is not excused
+    (Dr. GRPO, arXiv 2503.20783, listing 1). This one is a constant: a response without tokens, as
+    all of them are masked, is one of the B and adds 0.
     """
     weights = mask.double()
     if aggregation == "token-mean":

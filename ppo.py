@@ -118,8 +118,9 @@ config = configure(globals())
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
 if kl_target > 0 and batch_size >= 5 * kl_horizon:
-    raise BadConfig(f"kl_horizon = {kl_horizon} is no more than a fifth of batch_size = {batch_size}: a single iteration could "
-                    f"make kl_coef 0 or negative; type --kl_horizon={batch_size} or more")
+    raise BadConfig(f"kl_horizon = {kl_horizon} is no more than a fifth of batch_size = "
+                    f"{batch_size}: a single iteration could make kl_coef 0 or negative; type "
+                    f"--kl_horizon={batch_size} or more")
 
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from configurator import BadConfig, configure
-from data import check_tokenizer_fits, load_tokenizer, read_jsonl, say_special_tokens
+from data import check_tokenizer_fits, load_tokenizer, read_jsonl
 from model import Transformer, freeze
 from rewards import reward_model_scores
 from rollout import generate, response_uniforms
@@ -78,7 +78,6 @@ def as_row(text):
 
 if prompts:
     rows = read_jsonl(prompts, ["prompt"])
-    say_special_tokens(rows, ["prompt"], tokenizer, prompts)
     answer(rows[:limit or len(rows)], 0)
 elif prompt:
     answer([as_row(prompt)], 0)

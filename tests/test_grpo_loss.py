@@ -97,7 +97,7 @@ def paper_sum(response, new, A, k):
 
 
 def paper_divisor(response, counted, rows, k):
-    """What that sum is divided by, in a step over so many rows, of which these responses are counted."""
+    """What that sum is divided by, in a step over so many rows, of which these are counted."""
     if k.aggregation == "token-mean":  # DAPO, 2503.14476, eq. 12
         return sum(len(other.old) for other in counted)
     if k.aggregation == "seq-mean-token-mean":  # GRPO, 2402.03300, eq. 3
@@ -349,7 +349,7 @@ def test_nearly_equal_scores_are_not_flat_and_do_not_explode():
 
 def test_token_weights_by_hand():
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    third = 1 / 3  # three responses count; the one that is masked does not, but in the constant of the last
+    third = 1 / 3  # three responses count; the masked one does not, but in the last one's constant
     want = {"token-mean": [0.125] * 4 + [0.125] + [0.125] * 3, "seq-mean-token-mean": [third / 4] * 4 + [third] + [third / 3] * 3,
             "seq-mean-token-sum-norm": [1 / 40] * 8}
     for aggregation, numbers in want.items():
@@ -562,7 +562,7 @@ def test_trl_agrees(trl, advantages, name):
 
 
 def test_trl_counts_masked_responses_in_its_means(trl, advantages):
-    """grpo with mask_truncated_completions: TRL divides by all responses, we by those that are trained on."""
+    """grpo with mask_truncated_completions: TRL divides by all responses, we by those left."""
     n = sum(response.finished for response in CASE)
     loss, gradient = trl_loss(CASE, advantages, dict(loss_type="grpo", truncated="mask"))
     want, ours, _ = our_gradient(CASE, truncated="mask")
