@@ -352,7 +352,7 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
     parameters = [p for p in model.parameters() if p.requires_grad]
     if place.optimizer == "adafactor":
         # torch multiplies lr by max(eps[1], RMS of the weight): with a floor above any RMS that is
-        # a constant, which is taken off lr, here and in step. 1e-15 squared is the paper's epsilon_1
+        # a constant, which is taken off lr here and in step. 1e-15 squared is the paper's epsilon_1
         settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR))
         kind = torch.optim.Adafactor
         if parallel.rank_and_size()[0] == 0:
