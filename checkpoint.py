@@ -89,6 +89,10 @@ def save_final(out_dir, name, model, tokenizer):
     if isinstance(model, Adapted) and model.layers:
         base = getattr(trunk_of(model), "path", "")
         put_in_place([(None, lambda folder, _: save_adapter(model, folder, base))], f"{final}_adapter")
+        if rank_and_size()[0] == 0 and model.embed.weight.dtype.itemsize == 2:
+            size = os.path.getsize(os.path.join(final, "model.safetensors")) / 2**30
+            print(f"{final} is merged in float32 ({size:.2f} GiB), as 16 bits would round small "
+                  f"changes away; {name}_adapter beside it is the adapter alone")
 
 
 def put_in_place(pieces, final):

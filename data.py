@@ -4,6 +4,8 @@ JSONL files and tokenizers; and which rows an iteration sees, as a function of (
 Three kinds of tokenizer behind one face: the built-in byte-level one (tiktoken), GPT-2's from its vocab.json (tiktoken), and
 whatever AutoTokenizer finds in a Hugging Face folder. Text that looks like a special token is plain text to all of them.
 """
+import collections
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,6 +15,7 @@ import torch
 
 from configurator import BadInput
 from model import find_folder, read_json
+from parallel import rank_and_size
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JSONL
@@ -67,14 +70,42 @@ def check_text(value, field, where):
             raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not text")
 
 
+@contextlib.contextmanager
+def naming(path, number):
+    """A BadInput from within, say of a chat template, says in which file and row it happened."""
+    try:
+        yield
+    except BadInput as e:
+        raise BadInput(f"{path}, row {number}: {e}") from e
+
+
+def say_special_tokens(rows, fields, tokenizer, path):
+    """
+    Print one line on rank 0 if strings in these fields contain special tokens: they are encoded as
+    plain text, which somebody who wrote a chat template's text by hand should know.
+    """
+    counts = collections.Counter()
+    for row in rows:
+        strings = [row[field] for field in fields if isinstance(row[field], str)]
+        counts.update({special for text in strings for special in tokenizer.specials_in(text)})
+    if counts and rank_and_size()[0] == 0:
+        said = ", ".join(f"{s!r} in {n} of {len(rows)} rows" for s, n in counts.most_common(3))
+        said += " and more" if len(counts) > 3 else ""
+        print(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, "
+              "letter by letter; for a chat, write a list of {\"role\", \"content\"} messages "
+              "instead (EOS is added by itself)", flush=True)
+
+
 def encode_prompts(rows, tokenizer, longest, path):
     """
     The token ids of each row's prompt, all at once at the start: a prompt that is too long should not end a run on its third
     day. longest: how many tokens a prompt may have. Raises BadInput with the row.
     """
     prompts = []
+    say_special_tokens(rows, ["prompt"], tokenizer, path)
     for number, row in enumerate(rows, 1):
-        ids = tokenizer.encode_prompt(row["prompt"])
+        with naming(path, number):
+            ids = tokenizer.encode_prompt(row["prompt"])
         if not 0 < len(ids) <= longest:
             raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
                            "max_new_tokens into the smallest context of the models. Shorten or drop it, or lower max_new_tokens")
@@ -179,7 +210,12 @@ class Tokenizer:
 
     eos_id = pad_id = vocab_size = 0
     eos_ids = frozenset()
+    special_texts = ()  # those of special tokens, which encode takes for plain text
     bos_ids = ()  # what stands before a plain-text prompt
+
+    def specials_in(self, text):
+        """Which special tokens a text spells."""
+        return [s for s in self.special_texts if s in text]
 
     def encode_prompt(self, prompt):
         """Ids of a prompt: a string (after BOS, if the tokenizer has one) or a list of chat messages."""
@@ -208,7 +244,8 @@ class ByteTokenizer(Tokenizer):
         import tiktoken
 
         self.settings = settings
-        specials = [*settings["markers"], settings["eos"], settings["pad"]]
+        self.special_texts = settings["eos"], settings["pad"]
+        specials = [*settings["markers"], *self.special_texts]
         self.encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
                                           special_tokens={s: 256 + i for i, s in enumerate(specials)})
         self.vocab_size = 256 + len(specials)
@@ -256,6 +293,7 @@ class GPT2Tokenizer(Tokenizer):
         eos = "<|endoftext|>"
         if eos not in vocab:
             raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's vocabulary")
+        self.special_texts = (eos,)
         self.eos_id = self.pad_id = vocab[eos]
         ranks = {bytes(byte_of[ch] for ch in token): i for token, i in vocab.items() if token != eos}
         pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -295,6 +333,9 @@ class HFTokenizer(Tokenizer):
         self.eos_id = self.backend.eos_token_id
         self.pad_id = self.eos_id if self.backend.pad_token_id is None else self.backend.pad_token_id
         self.eos_ids = {self.eos_id}
+        added = self.backend.added_tokens_decoder.values()
+        # whether tokenizer_config.json names a role of theirs or not
+        self.special_texts = [t.content for t in added if t.special and t.content.strip()]
         self.vocab_size = max(self.backend.get_vocab().values()) + 1
         lead = self.backend("")["input_ids"]  # [BOS] where the tokenizer puts one before text, else []
         self.bos_ids = [i for i in lead if i == self.backend.bos_token_id]
@@ -307,25 +348,49 @@ class HFTokenizer(Tokenizer):
         return self.backend.decode([i for i in ids if i not in self.eos_ids and i != self.pad_id])
 
     def encode_chat(self, messages):
-        """The template with a generation prompt. A user who types a special token gets its letters, not the token."""
+        """
+        The template's ids of these messages up to where the response goes on: in a new turn, or,
+        where the last message is the assistant's, at its end, in the same turn. A user who types a
+        special token gets its letters, not the token. Raises BadInput.
+        """
         if not self.backend.chat_template:
             return super().encode_chat(messages)
-        specials = [t.content for t in self.backend.added_tokens_decoder.values() if t.special]  # named roles or not
-        if not any(s in m["content"] for m in messages for s in specials):
-            text = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return self.backend.encode(text, add_special_tokens=False)
-        # render placeholders, then encode the template's pieces with special tokens and the contents without
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        filled = [dict(m, content=mark) for m, mark in zip(messages, marks, strict=True)]
-        text = self.backend.apply_chat_template(filled, tokenize=False, add_generation_prompt=True)
-        ids = []
-        for message, mark in zip(messages, marks, strict=True):
+        # a text that contains a special token is rendered as a placeholder; the blanks around it
+        # stay, for the template may trim them
+        filled, hidden = [dict(m) for m in messages], {}
+        for i, m in enumerate(filled):
+            if self.specials_in(m["content"]):
+                mark, content = f"\ue000{i}\ue001", m["content"].strip()
+                m["content"], hidden[mark] = m["content"].replace(content, mark), content
+        text, ids = self.render(filled), []
+        # the template's pieces are encoded with special tokens, the hidden texts without
+        for mark, content in hidden.items():
             before, found, text = text.partition(mark)
             if not found:
                 raise BadInput("a message contains special tokens and the chat template drops or moves messages; "
                                "remove the special tokens from the prompt")
-            ids += self.backend.encode(before, add_special_tokens=False) + self.encode(message["content"])
+            ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
         return ids + self.backend.encode(text, add_special_tokens=False)
+
+    def render(self, messages):
+        """
+        The chat template's text of some messages, with an open turn of the assistant at its end:
+        its last message, or a new turn. Raises BadInput where the template does not keep that
+        message.
+        """
+        last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
+        how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
+        try:
+            text = self.backend.apply_chat_template(messages, tokenize=False, **how)
+        except ValueError:
+            if last is None:
+                raise
+            text = ""  # transformers does not find the last message in what the template gave
+        if last is not None and not (last and text.rstrip().endswith(last)):
+            raise BadInput("the last message is the assistant's, for the response to go on with, "
+                           "but the chat template drops or changes a part of it, or it is blank; "
+                           "end the prompt with another role's message, or write it as a string")
+        return text
 
     def save(self, folder):
         self.backend.save_pretrained(folder)

@@ -224,17 +224,18 @@ def token_weights(mask, aggregation, max_length):
 
     "token-mean": every token alike, 1 / tokens (DAPO, arXiv 2503.14476, eq. 12);
     "seq-mean-token-mean": every response alike, 1 / (its tokens * n) (GRPO, arXiv 2402.03300, eq. 3);
-    "seq-mean-token-sum-norm": 1 / (max_length * n), so that a long wrong answer is not excused (Dr. GRPO, arXiv 2503.20783).
+    "seq-mean-token-sum-norm": 1 / (max_length * B), so that a long wrong answer is not excused
+    (Dr. GRPO, arXiv 2503.20783, listing 1). This one is a constant: a response without tokens, as
+    all of them are masked, is one of the B and adds 0.
     """
     weights = mask.double()
     if aggregation == "token-mean":
         return weights / weights.sum().clamp(min=1)
     lengths = weights.sum(1, keepdim=True)  # (B, 1)
-    n = (lengths > 0).sum().clamp(min=1)
     if aggregation == "seq-mean-token-mean":
-        return weights / lengths.clamp(min=1) / n
+        return weights / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
     if aggregation == "seq-mean-token-sum-norm":
-        return weights / max_length / n
+        return weights / max_length / len(mask)
     raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, seq-mean-token-sum-norm")
 
 
@@ -280,6 +281,7 @@ def adapt_kl_coef(kl_coef, kl, target, horizon, episodes):
     """
     The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2): kl is the measured KL a *response* (summed
     over its tokens, nats), target what it should be; kl_coef changes by at most 20 % in `horizon` episodes.
+    Of 5 horizons or more at once it would make 0 or less: ppo.py refuses those keys.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * episodes / horizon)

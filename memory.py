@@ -319,15 +319,22 @@ def audit(m):
 def saving(m, s):
     """
     On a CPU, what a saved model needs beside itself: GPT-2's matrices transposed, GPT-NeoX's q, k and v in one, each matrix
-    that an adapter is merged into; and a copy of the weights that the moving average replaces. What is split over the ranks,
+    that an adapter is merged into, and then all of a model in 16 bits, for it is saved in 32;
+    and a copy of the weights that the moving average replaces. What is split over the ranks,
     weights (stages 2, 3) or optimizer states (also 1), is put together for rank 0 to write. From a GPU they go one by one.
     """
     if s.cuda or not m.trained:
         return 0
-    copied = [*{"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ()), *(m.targets if m.rank else ())]
     sizes = {name: math.prod(shape) for name, shape in layer_shapes(m.c).items()}
-    copies = m.c.n_layers * m.e * sum(sizes.get(name, 0) for name in copied)
-    copies += (24 * max(sizes.values()) if m.rank else 0) + (gradients(m) if m.ema else 0)
+    e = max(m.e, 4) if m.rank else m.e  # of what is saved
+    fused = {"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ())
+    rewritten, merged = (m.c.n_layers * e * sum(sizes.get(name, 0) for name in names)
+                         for names in (fused, m.targets if m.rank else ()))
+    narrow = [math.prod(shape) for shape, size in base_tensors(m) if size < e]
+    widened = e * sum(narrow) if e > m.e else merged
+    # the merging of a matrix, in 64 bits, is over before all that is written lies there
+    merging = merged + 24 * max(sizes.values()) if m.rank else 0
+    copies = max(rewritten + widened, merging) + (gradients(m) if m.ema else 0)
     whole = sum(math.prod(shape) * size for shape, size in trained_tensors(m))
     if sharded(m) and m.own == "model":
         return max(2 * whole, whole + copies)

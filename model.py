@@ -620,13 +620,23 @@ class Adapted(nn.Module):
         return self.base.weights() | ({"score.weight": self.score.weight.detach()} if self.head == "scalar" else {})
 
     def merge(self, weights):
-        """W + scale B A instead of W, in its dtype."""
+        """
+        W + scale B A instead of W, in the CPU's memory. A model of 16 bits becomes one of float32:
+        bfloat16 has steps of 1/256 of a weight, and would round away most of an adapter's changes,
+        which are smaller.
+        """
+        def wide(t):
+            return torch.promote_types(t.dtype, torch.float32)
+
         weights = self.base.merge(dict(weights))
         for i, adapters in enumerate(self.layers or ()):
             for name, a in adapters.items():
                 W = weights[f"layers.{i}.{name}.weight"]
                 delta = a.scale * a.B.detach().double() @ a.A.detach().double()
-                weights[f"layers.{i}.{name}.weight"] = (W.double() + delta.to(W.device)).to(W.dtype)
+                merged = (W.double() + delta.to(W.device)).to(wide(W))
+                weights[f"layers.{i}.{name}.weight"] = merged.cpu()
+        if self.layers:
+            weights = {name: t.cpu().to(wide(t)) for name, t in weights.items()}
         if self.head == "scalar":
             weights.pop("lm_head.weight", None)
         return weights

@@ -122,6 +122,10 @@ if num_minibatches > batch_size:
 if kl_in == "loss" and kl_estimator == "k1":
     raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
                     "and not the KL's in any other; type --kl_estimator=k2")
+if kl_target > 0 and batch_size >= 5 * kl_horizon:
+    raise BadConfig(f"kl_horizon = {kl_horizon} is no more than a fifth of batch_size = "
+                    f"{batch_size}: a single iteration could make kl_coef 0 or negative; type "
+                    f"--kl_horizon={batch_size} or more")
 
 rank, world_size, device = parallel.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules

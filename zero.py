@@ -340,11 +340,25 @@ class OffloadedAdamW(torch.optim.AdamW):
                 here.copy_(weight)
 
 
+FLOOR = 2.0**20  # more than the RMS of any weight; a power of two, so dividing by it rounds nothing
+
+
 def make_optimizer(model, place, lr, betas, eps, weight_decay):
-    """The optimizer of a model's trained parameters, at its stage and place."""
+    """
+    The optimizer of a model's trained parameters, at its stage and place. Adafactor (arXiv
+    1804.04235) is the paper's without its section 8: the learning rate is a step's size, as it is
+    AdamW's, and not a share of the weights' own size.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if place.optimizer == "adafactor":
-        kind, settings = torch.optim.Adafactor, dict(lr=lr, weight_decay=weight_decay)
+        # torch multiplies lr by max(eps[1], RMS of the weight): with a floor above any RMS that is
+        # a constant, which is taken off lr here and in step. 1e-15 squared is the paper's epsilon_1
+        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR))
+        kind = torch.optim.Adafactor
+        if parallel.rank_and_size()[0] == 0:
+            name = "policy" if model.head == "lm" else "value_model"
+            print(f"{name}: adafactor has no beta1, beta2 and adam_eps; these keys are AdamW's and "
+                  "not used here")
     else:
         kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
         settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -360,7 +374,7 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
 def step(optimizer, lr):
     """One step of an optimizer at this learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr / FLOOR if isinstance(inner(optimizer), torch.optim.Adafactor) else lr
     if inner(optimizer) is optimizer:
         optimizer.step()
     else:

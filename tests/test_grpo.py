@@ -212,7 +212,8 @@ def by_hand(world, batch, words, keys):
                 return policy, taken, tokens
             loss = sum((torch.tensor(s, dtype=torch.float64) * x).sum() for s, (x, _) in zip(slopes, now, strict=True))
             for i in numbers:
-                loss = loss - keys["entropy_coef"] * now[i][1].sum() / paper_divisor(case[i], [case[i] for i in numbers], k)
+                divisor = paper_divisor(case[i], [case[j] for j in numbers], len(rows), k)
+                loss = loss - keys["entropy_coef"] * now[i][1].sum() / divisor
             gradients = torch.autograd.grad(loss, parameters)
             norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
             taken += 1

@@ -96,26 +96,27 @@ def paper_sum(response, new, A, k):
     return total
 
 
-def paper_divisor(response, counted, k):
-    """What that sum is divided by, in a step over the responses that are counted."""
+def paper_divisor(response, counted, rows, k):
+    """What that sum is divided by, in a step over so many rows, of which these are counted."""
     if k.aggregation == "token-mean":  # DAPO, 2503.14476, eq. 12
         return sum(len(other.old) for other in counted)
     if k.aggregation == "seq-mean-token-mean":  # GRPO, 2402.03300, eq. 3
         return len(response.old) * len(counted)
-    return R * len(counted)  # Dr. GRPO, 2503.20783, listing 1: a constant, the longest response
+    return R * rows  # Dr. GRPO, 2503.20783, listing 1: a constant, whoever is masked
 
 
 def paper_step(case, only=None, **keys):
     """The loss of one optimizer step over these responses (or only some of them), and its derivative in each log-prob."""
     k = SimpleNamespace(**(PLAIN | keys))
     advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
-    numbers = [i for i in (range(len(case)) if only is None else only) if k.truncated == "keep" or case[i].finished]
+    rows = range(len(case)) if only is None else only
+    numbers = [i for i in rows if k.truncated == "keep" or case[i].finished]
     counted = [case[i] for i in numbers]
     loss, gradient, h = 0.0, [], 1e-30
     for i, (response, A) in enumerate(zip(case, advantages, strict=True)):
         slopes = [0.0] * len(response.new)
         if i in numbers:
-            divisor = paper_divisor(response, counted, k)
+            divisor = paper_divisor(response, counted, len(rows), k)
             loss += paper_sum(response, response.new, A, k).real / divisor
             for t, x in enumerate(response.new):
                 beside = response.new[:t] + [x + h * 1j] + response.new[t + 1:]
@@ -348,9 +349,9 @@ def test_nearly_equal_scores_are_not_flat_and_do_not_explode():
 
 def test_token_weights_by_hand():
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    third = 1 / 3  # three responses count; the one that is masked does not
+    third = 1 / 3  # three responses count; the masked one does not, but in the last one's constant
     want = {"token-mean": [0.125] * 4 + [0.125] + [0.125] * 3, "seq-mean-token-mean": [third / 4] * 4 + [third] + [third / 3] * 3,
-            "seq-mean-token-sum-norm": [third / 10] * 8}
+            "seq-mean-token-sum-norm": [1 / 40] * 8}
     for aggregation, numbers in want.items():
         weights = token_weights(mask, aggregation, 10)
         assert weights[mask].tolist() == pytest.approx(numbers, abs=1e-17) and (weights[~mask] == 0).all()
@@ -538,6 +539,8 @@ AGREE = {  # TRL's keys -> ours
     "bnpo": (dict(loss_type="bnpo", beta=0.1), dict(aggregation="token-mean", kl_coef=0.1)),
     "bnpo, truncated": (dict(loss_type="bnpo", truncated="mask"), dict(aggregation="token-mean", truncated="mask")),
     "dr_grpo": (dict(loss_type="dr_grpo", beta=0.1), dict(aggregation="seq-mean-token-sum-norm", kl_coef=0.1)),
+    "dr_grpo, truncated": (dict(loss_type="dr_grpo", truncated="mask"),
+                           dict(aggregation="seq-mean-token-sum-norm", truncated="mask")),
     "dapo": (dict(loss_type="dapo", epsilon_high=0.28, truncated="mask"),
              dict(high=0.28, aggregation="token-mean", truncated="mask")),
     "cispo": (dict(loss_type="cispo", epsilon_high=1.5), dict(loss="cispo", low=1.0, high=0.5, aggregation="token-mean")),
@@ -559,13 +562,12 @@ def test_trl_agrees(trl, advantages, name):
 
 
 def test_trl_counts_masked_responses_in_its_means(trl, advantages):
-    """grpo and dr_grpo with mask_truncated_completions: TRL divides by all responses, we by those that are trained on."""
+    """grpo with mask_truncated_completions: TRL divides by all responses, we by those left."""
     n = sum(response.finished for response in CASE)
-    for loss_type, aggregation in (("grpo", "seq-mean-token-mean"), ("dr_grpo", "seq-mean-token-sum-norm")):
-        loss, gradient = trl_loss(CASE, advantages, dict(loss_type=loss_type, truncated="mask"))
-        want, ours, _ = our_gradient(CASE, aggregation=aggregation, truncated="mask")
-        assert n < len(CASE) and loss * len(CASE) / n == pytest.approx(want, abs=1e-14)
-        assert close([x * len(CASE) / n for x in gradient], flattened(ours), 1e-14)
+    loss, gradient = trl_loss(CASE, advantages, dict(loss_type="grpo", truncated="mask"))
+    want, ours, _ = our_gradient(CASE, truncated="mask")
+    assert n < len(CASE) and loss * len(CASE) / n == pytest.approx(want, abs=1e-14)
+    assert close([x * len(CASE) / n for x in gradient], flattened(ours), 1e-14)
 
 
 def test_trls_cispo_has_one_absolute_cap(trl, advantages):

@@ -359,6 +359,8 @@ def bad(world, tmp_path_factory):
         "twice": (["--seed=2", "--lam=1.0", "--lam=0.9"], "--lam is given twice"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
+        "a short horizon": (["--batch_size=100", "--kl_target=1.0", "--kl_horizon=20"],
+                            "kl_horizon = 20 is no more than a fifth .*type --kl_horizon=100"),
     }
     base = world.ppo("out")
     cases |= {name: ("ppo.py", [a for a in base if not any(a.startswith(k.split("=")[0] + "=") for k in new)] + new, said)

@@ -239,6 +239,44 @@ def test_adafactor_at_stage_1(stages):
     assert apart(f"{stages[0]}/adafactor 1", f"{stages[0]}/adafactor 2") < 1e-9
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
+    """
+    Adafactor, 1804.04235, algorithms 4 and 5 without the relative step of section 8, in a loop:
+    whatever the weights' size, a step's is the learning rate's. Decay is AdamW's. And it is said
+    that Adam's keys are not used.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(4, 3, dtype=torch.float64)
+    model.head = "lm"
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, size, generator=generator)
+    place = zero.Place(optimizer="adafactor")
+    optimizer = zero.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
+    said = capsys.readouterr().out
+    assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows, columns, vector = (torch.zeros(n, dtype=torch.float64) for n in (3, 4, 3))
+    for t, lr in enumerate((0.01, 0.02, 0.005, 0.0), 1):
+        decay = 1 - t**-0.8
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 10.0 ** -t
+            square = p.grad**2
+            if name == "weight":
+                rows = decay * rows + (1 - decay) * square.mean(1)
+                columns = decay * columns + (1 - decay) * square.mean(0)
+                variance = torch.outer(rows, columns) / rows.mean()
+            else:
+                variance = vector = decay * vector + (1 - decay) * square
+            update = p.grad / variance.sqrt()
+            update /= max(1.0, update.square().mean().sqrt().item())
+            want[name] = want[name] * (1 - 0.1 * lr) - lr * update
+        zero.step(optimizer, lr)
+        for name, p in model.named_parameters():
+            assert torch.allclose(p, want[name], rtol=1e-12, atol=1e-15)
+
+
 def test_those_runs_moved(stages, world):
     for name in stages[1]:
         start, least = (world.qwen, 1e-4) if name.startswith("grpo") else (world.policy, 1e-4)
