@@ -55,9 +55,10 @@ UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ") for names in re.
 NO_UNITS = re.compile(rf"""(?:
     (?:zero|one|two|three|four|fi[fv]e?|six|seven|eight?|nine?|ten|eleven|twel(?:f|ve)|[a-z]+teen
         |(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion)(?:th)?s?
-    |half|halves|thirds?|quarters?|dozens?|score|grand|mil|lakhs?|crores?|double|triple|twice
+    |half|halves|thirds?|quarters?|dozens?|score|grand|thou|mi[lo]|lakhs?|crores?|double|triple|twice
     |squared|cubed|factorial|choose|plus|minus|negative|below|under|than|over|mod|modulo|base|root
-    |repeating|recurring|not|never|wrong|incorrect|infinity|nan|inf|{GREEK}
+    |inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
+    |repeating|recurring|repeated|not|never|false|wrong|incorrect|infinity|nan|inf|{GREEK}
     |(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt)[a-z]?)""", re.IGNORECASE | re.VERBOSE)
 
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
@@ -65,19 +66,22 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
     ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
     ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
-    (r"\\! *", ""), (r"\{,\}", ","),
+    (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
     (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),  # a set's; {} only group
-    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""), (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # 10\,000
+    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+    (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
+    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),  # a bare m may be a variable
     (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
     (r" *,? +and +| +,", ", "),
-    (r"(?<=[0-9]) *[aA]\.? ?[mM](?![A-Za-z])\.?", " am"), (r"(?<=[0-9]) *[pP]\.? ?[mM](?![A-Za-z])\.?", " pm"),
+    (r"(?<=[0-9]) *[aA]\.? ?[mM](?![A-Za-z])\.?", " am"),
+    (r"(?<=[0-9]) *[pP]\.? ?[mM](?![A-Za-z])\.?", " pm"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),  # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
-    (r"([\^_])\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
+    (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
 ]]
 
 # What an answer says: its name in "name = ...", its value, its unit, and all behind the name as
@@ -158,9 +162,10 @@ def squeeze(text):
     Plain text as it is compared: without blanks, but 4 2 is not 42 and 1, 234 not 1,234; without the
     + of +x; {1} and \\{1\\} alike; and Even is even, while Ab, a product perhaps, is not ab.
     """
-    text = re.sub(r"(?<![0-9,]) | (?![0-9])", "", text)
+    text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
-    return re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])", lambda m: m[0].lower() if is_word(m[0]) else m[0], text)
+    capitalised = r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])"
+    return re.sub(capitalised, lambda m: m[0].lower() if is_word(m[0]) else m[0], text)
 
 
 def divide(over, under):
@@ -171,42 +176,54 @@ def divide(over, under):
 
 
 def split_unit(text):
-    """"-¤5 per hour" -> ("-5", "dollar per h"); ("5m", "") is no length, as m may be a variable, but "5 m" is."""
-    rest, before, after, short = text, [], [], False
-    if match := re.match(r"([+-]?) ?([¤£€]) ?", rest):
-        rest, before = match[1] + rest[match.end():], [CURRENCIES[match[2]]]
-    amount = rest
+    """
+    "-¤5 per hour" -> ("-5", "dollar per h"); "72 clips in May" -> ("72", "clip in may"). ("5m", "")
+    is no length, as m may be a variable, but "5 m" is.
+    """
+    before = []
+    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
+        text, before = match[1] + text[match.end():], [CURRENCIES[match[2]]]
+    rest, units = split_known_units(text)
+    counted = re.fullmatch(r"(.*[^A-Za-z ]) ([A-Za-z ]+)", text)
+    if counted and read_number(rest) is None and read_number(counted[1]) is not None:
+        words = counted[2].split()
+        if all(is_word(word) or word in UNITS or word == "of" for word in words):
+            rest = counted[1]
+            units = [UNITS.get(word, word.lower().removesuffix("s")) for word in words]
+    return rest, " ".join(before + units)
+
+
+def split_known_units(text):
+    """"2\\pi square cm" -> ("2\\pi", ["cm2"]). Only units of UNITS, behind an expression."""
+    rest, units, letter = text, [], False
     for _ in range(4):
         match = re.search(r"(?<![A-Za-z\\/])([A-Za-z]+(?:/[A-Za-z]+)?|[¤£€¢])(?: ?\^([23]))?$", rest)
         word = match and (match[1] if len(match[1]) <= 2 else match[1].lower())
         head = rest[:match.start()] if match else ""
         if head and not re.search(r"[0-9A-Za-z.)}\]⦄!] *$", head):  # 5 / m
             break
-        if word in ("square", "cubic", "sq", "cu") and after:
-            after[0] += "2" if word[0] == "s" else "3"
+        if word in ("square", "cubic", "sq", "cu") and units:
+            units[0] += "2" if word[0] == "s" else "3"
         elif word in UNITS and (len(word) > 1 or not word.isalpha() or head.endswith(" ")):
-            after.insert(0, UNITS[word] + (match[2] or ""))
-            short = short or len(word) == 1 and word.isalpha()
+            units.insert(0, UNITS[word] + (match[2] or ""))
+            letter = len(word) == 1 and word.isalpha()
         else:
             break
         rest = head.rstrip()
-    counted = re.fullmatch(r"(.*[^A-Za-z ]) ([A-Za-z ]+)", amount)  # 72 clips in May
-    if counted and read_number(rest) is None and read_number(counted[1]) is not None:
-        words = counted[2].split()
-        if is_word(words[0]) and all(is_word(word) or word in UNITS or word == "of" for word in words):
-            return counted[1], " ".join(before + [UNITS.get(word, word.lower().removesuffix("s")) for word in words])
-    if not re.search(r"[0-9\\]", rest):  # "a week" is no measure of "a"
-        return text, ""
-    if short and re.search(r"[A-Za-z]|(?<!^)[+-]", re.sub(r"\\[A-Za-z]+", "", rest)):  # x + 5 m
-        return text, ""
-    return rest, " ".join(before + after)
+    sums = letter and re.search(r"[A-Za-z]|(?<!^)[+-]", re.sub(r"\\[A-Za-z]+", "", rest))  # x + 5 m
+    words = re.search("[A-Za-z]{2}", rest) and not re.search(r"[0-9\\]", rest)
+    return (text, []) if sums or words or rest in ("", "a", "A") else (rest, units)  # "a week"
 
 
 def is_word(text):
-    """Whether letters are a word, and none that changes a number. abx is none: a product of variables is in their order."""
+    """
+    Whether letters are a word, and none that changes a number. xyz is none, nor abx: they may be
+    variables, which stand in the order of the alphabet.
+    """
     letters = text.lower()
-    return (len(letters) > 2 and bool(re.search("[aeiouy]", letters)) and letters != "".join(sorted(set(letters)))
-            and not NO_UNITS.fullmatch(letters))
+    in_order = letters == "".join(sorted(set(letters)))
+    vowel = re.search("[aeiou]", letters)
+    return len(letters) > 2 and bool(vowel) and not in_order and not NO_UNITS.fullmatch(letters)
 
 
 def read_number(text):
@@ -237,21 +254,22 @@ def split_parts(text):
     unions = re.split(r"\\cup(?![a-zA-Z])", text)
     if len(unions) > 1 and all(split_at(",", part) for part in unions):
         return r"\cup", unions
-    if match := re.fullmatch(r"\\begin\{([pbvBV]?matrix)\}((?:(?!\\begin).)*)\\end\{\1\}", text):
+    if match := re.fullmatch(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", text):
         rows = [row.split("&") for row in match[2].strip().removesuffix("¶").split("¶")]
-        kind = "matrix" if match[1] in ("matrix", "pmatrix", "bmatrix") else match[1]  # ( ) or [ ] is typesetting
+        kind = match[1] if match[1][0] in "vBV" else "matrix"  # ( ) or [ ] around it is typesetting
         return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
-    if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄") and (parts := split_at(",", text[1:-1])):
-        kind = text[0] + text[-1]
-        return ("group" if kind == "{}" and len(parts) == 1 else kind.replace("⦃", "{").replace("⦄", "}")), parts
+    if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
+        if parts := split_at(",", text[1:-1]):
+            kind = (text[0] + text[-1]).replace("⦃", "{").replace("⦄", "}")
+            return "group" if len(parts) == 1 and "{}" == text[0] + text[-1] else kind, parts
     return split_quotient(text)
 
 
 def split_quotient(text):
-    r"""\frac{a+b}{c} and (a+b)/c -> ("/", ["a+b" or "(a+b)", "c"]); a+b/c, a/bc, \sin a/b -> ("", [])."""
+    r"""\frac{a+b}{c}, (a+b)/c -> ("/", [its two parts]); a+b/c, a/bc, \sin a/b -> ("", [])."""
     if match := re.fullmatch(rf"([+-]?) ?\\frac({GROUP})({GROUP})", text):
-        over, under = match[2][1:-1].strip(), match[3][1:-1]
-        return "/", [f"-({over})" if match[1] == "-" and split_at("+-", over)[1:] else match[1] + over, under]
+        sign, over, under = match[1], match[2][1:-1].strip(), match[3][1:-1]
+        return "/", [f"-({over})" if sign == "-" and split_at("+-", over)[1:] else sign + over, under]
     parts = [part.strip() for part in split_at("/", text)]
     if len(parts) == 2 and DIVISOR.fullmatch(parts[1]):
         product = re.sub("^[+-] ?", "", parts[0])

@@ -298,7 +298,7 @@ def test_long_completions_take_linear_time(text):
 @pytest.mark.parametrize("completion, answer", [
     (r"so \boxed{72}", "72"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{ \boxed{5} }", "5"), (r"\boxed{5} and \boxed{6", "5"), (r"\boxed{6", r"\boxed{6"),
-    (r"\boxed 5", "5"), (r"\fbox{5}", "5"), (r"\boxed {5}", "5"), (r"} } \boxed{5}", "5"), (r"{ { \boxed{5}", "5"), (r"\boxed{}", ""),
+    (r"\boxed 5", "5"), (r"\boxed {5}", "5"), (r"} } \boxed{5}", "5"), (r"{ { \boxed{5}", "5"), (r"\boxed{}", ""),
     (r"\boxed{1}<answer>2</answer>#### 3", "1"), (r"<answer>\boxed{1}</answer>", "1"), ("<answer> 2 </answer>#### 3", "2"),
     ("<answer>1</answer><answer>2</answer> bye", "2"), ("<answer>1</answer><answer>2", "1"),
     ("<answer><answer>1</answer></answer>", "1"),
