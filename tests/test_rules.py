@@ -262,7 +262,7 @@ NASTY = [piece * n for piece in PIECES for n in (3, 40, 199)] + [
 def test_hostile_text():
     """Whatever the text: a bool, no exception, at once, and the answer equals itself."""
     rng = random.Random(5)
-    texts = NASTY + ["".join(rng.choices(PIECES, k=rng.choice([1, 2, 3, 5, 8, 30, 90]))) for _ in range(4000)]
+    texts = NASTY + ["".join(rng.choices(PIECES, k=rng.choice([1, 2, 3, 5, 8, 30, 90]))) for _ in range(2500)]
     slowest = 0.0
     for i, text in enumerate(texts):
         other = texts[i - 1]
