@@ -1,11 +1,14 @@
-"""
-When two answers are the same, and what an arithmetic expression is worth. Both read a model's text, so nothing is evaluated as
-code, every size is bounded, and no text raises an exception.
+r"""
+When two answers are the same, and what an arithmetic expression is worth. Both read a model's
+text, so nothing is evaluated as code, every size is bounded, and no text raises an exception.
 
-The manner of MATH's grader (Hendrycks et al., arXiv 2103.03874): undo what is only typesetting, then compare; but numbers as
-exact fractions, and lists element by element. What is not surely a number is compared as text.
+The manner of MATH's grader (Hendrycks et al., arXiv 2103.03874): undo what is only typesetting,
+then compare. But numbers are compared as exact fractions, and lists, sets, matrices and quotients
+part by part. What none of this reads is compared as text. There is no algebra: x + 1 and 1 + x are
+two answers, and so are \sqrt{8} and 2\sqrt{2}.
 """
 import re
+from collections import namedtuple
 from fractions import Fraction
 
 LONGEST = 200  # characters of an answer; a longer one is only right letter for letter
@@ -18,41 +21,88 @@ QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
 MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)([+-]?[0-9]{{1,3}})")
 
+GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
+xi pi rho sigma tau phi varphi chi psi omega""".split())
+GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
+PARENTHESES = r"\((?:[^()]|\([^()]*\))*\)"
+
+# a/b is \frac{a}{b} where b is one factor, as 1/2x is not clear; and where a is a product without
+# functions, as \sin x/2 is not clear.
+FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|{PARENTHESES})"
+DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
+FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
+
+# What may stand before "=" and be left out: a variable (x, AB, m_1, f(x), \theta), or one of the
+# words. Other words, or a sign such as the ! of !=, could say that it is not equal.
+NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
+(?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
+NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
+
 CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro", "¢": "cent"}  # ¤ stands for a dollar that is not LaTeX's
-UNIT_NAMES = """percent|degree degrees|dollar dollars usd|cent cents|euro euros|unit units|point points
+UNIT_NAMES = """percent|degree degrees|radian radians|dollar dollars usd|cent cents|euro euros|unit units|point points
+way ways|digit digits|integer integers|multiple multiples|edge edges|student students|meal meals
 mm millimeter millimeters|cm centimeter centimeters centimetre centimetres|m meter meters metre metres
 km kilometer kilometers kilometre kilometres|in inch inches|ft foot feet|yd yard yards|mi mile miles
-mg milligram milligrams|g gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces|ton tons
+mg milligram milligrams|g gm gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces|ton tons
 ml mL milliliter milliliters|l L liter liters litre litres|gallon gallons|quart quarts|pint pints|cup cups
 s sec second seconds|min mins minute minutes|h hr hrs hour hours|day days|week weeks|month months|year years
 per|mi_per_h mph|km_per_h kph km/h|m_per_s m/s|km_per_s km/s"""
 UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ") for names in re.split(r"[|\n]", UNIT_NAMES)
                       for alias in names.split()}  # alias -> the name that stands for all
 
+# A word behind a number is what is counted, as in "72 clips", and no matter. Not so these words,
+# which change the number or deny it: 12 million, 2 thirds, 5 pi, 0.3 repeating, 5 below.
+NO_UNITS = re.compile(rf"""(?:
+    (?:zero|one|two|three|four|fi[fv]e?|six|seven|eight?|nine?|ten|eleven|twel(?:f|ve)|[a-z]+teen
+        |(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion)(?:th)?s?
+    |half|halves|thirds?|quarters?|dozens?|score|grand|thou|mi[lo]|lakhs?|crores?|double|triple|twice
+    |squared|cubed|factorial|choose|plus|minus|negative|below|under|than|over|mod|modulo|base|root
+    |inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
+    |repeating|recurring|repeated|not|never|false|wrong|incorrect|infinity|nan|inf|{GREEK}
+    |(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt)[a-z]?)""", re.IGNORECASE | re.VERBOSE)
+
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
+    (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # a matrix's row ends; first, as "\\ " is no "\ "
     (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
-    ("∞", r"\\infty "), ("°", r"^\\circ "), (r"\\!", ""), (r"\{,\}", ","),
+    ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
+    ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
+    (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
-    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""), (r"\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s", " "),  # 10\,000
-    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
+    (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),  # a set's; {} only group
+    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+    (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
+    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),  # a bare m may be a variable
+    (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
+    (r" *,? +and +| +,", ", "),
+    (r"(?<=[0-9]) *[aA]\.? ?[mM](?![A-Za-z])\.?", " am"),
+    (r"(?<=[0-9]) *[pP]\.? ?[mM](?![A-Za-z])\.?", " pm"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),  # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
-    (r"\\frac *\{([^{}]*)\} *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac{\1}{\2}"),
-    (r"\\frac *\{([^{}]*)\} *\{", r"\\frac{\1}{"),
-    (r"([\^_])\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
-    (r"\\([{}])", r"\1"),
+    (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
+    (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
+    (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
 ]]
+
+# What an answer says: its name in "name = ...", its value, its unit, and all behind the name as
+# text. The value is a Fraction, or (kind, parts) with parts that are Answers, or else text. The
+# kind is a list's brackets, "{}" of a set, "\cup", "/", or a matrix and its rows' lengths.
+Answer = namedtuple("Answer", "name value unit text")
+UNORDERED = ("{}", r"\cup")  # kinds
 
 
 def same_answer(given, truth):
     r"""
-    Whether an answer, as final_answer gives it, is the true one. Both are text; an empty one equals nothing.
+    Whether an answer, as final_answer gives it, is the true one. Both are text; an empty one equals
+    nothing. It is symmetric: same_answer(a, b) is same_answer(b, a).
 
-    Numbers are equal if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are one, 0.333 and 1/3 are two. A unit, a percent
-    sign or an "x =" may be on one side alone; if both have one, it must be the same. So 12% is 12, and not 0.12. Only the units
-    of UNITS are known. Lists, tuples and intervals agree element by element, in order, and in their brackets; sets in any order.
-    All else is compared as text, after undoing TYPESETTING.
+    Numbers are equal if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are one, 0.333 and
+    1/3 are two. What is counted or measured, a percent sign or an "x =" may be on one side alone; if
+    both have one, it must be the same. So 72 clips is 72, and 12% is 12 and not 0.12, nor is 5 cm
+    5 m, which makes the relation no equivalence. Tuples, intervals and bare lists agree element by
+    element, in order, and in their brackets; sets and unions in any order; matrices cell by cell;
+    a/b is \frac{a}{b}. All else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, and not
+    3, -3.
     """
     given, truth = given.strip(), truth.strip()
     if not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -69,55 +119,111 @@ def plain(text):
 
 
 def read_answer(text, deep=3):
-    """Plain text -> (name, value, unit): the value a Fraction, (brackets, elements) or else text; the others may be ""."""
-    match = re.fullmatch(r"((?:[A-Za-z]+|\\[A-Za-z]+)(?:_[0-9A-Za-z])?(?:\([A-Za-z]\))?)? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)", text)
-    name, text = (match[1] or "", match[2]) if match else ("", text)
-    text, unit = split_unit(text.strip())
+    """Plain text -> Answer. deep: how many lists, quotients and parentheses may be inside each other."""
+    match = NAMED.fullmatch(text)
+    name, text = (match[1] or "", match[2].strip()) if match else ("", text)
+    whole = squeeze(text)
+    text, unit = split_unit(text)
     number = read_number(text)
     if number is not None:
-        return name, number, unit
-    brackets, parts = split_list(text)
-    if deep and brackets == "()" and len(parts) == 1:  # mere parentheses
-        _, value, inner = read_answer(parts[0].strip(), deep - 1)
-        return name, value, unit or inner
-    if deep and 0 < len(parts) <= MOST_ELEMENTS:
-        return name, (brackets, [read_answer(part.strip(), deep - 1) for part in parts]), unit
-    return name, re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text), unit  # "4 2" stays apart
+        return Answer(name, number, unit, whole)
+    kind, parts = split_parts(text) if deep else ("", [])
+    if 0 < len(parts) <= MOST_ELEMENTS:
+        parts = [read_answer(part.strip(), deep - 1) for part in parts]
+        if len(parts) == 1 and kind in ("()", "group"):
+            return Answer(name or parts[0].name, parts[0].value, unit or parts[0].unit, whole)
+        if kind != "/":
+            return Answer(name, (kind, parts), unit, whole)
+        if not any(part.name or part.unit for part in parts):
+            return Answer(name, divide(*parts), unit, whole)
+    return Answer(name, squeeze(text), unit, whole)
 
 
 def agree(given, truth):
-    """Whether two results of read_answer are the same answer."""
-    if any(x and y and x != y for x, y in ((given[0], truth[0]), (given[2], truth[2]))):  # names, units
+    """Whether two Answers are the same."""
+    if any(x and y and x != y for x, y in ((given.name, truth.name), (given.unit, truth.unit))):
         return False
-    given, truth = given[1], truth[1]
+    if given.text == truth.text != "":
+        return True
+    given, truth = given.value, truth.value
     if not (isinstance(given, tuple) and isinstance(truth, tuple)):
         return given == truth != ""
     if given[0] != truth[0] or len(given[1]) != len(truth[1]):
         return False
-    if truth[0] == "{}":  # as many elements, and all of the true ones: as these differ, it is one of each
-        return all(any(agree(x, y) for x in given[1]) for y in truth[1])
-    return all(agree(x, y) for x, y in zip(given[1], truth[1], strict=True))
+    if given[0] not in UNORDERED:
+        return all(agree(x, y) for x, y in zip(given[1], truth[1], strict=True))
+    # each element must have one partner, and only one: {1, 2} is not {1, 1}, nor the other way round
+    table = [[agree(x, y) for y in truth[1]] for x in given[1]]
+    return all(sum(line) == 1 for line in [*table, *zip(*table, strict=True)])
+
+
+def squeeze(text):
+    """
+    Plain text as it is compared: without blanks, but 4 2 is not 42 and 1, 234 not 1,234; without the
+    + of +x; {1} and \\{1\\} alike; and Even is even, while Ab, a product perhaps, is not ab.
+    """
+    text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
+    capitalised = r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])"
+    return re.sub(capitalised, lambda m: m[0].lower() if is_word(m[0]) else m[0], text)
+
+
+def divide(over, under):
+    """The value of a quotient of two Answers, a Fraction or ("/", both)."""
+    if isinstance(over.value, Fraction) and isinstance(under.value, Fraction) and under.value != 0:
+        return over.value / under.value
+    return "/", [over, under]
 
 
 def split_unit(text):
-    """"-¤5 per hour" -> ("-5", "dollar per h"); ("5m", "") is no length, as m may be a variable, but "5 m" is."""
-    rest, before, after = text, [], []
-    if match := re.match(r"([+-]?) ?([¤£€]) ?", rest):
-        rest, before = match[1] + rest[match.end():], [CURRENCIES[match[2]]]
+    """
+    "-¤5 per hour" -> ("-5", "dollar per h"); "72 clips in May" -> ("72", "clip in may"). ("5m", "")
+    is no length, as m may be a variable, but "5 m" is.
+    """
+    before = []
+    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
+        text, before = match[1] + text[match.end():], [CURRENCIES[match[2]]]
+    rest, units = split_known_units(text)
+    counted = re.fullmatch(r"(.*[^A-Za-z ]) ([A-Za-z ]+)", text)
+    if counted and read_number(rest) is None and read_number(counted[1]) is not None:
+        words = counted[2].split()
+        if all(is_word(word) or word in UNITS or word == "of" for word in words):
+            rest = counted[1]
+            units = [UNITS.get(word, word.lower().removesuffix("s")) for word in words]
+    return rest, " ".join(before + units)
+
+
+def split_known_units(text):
+    """"2\\pi square cm" -> ("2\\pi", ["cm2"]). Only units of UNITS, behind an expression."""
+    rest, units, letter = text, [], False
     for _ in range(4):
         match = re.search(r"(?<![A-Za-z\\/])([A-Za-z]+(?:/[A-Za-z]+)?|[¤£€¢])(?: ?\^([23]))?$", rest)
         word = match and (match[1] if len(match[1]) <= 2 else match[1].lower())
         head = rest[:match.start()] if match else ""
-        if word in ("square", "cubic", "sq", "cu") and after:
-            after[0] += "2" if word[0] == "s" else "3"
+        if head and not re.search(r"[0-9A-Za-z.)}\]⦄!] *$", head):  # 5 / m
+            break
+        if word in ("square", "cubic", "sq", "cu") and units:
+            units[0] += "2" if word[0] == "s" else "3"
         elif word in UNITS and (len(word) > 1 or not word.isalpha() or head.endswith(" ")):
-            after.insert(0, UNITS[word] + (match[2] or ""))
+            units.insert(0, UNITS[word] + (match[2] or ""))
+            letter = len(word) == 1 and word.isalpha()
         else:
             break
         rest = head.rstrip()
-    if not re.search(r"[0-9\\]", rest):  # "a week" is no measure of "a"
-        return text, ""
-    return rest, " ".join(before + after)
+    sums = letter and re.search(r"[A-Za-z]|(?<!^)[+-]", re.sub(r"\\[A-Za-z]+", "", rest))  # x + 5 m
+    words = re.search("[A-Za-z]{2}", rest) and not re.search(r"[0-9\\]", rest)
+    return (text, []) if sums or words or rest in ("", "a", "A") else (rest, units)  # "a week"
+
+
+def is_word(text):
+    """
+    Whether letters are a word, and none that changes a number. xyz is none, nor abx: they may be
+    variables, which stand in the order of the alphabet.
+    """
+    letters = text.lower()
+    in_order = letters == "".join(sorted(set(letters)))
+    vowel = re.search("[aeiou]", letters)
+    return len(letters) > 2 and bool(vowel) and not in_order and not NO_UNITS.fullmatch(letters)
 
 
 def read_number(text):
@@ -138,24 +244,48 @@ def read_number(text):
     return -value if value is not None and negative else value
 
 
-def split_list(text):
-    """"(1, 2]" -> ("(]", ["1", " 2"]); "1, 2" -> ("", ["1", " 2"]); what is no list -> ("", [])."""
-    parts = split_commas(text)
-    if len(parts) > 1:
+def split_parts(text):
+    r"""
+    "(1, 2]" -> ("(]", ["1", " 2"]); "1, 2" -> ("", ["1", " 2"]); a/b -> ("/", ["a", "b"]); {5} ->
+    ("group", ["5"]); matrices row by row; what has no parts -> ("", []).
+    """
+    if len(parts := split_at(",", text)) > 1:
         return "", parts
-    if text[:1] in ("(", "[", "{") and text[-1:] in (")", "]", "}") and (inner := split_commas(text[1:-1])):
-        return text[0] + text[-1], inner
+    unions = re.split(r"\\cup(?![a-zA-Z])", text)
+    if len(unions) > 1 and all(split_at(",", part) for part in unions):
+        return r"\cup", unions
+    if match := re.fullmatch(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", text):
+        rows = [row.split("&") for row in match[2].strip().removesuffix("¶").split("¶")]
+        kind = match[1] if match[1][0] in "vBV" else "matrix"  # ( ) or [ ] around it is typesetting
+        return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
+    if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
+        if parts := split_at(",", text[1:-1]):
+            kind = (text[0] + text[-1]).replace("⦃", "{").replace("⦄", "}")
+            return "group" if len(parts) == 1 and "{}" == text[0] + text[-1] else kind, parts
+    return split_quotient(text)
+
+
+def split_quotient(text):
+    r"""\frac{a+b}{c}, (a+b)/c -> ("/", [its two parts]); a+b/c, a/bc, \sin a/b -> ("", [])."""
+    if match := re.fullmatch(rf"([+-]?) ?\\frac({GROUP})({GROUP})", text):
+        sign, over, under = match[1], match[2][1:-1].strip(), match[3][1:-1]
+        return "/", [f"-({over})" if sign == "-" and split_at("+-", over)[1:] else sign + over, under]
+    parts = [part.strip() for part in split_at("/", text)]
+    if len(parts) == 2 and DIVISOR.fullmatch(parts[1]):
+        product = re.sub("^[+-] ?", "", parts[0])
+        if product and len(split_at("+-=<>", product)) == 1 and not FUNCTION.search(product):
+            return "/", parts
     return "", []
 
 
-def split_commas(text):
-    """text cut at the commas outside of all brackets; [] where brackets do not match."""
+def split_at(marks, text):
+    """text cut at the marks outside of all brackets; [] where brackets do not match."""
     depth, parts = 0, [""]
     for ch in text:
-        depth += (ch in "([{") - (ch in ")]}")
+        depth += (ch in "([{⦃") - (ch in ")]}⦄")
         if depth < 0:
             return []
-        if ch == "," and depth == 0:
+        if ch in marks and depth == 0:
             parts.append("")
         else:
             parts[-1] += ch

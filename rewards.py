@@ -17,7 +17,7 @@ import traceback
 import torch
 
 import parallel
-from answers import evaluate_arithmetic, same_answer
+from answers import GROUP, evaluate_arithmetic, same_answer
 from configurator import BadConfig, BadInput, Stop, first_line, shorten
 from data import right_pad
 from sandbox import check_sandbox, check_tests, count_cpus, extract_code, run_all
@@ -180,11 +180,24 @@ def prompt_text(row):
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
+# \boxed{...} or \fbox{...}; or what they hold without braces, a number, a command or a letter with
+# all that adheres to it; or \\., as \{ and \} are no braces to count
+BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
+    (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
+                       (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
+    | \\. | [{{}}]""", re.DOTALL | re.VERBOSE)
+
+
 def last_boxed(text):
-    r"""What the \boxed{...} that begins last holds, its braces balanced; None if there is none. One pass, however nested."""
+    r"""
+    What the \boxed or \fbox that begins last holds: in {...}, balanced, or without braces, as in
+    \boxed 5, up to a blank or a $. None if there is none. One pass, however nested.
+    """
     opened, begin, end = [], -1, -1  # where the contents of the open braces begin, and whether they are boxed
-    for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):  # \\. so that \{ and \} are not counted
-        if match[0].endswith("{") and match[0] != r"\{":
+    for match in BOX.finditer(text):
+        if match["bare"]:
+            begin, end = max((begin, end), match.span("bare"))
+        elif match[0].endswith("{") and match[0] != r"\{":
             opened.append((match.end(), match[0] != "{"))
         elif match[0] == "}" and opened:
             start, boxed = opened.pop()

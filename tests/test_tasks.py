@@ -154,7 +154,8 @@ def test_gsm8k(tmp_path, source, prepare):
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
             assert list(row) == ["prompt", "answer"]
-            assert f"User: {question.strip()} " in row["prompt"] and r"in \boxed{}" in row["prompt"]
+            assert f"User: {question.strip()} Reason step" in row["prompt"]
+            assert "then give the final number in \\boxed{}, for example \\boxed{12}.\nAssistant: " in row["prompt"]
             assert row["prompt"].endswith("\n<think>")
         rewards = parse_rewards("accuracy,0.5*format", RULES, ".")
         check_rows(rewards, rows, name)

@@ -31,8 +31,8 @@ import urllib.request
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 FILES = {"rl_train": "train.jsonl", "rl_val": "test.jsonl"}  # our file -> theirs
-TASK = r"""{question} Reason step by step between <think> and </think>, then give the final number in \boxed{{}}, for example \
-\boxed{{12}}."""
+TASK = (r"{question} Reason step by step between <think> and </think>, then give the final number "
+        r"in \boxed{{}}, for example \boxed{{12}}.")
 BASE = """A conversation between User and Assistant. The User asks a question and the Assistant answers it: the Assistant first \
 works out the solution in its mind, and then tells the User the answer.
 User: {task}
