@@ -12,6 +12,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,10 +25,11 @@ from safetensors.torch import save_file
 
 from configurator import BadInput, Stop
 from model import Adapted, find_folder, load_adapter, read_json, save_adapter
-from parallel import checksums, from_rank_0, rank_and_size
+from parallel import checksums, from_rank_0, rank_and_size, together
 from zero import fill_optimizer, optimizer_tensors, sharded, trunk_of, whole_weights
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
+READ_TRIES, READ_PAUSE = 3, 2  # times, and seconds between them: how often a disk is asked that fails for a moment
 lock_file = None  # open, and so locked, as long as this process lives
 
 
@@ -173,10 +175,37 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def read_bytes(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def patiently(read, path):
+    """
+    What read(path) returns. A disk that fails for a moment, as network disks do, is asked again. Raises Stop if it goes on
+    failing: what cannot be read now is not damaged, and must be neither skipped nor replaced. FileNotFoundError and its like
+    are answers, and pass.
+    """
+    for attempt in range(READ_TRIES):
+        try:
+            return read(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as e:
+            error = e
+        time.sleep(READ_PAUSE if attempt < READ_TRIES - 1 else 0)
+    raise Stop(f"{path} cannot be read ({error.strerror}); nothing was changed. See to the disk, and resume with the same "
+               "command") from error
+
+
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    folders = glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-*"))
-    return sorted((f for f in folders if re.fullmatch(r"checkpoint-\d{6,}", os.path.basename(f))), key=number_of)
+    try:
+        names = patiently(os.listdir, out_dir)
+    except FileNotFoundError:
+        return []
+    names = sorted((name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)), key=number_of)
+    return [os.path.join(out_dir, name) for name in names]
 
 
 def number_of(folder):
@@ -190,40 +219,59 @@ def self_hash(manifest):
 
 
 def damage(folder):
-    """None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words."""
+    """
+    None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words. Raises Stop if they
+    cannot be read, which is another matter.
+    """
+    name = "manifest.json"
     try:
-        with open(os.path.join(folder, "manifest.json"), "rb") as f:
-            text = f.read()
+        text = patiently(read_bytes, os.path.join(folder, name))
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or text != json.dumps(manifest, indent=2).encode() \
-                or manifest.pop("manifest.json", None) != self_hash(manifest):
+                or manifest.pop(name, None) != self_hash(manifest):
             return "its manifest.json is damaged"
         for name, digest in manifest.items():
-            if not os.path.isfile(os.path.join(folder, name)):
-                return f"{name} is missing"
-            if sha256(os.path.join(folder, name)) != digest:
+            if patiently(sha256, os.path.join(folder, name)) != digest:
                 return f"{name} is damaged"
-    except FileNotFoundError:
-        return "its manifest.json is missing"
-    except (OSError, ValueError, RecursionError) as e:
-        return getattr(e, "strerror", None) or "its manifest.json is damaged"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"{name} is missing"
+    except (ValueError, RecursionError):
+        return "its manifest.json is damaged"
     return None
 
 
 def find_checkpoint(out_dir):
-    """(folder, state) of the newest checkpoint whose files are what its manifest says, or (None, None). Says what it skips."""
+    """
+    (folder, state) of the newest checkpoint whose files are what its manifest says; (None, None) if the run has none at all.
+    Says which it skips. Raises BadInput where there are some and none is good, for to begin again would lose what they hold,
+    and Stop where one cannot be read.
+    """
+    refused = []
     for folder in reversed(list_checkpoints(out_dir)):
         reason = damage(folder)
         if reason is None:
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                return folder, json.load(f)
-        if rank_and_size()[0] == 0:
-            print(f"{folder} is refused ({reason}); looking for an older one", flush=True)
+            for bad, why in refused if rank_and_size()[0] == 0 else ():
+                print(f"{bad} is refused ({why}); an older one is used, and this one stays until the next is saved", flush=True)
+            return folder, json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
+        refused.append((folder, reason))
+    if refused:
+        said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
+        raise BadInput(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a backup, or start over with "
+                       "another --out_dir (or here, after you have deleted them and log.jsonl)")
     return None, None
 
 
 def load_checkpoint(folder, models, optimizers, average=None):
-    """Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder."""
+    """
+    Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder, and cut the run's log back to
+    it when all ranks have. Raises BadInput, or Stop.
+    """
+    together(lambda: fill(folder, models, optimizers, average))
+    from_rank_0(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
+
+
+def fill(folder, models, optimizers, average):
+    """load_checkpoint on this rank."""
     for name, model in models.items():
         if isinstance(model, Adapted):
             load_adapter(model, os.path.join(folder, name))
@@ -243,8 +291,11 @@ def use_state(file, use):
     try:
         with safe_open(file, framework="pt") as f:
             use({key: f.get_tensor(key) for key in f.keys()})
-    except (OSError, SafetensorError, AttributeError, KeyError) as e:
-        raise BadInput(f"{file}: cannot be read ({e}); delete {os.path.dirname(file)} to resume from an older checkpoint") from e
+    except OSError as e:
+        raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same command") from e
+    except (SafetensorError, AttributeError, KeyError) as e:
+        raise BadInput(f"{file}: does not fit what is trained here ({e}); resume with the model and the "
+                       "code that saved it") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,8 +329,9 @@ def begin_or_resume(out_dir, config, must_match, sources):
         lock_file.truncate(0)
         lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")  # for the line that refuses a second run
         lock_file.flush()
+        if not folder:
+            cut_log(out_dir, 0)  # before config.json is another one: the log is judged by it
         write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
-        cut_log(out_dir, state["iteration"] if state else 0)
     except OSError as e:
         raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
     return folder, state
@@ -303,10 +355,13 @@ def check_ours(out_dir):
 
 
 def check_same_run(out_dir, folder, config, must_match, hashes):
-    """Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder."""
-    file, log = os.path.join(folder, "config.json"), os.path.join(out_dir, "log.jsonl")
-    if not list_checkpoints(out_dir) and not (os.path.exists(log) and os.path.getsize(log)):
-        return  # nothing to lose
+    """
+    Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder, or a log
+    without the checkpoint that must have been there.
+    """
+    file, log = os.path.join(folder, "config.json"), read_log(out_dir)
+    if folder == out_dir and not log:
+        return  # no checkpoint and no log: nothing to lose
     try:
         before = read_json(file)
     except BadInput as e:
@@ -320,6 +375,13 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
         if known != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents than it has now (sha256 "
                            f"{known[:12]}, now {sha[:12]}); restore it, or choose another --out_dir")
+    # a run that was killed before its first checkpoint begins again, and writes the same log
+    first = min(before.get("checkpoint_interval") or math.inf, before.get("max_iters", math.inf))
+    last = max((iteration for iteration, _ in log if iteration is not None), default=0)
+    if folder == out_dir and last >= first:
+        raise BadInput(f"{out_dir}/log.jsonl has iteration {last}, and the run had a checkpoint by then, but "
+                       "there is no checkpoint here now; restore it from a backup, or start over with another "
+                       "--out_dir (or here, after you have deleted log.jsonl)")
 
 
 def content_hash(path):
@@ -364,31 +426,44 @@ def lock(out_dir):
             return
 
 
+def read_log(out_dir):
+    """[(iteration, line)] of log.jsonl; None for the iteration of a line that a kill has cut short. Raises Stop."""
+    try:
+        text = patiently(read_bytes, os.path.join(out_dir, "log.jsonl")).decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.split("\n"):
+        try:
+            found.append((int(json.loads(line)["iteration"]), line))
+        except (ValueError, KeyError, TypeError, OverflowError):
+            found.append((None, line))
+    return found if text else []
+
+
 def cut_log(out_dir, iteration):
     """Drop what log.jsonl says of this and later iterations: they will be run again."""
     file = os.path.join(out_dir, "log.jsonl")
-    kept = []
-    if os.path.exists(file):
-        with open(file, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                try:
-                    if json.loads(line)["iteration"] < iteration:
-                        kept.append(line.rstrip("\n") + "\n")
-                except (ValueError, KeyError, TypeError):  # a line cut short by a kill
-                    continue
+    kept = [f"{line}\n" for i, line in read_log(out_dir) if i is not None and i < iteration]
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         f.writelines(kept)
     os.replace(file + ".tmp", file)
 
 
 def write_log(out_dir, record):
-    """Append one iteration's object to log.jsonl, the whole line or nothing. Raises Stop, on all ranks, when the disk is full."""
+    """
+    Append one iteration's object to log.jsonl, the whole line or nothing; numbers that are not finite as null, for JSON has no
+    others. Raises Stop, on all ranks, when the disk is full.
+    """
+    finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+    line = json.dumps(finite, allow_nan=False) + "\n"
+
     def append():
         file = os.path.join(out_dir, "log.jsonl")
         size = os.path.getsize(file) if os.path.exists(file) else 0
         try:
             with open(file, "a", encoding="utf-8") as f:
-                f.write(json.dumps(record) + "\n")
+                f.write(line)
         except OSError as e:
             if os.path.exists(file):
                 os.truncate(file, size)
