@@ -199,16 +199,30 @@ def digest(text):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
 
 
+def own_code():
+    """
+    {what: its hash or version} of the code that runs here: this project's files, the script itself among them, and torch.
+    Gradients are summed over ranks, so no audit could see that one of them computes another loss.
+    """
+    folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    code = {"the version of torch": torch.__version__}
+    for path in sorted(path for path in loaded if path.startswith(folder) and "site-packages" not in path):
+        with open(path, "rb") as f:
+            code[f"the code of {path.removeprefix(folder)}"] = hashlib.sha256(f.read()).hexdigest()
+    return code
+
+
 def agree(settings):
     """
     The end of every rank's set-up, at which all find out whether all are ready and start from the same: settings is
-    {what: its value or hash}, from the configuration to the models' checksums. Raises BadConfig, on all ranks, when some rank
-    could not come this far, or has other settings than rank 0.
+    {what: its value or hash}, from the configuration to the models' checksums; the code itself is added here. Raises
+    BadConfig, on all ranks, when some rank could not come this far, or has other settings than rank 0.
     """
     global starting
     if not dist.is_initialized():
         return
-    texts = {what: json.dumps(value) for what, value in settings.items()}
+    texts = {what: json.dumps(value) for what, value in (own_code() | settings).items()}
     mine = torch.tensor([0, digest(json.dumps(texts)), digest(json.dumps(list(texts)))], device=wire())
     everyones = torch.stack(all_gather(mine))  # (ranks, 3)
     starting = False
@@ -222,9 +236,10 @@ def agree(settings):
         raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; copy rank 0's there")
     details = torch.stack(all_gather(torch.tensor([digest(text) for text in texts.values()], device=wire())))
     differs = details != details[0]  # (ranks, settings)
-    what = list(texts)[int(differs.any(0).nonzero()[0])]
-    raise BadConfig(f"{name_ranks(differs.any(1).nonzero().flatten().tolist())} differs from rank 0 in {what}; give all ranks "
-                    "the same files and settings")
+    first = int(differs.any(0).nonzero()[0])
+    others = differs[:, first].nonzero().flatten().tolist()
+    raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {list(texts)[first]}; give all ranks the same files and "
+                    "settings")
 
 
 def name_ranks(numbers):

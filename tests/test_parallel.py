@@ -1,6 +1,8 @@
 """parallel.py alone and with two and three gloo ranks: shares, gathers, sums, gradients, and an audit that misses nothing."""
+import hashlib
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -57,6 +59,15 @@ def test_a_parameter_that_is_not_finite_is_no_secret():
         model[1].bias[3] = torch.inf
     with pytest.raises(Stop, match=r"iteration 2: policy's 1\.bias is not finite \(on all ranks\); the last checkpoint is good"):
         parallel.audit({"policy": model}, {}, 2)
+
+
+def test_own_code_is_ours_alone_and_torch():
+    import loss
+    code = parallel.own_code()
+    with open(loss.__file__, "rb") as f:
+        assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
+    assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
+    assert all(re.fullmatch(r"the (version of torch|code of (tests/)?\w+\.py)", what) for what in code)
 
 
 def test_one_process_needs_no_group():

@@ -4,11 +4,14 @@ What must not happen, made to happen: ranks that start from different things, th
 """
 import ast
 import functools
+import glob
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,6 +94,29 @@ def test_ranks_start_with_the_same_settings(starts):
         result = starts[1][name][0]
         assert result["codes"] == [2, 2] and re.search(pattern, result["stderr"][0]), result
         assert not os.path.exists(f"{starts[0]}/{name}/out")
+
+
+def by_hand(*ranks):
+    """Two processes that a user starts by hand: [(script, args), ...] -> their results. (Forked runs share one code.)"""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        meet = dict(WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+    return tiny.run_all([((script, *args), dict(env=meet | dict(RANK=str(i)))) for i, (script, args) in enumerate(ranks)])
+
+
+def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
+    """Two working copies, with the same keys, data and models, but another loss.py in one of them."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, copy)
+    with open(copy / "loss.py", "a", encoding="utf-8") as f:
+        f.write("\nmasked_sum = torch.compile(masked_sum) if False else masked_sum\n")
+    args = world.sft(tmp_path / "out")
+    here, there = by_hand(("sft.py", args), (str(copy / "sft.py"), args))
+    assert (here.returncode, there.returncode) == (2, 2), (here.stderr, there.stderr)
+    assert is_one_line(here.stderr, "rank 1 differs from rank 0 in the code of loss.py;", "sft.py") and there.stderr == ""
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,8 +327,6 @@ def write(path, text):
 
 def edited(source, folder, **files):
     """A copy of a model folder with these files (dots as __) deleted (None), replaced (str) or their JSON updated (dict)."""
-    import shutil
-
     shutil.copytree(source, folder)
     for name, change in files.items():
         file = os.path.join(folder, name.replace("__", "."))
