@@ -8,6 +8,7 @@ run resumes at any other stage and on any number of ranks.
 checkpoint-000120 means: 120 iterations are done, number 120 (counting from 0) comes next. Prompts and sampling noise are
 functions of the iteration, so there is no random state to save.
 """
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -23,11 +24,12 @@ from functools import partial
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from configurator import BadInput, Stop
+from configurator import BadConfig, BadInput, Stop
 from model import Adapted, find_folder, load_adapter, read_json, save_adapter
-from parallel import checksums, from_rank_0, rank_and_size, together
+from parallel import alone, checksums, from_rank_0, name_ranks, rank_and_size, ranks_where, together
 from zero import fill_optimizer, optimizer_tensors, sharded, trunk_of, whole_weights
 
+SEEN_WAIT = 30  # seconds until a network disk must show every host what rank 0 has made there
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 READ_TRIES, READ_PAUSE = 3, 2  # times, and seconds between them: how often a disk is asked that fails for a moment
 lock_file = None  # open, and so locked, as long as this process lives
@@ -67,9 +69,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for old in set(folders) - set(kept):
             remove(old)
 
-    if from_rank_0(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
+    if alone(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
         put_in_place([*pieces, (None, close)], final)
-    from_rank_0(drop_old)
+    alone(drop_old)
 
 
 def save_model(folder, model, tokenizer, weights=None):
@@ -133,12 +135,12 @@ def put_in_place(pieces, final):
             raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
                        "they were. Make room, and resume with the same command") from e
 
-    from_rank_0(lambda: attempt(begin))
+    alone(lambda: attempt(begin))
     for gather, write in pieces:
         gathered = gather and gather()
-        from_rank_0(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
+        alone(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
         del gathered
-    from_rank_0(lambda: attempt(end))
+    alone(lambda: attempt(end))
 
 
 def remove(folder):
@@ -267,7 +269,7 @@ def load_checkpoint(folder, models, optimizers, average=None):
     it when all ranks have. Raises BadInput, or Stop.
     """
     together(lambda: fill(folder, models, optimizers, average))
-    from_rank_0(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
+    alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
 
 
 def fill(folder, models, optimizers, average):
@@ -308,16 +310,61 @@ def open_run(out_dir, config, must_match, sources=()):
     sources: those among them that name a file or a model folder, whose content must be as before, too. Returns (folder,
     state) of the checkpoint to resume from, or (None, None), the same on all ranks. Raises BadInput.
     """
-    return from_rank_0(lambda: begin_or_resume(out_dir, config, must_match, sources))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources))
+    # another host that has this path on another disk could train, but never resume
+    for _ in range(SEEN_WAIT):
+        blind = ranks_where(not sees(out_dir, token))
+        if not blind:
+            break
+        time.sleep(1)
+    alone(lambda: give_back(out_dir, token, made if blind else []))
+    if blind:
+        raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir {out_dir!r}; give an --out_dir "
+                        "that is the same folder for all ranks, on a disk that their hosts share")
+    return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes))
 
 
-def begin_or_resume(out_dir, config, must_match, sources):
-    """open_run on rank 0."""
-    hashes = {key: content_hash(config[key]) for key in sources}
+def take(out_dir, config, sources):
+    """
+    On rank 0: make out_dir and hold it. Returns the hashes of what the run starts from; the folders that had to be made, the
+    deepest first; and the name of a new folder in out_dir, for the other ranks to look for.
+    """
+    hashes, made, parent = {key: content_hash(config[key]) for key in sources}, [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
+        while not os.path.isdir(parent):
+            made.append(parent)
+            parent = os.path.dirname(parent)
         os.makedirs(out_dir, exist_ok=True)
         lock(out_dir)
+        token = f".tmp-{os.urandom(8).hex()}"
+        os.mkdir(os.path.join(out_dir, token))
+    except OSError as e:
+        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
+    return hashes, made, token
+
+
+def sees(out_dir, token):
+    """Whether this rank finds what rank 0 has made. It lists the folder, for then a network disk looks again."""
+    try:
+        return token in os.listdir(out_dir)
+    except OSError:
+        return False
+
+
+def give_back(out_dir, token, made):
+    """On rank 0: remove the token; and the folders that were made, if there are any, for the run cannot start."""
+    with contextlib.suppress(OSError):  # what is left of it goes at the next start
+        os.rmdir(os.path.join(out_dir, token))
+        if made:
+            os.remove(os.path.join(out_dir, ".lock"))
+        for folder in made:
+            os.rmdir(folder)
+
+
+def begin_or_resume(out_dir, config, must_match, hashes):
+    """open_run on rank 0, which holds out_dir."""
+    try:
         folder, state = find_checkpoint(out_dir)
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
         if folder and state["iteration"] > config["max_iters"]:

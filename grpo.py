@@ -352,9 +352,10 @@ for iteration in range(start, max_iters + 1):
             batch["index"] = torch.arange(batch_size, device=device)
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
-                                      iteration)
+                                      iteration, models)
     if iteration == 0 and ref_policy:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration,
+                            models)
 
     # 3) advantages: one number a response, for all of its tokens
     advantages = group_advantages(batch["scores"], group_size, scale, baseline)  # (B,)
@@ -412,7 +413,7 @@ for iteration in range(start, max_iters + 1):
         parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
+            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity

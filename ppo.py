@@ -358,9 +358,10 @@ for iteration in range(start, max_iters + 1):
     batch = rollout_and_score([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
-                                      iteration)
+                                      iteration, models)
     if iteration == 0:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration,
+                            models)
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
@@ -414,7 +415,7 @@ for iteration in range(start, max_iters + 1):
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
+            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity

@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import re
+import signal
 
 import pytest
 import torch
@@ -68,6 +69,19 @@ def test_own_code_is_ours_alone_and_torch():
         assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
     assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
     assert all(re.fullmatch(r"the (version of torch|code of (tests/)?\w+\.py)", what) for what in code)
+
+
+def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch):
+    said = []
+    monkeypatch.setattr(parallel.os, "write", lambda fd, line: said.append((fd, line.decode())))
+    monkeypatch.setattr(parallel, "phase", "iteration 7, update")
+    for started_by in ("TORCHELASTIC_RUN_ID", "nothing"):
+        monkeypatch.setenv(started_by, "x")
+        monkeypatch.setattr(parallel, "signalled_at", None)
+        parallel.on_signal(signal.SIGTERM, None)
+        monkeypatch.delenv(started_by)
+    assert [fd for fd, _ in said] == [2, 2] and all("SIGTERM: stopping" in x and "iteration 7, update" in x for _, x in said)
+    assert ["--shutdown-timeout" in x for _, x in said] == [True, False]
 
 
 def test_one_process_needs_no_group():
