@@ -153,7 +153,7 @@ def lost(error):
                     "Look at what it said, and type the same command again")
     name, address = socket.gethostname(), ""
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
+        address = socket.gethostbyname(name) if "GLOO_SOCKET_IFNAME" not in os.environ else ""
     here = f"This host's name, {name}, stands for {address}, where no other host finds it. " if address.startswith("127.") else ""
     return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} ({reason}): one has ended, or a "
                 f"host cannot be reached. {here}Between hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
