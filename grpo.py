@@ -354,8 +354,7 @@ for iteration in range(start, max_iters + 1):
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
                                       iteration, models)
     if iteration == 0 and ref_policy:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration,
-                            models)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
 
     # 3) advantages: one number a response, for all of its tokens
     advantages = group_advantages(batch["scores"], group_size, scale, baseline)  # (B,)

@@ -360,8 +360,7 @@ for iteration in range(start, max_iters + 1):
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
                                       iteration, models)
     if iteration == 0:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration,
-                            models)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
