@@ -8,10 +8,12 @@ run resumes at any other stage and on any number of ranks.
 checkpoint-000120 means: 120 iterations are done, number 120 (counting from 0) comes next. Prompts and sampling noise are
 functions of the iteration, so there is no random state to save.
 """
+import contextlib
 import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,12 +24,14 @@ from functools import partial
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from configurator import BadInput, Stop
+from configurator import BadConfig, BadInput, Stop
 from model import Adapted, find_folder, load_adapter, read_json, save_adapter
-from parallel import checksums, from_rank_0, rank_and_size
+from parallel import alone, checksums, from_rank_0, name_ranks, rank_and_size, ranks_where, together
 from zero import fill_optimizer, optimizer_tensors, sharded, trunk_of, whole_weights
 
+SEEN_WAIT = 30  # seconds until a network disk must show every host what rank 0 has made there
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
+READ_TRIES, READ_PAUSE = 3, 2  # times, and seconds between them: how often a disk is asked that fails for a moment
 lock_file = None  # open, and so locked, as long as this process lives
 
 
@@ -65,9 +69,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for old in set(folders) - set(kept):
             remove(old)
 
-    if from_rank_0(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
+    if alone(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
         put_in_place([*pieces, (None, close)], final)
-    from_rank_0(drop_old)
+    alone(drop_old)
 
 
 def save_model(folder, model, tokenizer, weights=None):
@@ -135,12 +139,12 @@ def put_in_place(pieces, final):
             raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
                        "they were. Make room, and resume with the same command") from e
 
-    from_rank_0(lambda: attempt(begin))
+    alone(lambda: attempt(begin))
     for gather, write in pieces:
         gathered = gather and gather()
-        from_rank_0(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
+        alone(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
         del gathered
-    from_rank_0(lambda: attempt(end))
+    alone(lambda: attempt(end))
 
 
 def remove(folder):
@@ -177,10 +181,37 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def read_bytes(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def patiently(read, path):
+    """
+    What read(path) returns. A disk that fails for a moment, as network disks do, is asked again. Raises Stop if it goes on
+    failing: what cannot be read now is not damaged, and must be neither skipped nor replaced. FileNotFoundError and its like
+    are answers, and pass.
+    """
+    for attempt in range(READ_TRIES):
+        try:
+            return read(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as e:
+            error = e
+        time.sleep(READ_PAUSE if attempt < READ_TRIES - 1 else 0)
+    raise Stop(f"{path} cannot be read ({error.strerror}); nothing was changed. See to the disk, and resume with the same "
+               "command") from error
+
+
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    folders = glob.glob(os.path.join(glob.escape(out_dir), "checkpoint-*"))
-    return sorted((f for f in folders if re.fullmatch(r"checkpoint-\d{6,}", os.path.basename(f))), key=number_of)
+    try:
+        names = patiently(os.listdir, out_dir)
+    except FileNotFoundError:
+        return []
+    names = sorted((name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)), key=number_of)
+    return [os.path.join(out_dir, name) for name in names]
 
 
 def number_of(folder):
@@ -194,40 +225,59 @@ def self_hash(manifest):
 
 
 def damage(folder):
-    """None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words."""
+    """
+    None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words. Raises Stop if they
+    cannot be read, which is another matter.
+    """
+    name = "manifest.json"
     try:
-        with open(os.path.join(folder, "manifest.json"), "rb") as f:
-            text = f.read()
+        text = patiently(read_bytes, os.path.join(folder, name))
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or text != json.dumps(manifest, indent=2).encode() \
-                or manifest.pop("manifest.json", None) != self_hash(manifest):
+                or manifest.pop(name, None) != self_hash(manifest):
             return "its manifest.json is damaged"
         for name, digest in manifest.items():
-            if not os.path.isfile(os.path.join(folder, name)):
-                return f"{name} is missing"
-            if sha256(os.path.join(folder, name)) != digest:
+            if patiently(sha256, os.path.join(folder, name)) != digest:
                 return f"{name} is damaged"
-    except FileNotFoundError:
-        return "its manifest.json is missing"
-    except (OSError, ValueError, RecursionError) as e:
-        return getattr(e, "strerror", None) or "its manifest.json is damaged"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"{name} is missing"
+    except (ValueError, RecursionError):
+        return "its manifest.json is damaged"
     return None
 
 
 def find_checkpoint(out_dir):
-    """(folder, state) of the newest checkpoint whose files are what its manifest says, or (None, None). Says what it skips."""
+    """
+    (folder, state) of the newest checkpoint whose files are what its manifest says; (None, None) if the run has none at all.
+    Says which it skips. Raises BadInput where there are some and none is good, for to begin again would lose what they hold,
+    and Stop where one cannot be read.
+    """
+    refused = []
     for folder in reversed(list_checkpoints(out_dir)):
         reason = damage(folder)
         if reason is None:
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                return folder, json.load(f)
-        if rank_and_size()[0] == 0:
-            print(f"{folder} is refused ({reason}); looking for an older one", flush=True)
+            for bad, why in refused if rank_and_size()[0] == 0 else ():
+                print(f"{bad} is refused ({why}); an older one is used, and this one stays until the next is saved", flush=True)
+            return folder, json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
+        refused.append((folder, reason))
+    if refused:
+        said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
+        raise BadInput(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a backup, or start over with "
+                       "another --out_dir (or here, after you have deleted them and log.jsonl)")
     return None, None
 
 
 def load_checkpoint(folder, models, optimizers, average=None):
-    """Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder."""
+    """
+    Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder, and cut the run's log back to
+    it when all ranks have. Raises BadInput, or Stop.
+    """
+    together(lambda: fill(folder, models, optimizers, average))
+    alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
+
+
+def fill(folder, models, optimizers, average):
+    """load_checkpoint on this rank."""
     for name, model in models.items():
         if isinstance(model, Adapted):
             load_adapter(model, os.path.join(folder, name))
@@ -247,8 +297,11 @@ def use_state(file, use):
     try:
         with safe_open(file, framework="pt") as f:
             use({key: f.get_tensor(key) for key in f.keys()})
-    except (OSError, SafetensorError, AttributeError, KeyError) as e:
-        raise BadInput(f"{file}: cannot be read ({e}); delete {os.path.dirname(file)} to resume from an older checkpoint") from e
+    except OSError as e:
+        raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same command") from e
+    except (SafetensorError, AttributeError, KeyError) as e:
+        raise BadInput(f"{file}: does not fit what is trained here ({e}); resume with the model and the "
+                       "code that saved it") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,16 +314,61 @@ def open_run(out_dir, config, must_match, sources=()):
     sources: those among them that name a file or a model folder, whose content must be as before, too. Returns (folder,
     state) of the checkpoint to resume from, or (None, None), the same on all ranks. Raises BadInput.
     """
-    return from_rank_0(lambda: begin_or_resume(out_dir, config, must_match, sources))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources))
+    # another host that has this path on another disk could train, but never resume
+    for _ in range(SEEN_WAIT):
+        blind = ranks_where(not sees(out_dir, token))
+        if not blind:
+            break
+        time.sleep(1)
+    alone(lambda: give_back(out_dir, token, made if blind else []))
+    if blind:
+        raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir {out_dir!r}; give an --out_dir "
+                        "that is the same folder for all ranks, on a disk that their hosts share")
+    return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes))
 
 
-def begin_or_resume(out_dir, config, must_match, sources):
-    """open_run on rank 0."""
-    hashes = {key: content_hash(config[key]) for key in sources}
+def take(out_dir, config, sources):
+    """
+    On rank 0: make out_dir and hold it. Returns the hashes of what the run starts from; the folders that had to be made, the
+    deepest first; and the name of a new folder in out_dir, for the other ranks to look for.
+    """
+    hashes, made, parent = {key: content_hash(config[key]) for key in sources}, [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
+        while not os.path.isdir(parent):
+            made.append(parent)
+            parent = os.path.dirname(parent)
         os.makedirs(out_dir, exist_ok=True)
         lock(out_dir)
+        token = f".tmp-{os.urandom(8).hex()}"
+        os.mkdir(os.path.join(out_dir, token))
+    except OSError as e:
+        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
+    return hashes, made, token
+
+
+def sees(out_dir, token):
+    """Whether this rank finds what rank 0 has made. It lists the folder, for then a network disk looks again."""
+    try:
+        return token in os.listdir(out_dir)
+    except OSError:
+        return False
+
+
+def give_back(out_dir, token, made):
+    """On rank 0: remove the token; and the folders that were made, if there are any, for the run cannot start."""
+    with contextlib.suppress(OSError):  # what is left of it goes at the next start
+        os.rmdir(os.path.join(out_dir, token))
+        if made:
+            os.remove(os.path.join(out_dir, ".lock"))
+        for folder in made:
+            os.rmdir(folder)
+
+
+def begin_or_resume(out_dir, config, must_match, hashes):
+    """open_run on rank 0, which holds out_dir."""
+    try:
         folder, state = find_checkpoint(out_dir)
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
         if folder and state["iteration"] > config["max_iters"]:
@@ -282,8 +380,9 @@ def begin_or_resume(out_dir, config, must_match, sources):
         lock_file.truncate(0)
         lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")  # for the line that refuses a second run
         lock_file.flush()
+        if not folder:
+            cut_log(out_dir, 0)  # before config.json is another one: the log is judged by it
         write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
-        cut_log(out_dir, state["iteration"] if state else 0)
     except OSError as e:
         raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
     return folder, state
@@ -307,10 +406,13 @@ def check_ours(out_dir):
 
 
 def check_same_run(out_dir, folder, config, must_match, hashes):
-    """Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder."""
-    file, log = os.path.join(folder, "config.json"), os.path.join(out_dir, "log.jsonl")
-    if not list_checkpoints(out_dir) and not (os.path.exists(log) and os.path.getsize(log)):
-        return  # nothing to lose
+    """
+    Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder, or a log
+    without the checkpoint that must have been there.
+    """
+    file, log = os.path.join(folder, "config.json"), read_log(out_dir)
+    if folder == out_dir and not log:
+        return  # no checkpoint and no log: nothing to lose
     try:
         before = read_json(file)
     except BadInput as e:
@@ -324,6 +426,13 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
         if known != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents than it has now (sha256 "
                            f"{known[:12]}, now {sha[:12]}); restore it, or choose another --out_dir")
+    # a run that was killed before its first checkpoint begins again, and writes the same log
+    first = min(before.get("checkpoint_interval") or math.inf, before.get("max_iters", math.inf))
+    last = max((iteration for iteration, _ in log if iteration is not None), default=0)
+    if folder == out_dir and last >= first:
+        raise BadInput(f"{out_dir}/log.jsonl has iteration {last}, and the run had a checkpoint by then, but "
+                       "there is no checkpoint here now; restore it from a backup, or start over with another "
+                       "--out_dir (or here, after you have deleted log.jsonl)")
 
 
 def content_hash(path):
@@ -368,31 +477,44 @@ def lock(out_dir):
             return
 
 
+def read_log(out_dir):
+    """[(iteration, line)] of log.jsonl; None for the iteration of a line that a kill has cut short. Raises Stop."""
+    try:
+        text = patiently(read_bytes, os.path.join(out_dir, "log.jsonl")).decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.split("\n"):
+        try:
+            found.append((int(json.loads(line)["iteration"]), line))
+        except (ValueError, KeyError, TypeError, OverflowError):
+            found.append((None, line))
+    return found if text else []
+
+
 def cut_log(out_dir, iteration):
     """Drop what log.jsonl says of this and later iterations: they will be run again."""
     file = os.path.join(out_dir, "log.jsonl")
-    kept = []
-    if os.path.exists(file):
-        with open(file, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                try:
-                    if json.loads(line)["iteration"] < iteration:
-                        kept.append(line.rstrip("\n") + "\n")
-                except (ValueError, KeyError, TypeError):  # a line cut short by a kill
-                    continue
+    kept = [f"{line}\n" for i, line in read_log(out_dir) if i is not None and i < iteration]
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         f.writelines(kept)
     os.replace(file + ".tmp", file)
 
 
 def write_log(out_dir, record):
-    """Append one iteration's object to log.jsonl, the whole line or nothing. Raises Stop, on all ranks, when the disk is full."""
+    """
+    Append one iteration's object to log.jsonl, the whole line or nothing; numbers that are not finite as null, for JSON has no
+    others. Raises Stop, on all ranks, when the disk is full.
+    """
+    finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+    line = json.dumps(finite, allow_nan=False) + "\n"
+
     def append():
         file = os.path.join(out_dir, "log.jsonl")
         size = os.path.getsize(file) if os.path.exists(file) else 0
         try:
             with open(file, "a", encoding="utf-8") as f:
-                f.write(json.dumps(record) + "\n")
+                f.write(line)
         except OSError as e:
             if os.path.exists(file):
                 os.truncate(file, size)

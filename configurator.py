@@ -39,7 +39,7 @@ class Lost(Stop):
     """Another rank is gone or does not answer. Each rank that is left says so: nobody knows which of them is being read."""
 
 
-tell_others = None  # set while several ranks start: takes a message, returns whether rank 0 leaves with the same one
+tell_others = None  # set with several ranks: takes a message, returns whether rank 0 leaves with the same, None once all agree
 torn = None  # set with several ranks: takes an error, returns the Lost that it is if it came of a lost rank
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -63,8 +63,11 @@ def report_and_exit(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
         return
     speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)
-    if tell_others and issubclass(kind, BadInput) and rank != "0":
-        speaks = not said_by_rank_0(message) and speaks
+    if tell_others is None and issubclass(kind, BadConfig):  # rank 0 may be on another host, with another config
+        speaks = rank == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
+    elif tell_others and issubclass(kind, BadInput) and rank != "0":
+        said = said_by_rank_0(message)
+        speaks = speaks if said is None else not said
     if speaks:
         where = "" if rank == "0" else f" (rank {rank})"
         # torch.distributed swaps sys.stderr for a buffer while this hook runs, and the buffer would die with us
@@ -81,7 +84,7 @@ def report_and_exit(kind, error, trace):
 
 
 def said_by_rank_0(message):
-    """Let the ranks that wait for us know that we leave; whether rank 0 leaves for the same reason."""
+    """Let the ranks that wait for us know that we leave; whether rank 0 leaves for the same reason, None if all have agreed."""
     try:
         return tell_others(message)
     except Stop:  # they are gone themselves

@@ -3,6 +3,7 @@ Raw torch.distributed: who am I, make all alike, add up, check that all still ar
 of it, and every function here then returns at once, so that the scripts have no branch.
 """
 import atexit
+import contextlib
 import ctypes
 import datetime
 import hashlib
@@ -12,7 +13,9 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
+import threading
 import time
 
 import torch
@@ -22,6 +25,9 @@ import configurator
 from configurator import BadConfig, BadInput, Lost, Stop
 
 phase = "start"  # what the script is at, kept by the script: the line that reports a lost rank names it
+PATIENCE = 6 * 3600  # seconds that the ranks wait for rank 0 while it works alone at the disk
+usual_wait = None  # how long a collective waits otherwise; from init on
+met = False  # whether the ranks have once talked to each other
 starting = False  # from init to agree: a rank that fails lets the others know
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
 
@@ -32,7 +38,7 @@ def init(device, timeout, deterministic=False):
     after which a collective that waits for a lost rank is an error; deterministic: on GPUs, only kernels that give the same
     bits every time. From here on SIGTERM and SIGINT are requests, see stop_asked. Returns rank, world_size, torch.device.
     """
-    global starting
+    global starting, met, usual_wait
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -55,14 +61,23 @@ def init(device, timeout, deterministic=False):
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
     if world_size > 1:
-        wait = datetime.timedelta(seconds=timeout)
+        usual_wait = wait = datetime.timedelta(seconds=timeout)
         group = dict(backend="nccl" if device.startswith("cuda") else "gloo", timeout=wait)
+        # gloo would try for five times as long (torch 2.13), and nccl's first collective for ever
+        alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
+        alarm.daemon = True
+        alarm.start()
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 group |= dict(store=collective(meet, rank, world_size, wait), rank=rank, world_size=world_size)
             collective(dist.init_process_group, **group)
+            hello = torch.ones(1, device=wire())
+            collective(dist.all_reduce, hello)  # nccl makes its connections only now
+            met = bool(hello.item())
         except ValueError as e:
             raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them with torchrun") from e
+        finally:
+            alarm.cancel()
         starting, configurator.tell_others, configurator.torn = True, tell_others, torn
     return rank, world_size, torch.device(device)
 
@@ -89,6 +104,11 @@ def meet(rank, world_size, wait):
         except RuntimeError:  # not seen yet: ask for the name again
             if time.monotonic() - began > wait.total_seconds():
                 raise
+
+
+def give_up(reason):
+    """End this process, one that waits in C++ for ranks that it cannot meet. Called from a thread."""
+    configurator.report_and_exit(Lost, lost(reason), None)
 
 
 def finish():
@@ -125,8 +145,19 @@ def collective(operation, *args, **kwargs):
 def lost(error):
     """What is said of a collective that failed with this error."""
     reason = str(error).strip().splitlines()[0].rpartition("] ")[2].strip() or type(error).__name__
-    return Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last checkpoint is good; "
-                "resume with the same command")
+    if phase != "start":
+        return Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last "
+                    "checkpoint is good; resume with the same command")
+    if met:
+        return Lost(f"start: lost touch with the other ranks: one could not start, was killed, or hangs ({reason}). "
+                    "Look at what it said, and type the same command again")
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name) if "GLOO_SOCKET_IFNAME" not in os.environ else ""
+    here = f"This host's name, {name}, stands for {address}, where no other host finds it. " if address.startswith("127.") else ""
+    return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} ({reason}): one has ended, or a "
+                f"host cannot be reached. {here}Between hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
+                "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
 
 
 def torn(error):
@@ -170,6 +201,20 @@ def from_rank_0(function, source=0):
     raise BadConfig(value) if kind == "BadInput" else Stop(value)
 
 
+def alone(function):
+    """
+    from_rank_0 for work at the disk, which may take longer than `timeout`: an 8B run hashes, writes and syncs 190 GB at a time.
+    A rank 0 that dies is noticed at once all the same, for its connections break.
+    """
+    if not dist.is_initialized():
+        return function()
+    dist.group.WORLD.set_timeout(max(usual_wait, datetime.timedelta(seconds=PATIENCE)))
+    try:
+        return from_rank_0(function)
+    finally:
+        dist.group.WORLD.set_timeout(usual_wait)
+
+
 def together(function):
     """
     What function() returns on this rank; every rank calls it, on its own share. A BadInput or Stop of any rank is raised on
@@ -182,7 +227,7 @@ def together(function):
         value = function()
     except (BadInput, Stop) as e:
         error = e
-    failed = torch.cat(all_gather(torch.tensor([error is not None], device=wire()).long())).nonzero().flatten().tolist()
+    failed = ranks_where(error is not None)
     if not failed:
         return value
     text = torch.zeros(1000, dtype=torch.uint8, device=wire())  # the first one's message
@@ -194,21 +239,40 @@ def together(function):
     raise Stop(message if failed[0] == 0 else f"on rank {failed[0]}: {message}") from error
 
 
+def ranks_where(flag):
+    """The ranks on which flag is true; the same list on all."""
+    return torch.cat(all_gather(torch.tensor([flag], device=wire()).long())).nonzero().flatten().tolist()
+
+
 def digest(text):
     """64 bits of a text's hash, as an int64; never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
 
 
+def own_code():
+    """
+    {what: its hash or version} of the code that runs here: this project's files, the script itself among them, and torch.
+    Gradients are summed over ranks, so no audit could see that one of them computes another loss.
+    """
+    folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    code = {"the version of torch": torch.__version__}
+    for path in sorted(path for path in loaded if path.startswith(folder) and "site-packages" not in path):
+        with open(path, "rb") as f:
+            code[f"the code of {path.removeprefix(folder)}"] = hashlib.sha256(f.read()).hexdigest()
+    return code
+
+
 def agree(settings):
     """
     The end of every rank's set-up, at which all find out whether all are ready and start from the same: settings is
-    {what: its value or hash}, from the configuration to the models' checksums. Raises BadConfig, on all ranks, when some rank
-    could not come this far, or has other settings than rank 0.
+    {what: its value or hash}, from the configuration to the models' checksums; the code itself is added here. Raises
+    BadConfig, on all ranks, when some rank could not come this far, or has other settings than rank 0.
     """
     global starting
     if not dist.is_initialized():
         return
-    texts = {what: json.dumps(value) for what, value in settings.items()}
+    texts = {what: json.dumps(value) for what, value in (own_code() | settings).items()}
     mine = torch.tensor([0, digest(json.dumps(texts)), digest(json.dumps(list(texts)))], device=wire())
     everyones = torch.stack(all_gather(mine))  # (ranks, 3)
     starting = False
@@ -222,9 +286,10 @@ def agree(settings):
         raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; copy rank 0's there")
     details = torch.stack(all_gather(torch.tensor([digest(text) for text in texts.values()], device=wire())))
     differs = details != details[0]  # (ranks, settings)
-    what = list(texts)[int(differs.any(0).nonzero()[0])]
-    raise BadConfig(f"{name_ranks(differs.any(1).nonzero().flatten().tolist())} differs from rank 0 in {what}; give all ranks "
-                    "the same files and settings")
+    first = int(differs.any(0).nonzero()[0])
+    others = differs[:, first].nonzero().flatten().tolist()
+    raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {list(texts)[first]}; give all ranks the same files and "
+                    "settings")
 
 
 def name_ranks(numbers):
@@ -238,7 +303,7 @@ def tell_others(message):
     """
     global starting
     if not starting:
-        return False
+        return None
     starting = False
     everyones = all_gather(torch.tensor([digest(message), 0, 0], device=wire()))
     return bool(everyones[0][0] == digest(message))
@@ -253,7 +318,9 @@ def on_signal(number, frame):
     if signalled_at is None:
         signalled_at = now
         if os.environ.get("RANK", "0") == "0":  # os.write: print is not safe in a handler
-            line = f"{signal.Signals(number).name}: stopping at the next safe point; send it again to stop at once\n"
+            waits = "; torchrun waits 30 s for that, or its --shutdown-timeout" * ("TORCHELASTIC_RUN_ID" in os.environ)
+            line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: {phase}){waits}; send it "
+                    "again to stop at once\n")
             os.write(2, line.encode())
 
 
@@ -475,11 +542,17 @@ def check_finite(tensors, iteration):
                        "the step")
 
 
-def must_agree(worst_gap, dtype, what, iteration):
-    """Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap)."""
+def must_agree(worst_gap, dtype, what, iteration, models=None):
+    """
+    Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap).
+    models: all of the run, {name: model}, where a step was made since the last audit: a rank whose weights have drifted is named
+    as such before anything else is suspected.
+    """
     worst = all_reduce_max(worst_gap).item()
     limit = {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02)
     if not worst <= limit:
+        if models:
+            audit(models, {}, iteration)
         raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
                    f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
     return worst

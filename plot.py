@@ -48,7 +48,8 @@ print(f"{'run':<28} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COL
 for name, records in logs.items():
     evaluated = [r for r in records if any(k.startswith("eval/") for k in r)]
     for record in evaluated[:1] + evaluated[1:][-1:]:
-        cells = [form.format(record[f"eval/{k}"]) if f"eval/{k}" in record else "-" for k, form in COLUMNS.items()]
+        figures = [(record.get(f"eval/{k}"), form) for k, form in COLUMNS.items()]  # None where it was not finite, too
+        cells = ["-" if x is None else form.format(x) for x, form in figures]
         print(f"{name:<28} {record['iteration']:>9}  " + "  ".join(f"{cell:>8}" for cell in cells))
 
 if out:
@@ -65,7 +66,7 @@ if out:
     for axis, (title, keys) in zip(axes.flat, shown.items(), strict=False):
         for number, (name, records) in enumerate(logs.items()):
             for key in keys:
-                points = [(r["iteration"], r[key]) for r in records if key in r]
+                points = [(r["iteration"], r[key]) for r in records if r.get(key) is not None]
                 if points:
                     held_out = key.startswith("eval/")
                     axis.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=2 if held_out else 1,

@@ -394,7 +394,7 @@ for iteration in range(start, max_iters + 1):
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
-                                      iteration)
+                                      iteration, models)
     if iteration == 0:
         parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
 
@@ -448,7 +448,7 @@ for iteration in range(start, max_iters + 1):
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration)
+            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 from families import make
+from tiny import run
 
 import checkpoint
 from checkpoint import (
@@ -26,7 +27,7 @@ from checkpoint import (
     save_final,
     write_log,
 )
-from configurator import BadInput
+from configurator import BadInput, Stop
 from data import ByteTokenizer, load_tokenizer
 from model import Transformer
 
@@ -319,12 +320,79 @@ def test_a_strange_manifest_is_refused(two, tmp_path, text, capsys):
 def test_nothing_to_resume_from(two, tmp_path, capsys):
     assert find_checkpoint(str(tmp_path)) == (None, None)
     assert find_checkpoint(str(tmp_path / "nowhere")) == (None, None)
+
+
+def every_file(folder):
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_where_no_checkpoint_is_good_nothing_is_begun_again(two, tmp_path, number):
+    """What was done would be lost: the run stops, names each checkpoint and its damage, and leaves every byte as it is."""
     out_dir = shutil.copytree(two, tmp_path / "run")
+    if number == 1:
+        shutil.rmtree(out_dir / "checkpoint-000001")
     for name in checkpoints(out_dir):
         (out_dir / name / "state.json").unlink()
-    assert find_checkpoint(str(out_dir)) == (None, None)
-    said = capsys.readouterr().out
-    assert "checkpoint-000001 is refused" in said and "checkpoint-000002 is refused" in said
+    write_log(str(out_dir), {"iteration": 0})
+    before = every_file(out_dir)
+    with pytest.raises(BadInput) as caught:
+        open_run(str(out_dir), CONFIG, MATCH)
+    message = str(caught.value)
+    assert "\n" not in message and message.count("state.json is missing") == number
+    assert all(name in message for name in checkpoints(out_dir))
+    assert "backup" in message and "another --out_dir" in message
+    assert {f: content for f, content in every_file(out_dir).items() if f.name != ".lock"} == before
+
+
+def broken_disk(file):
+    """In this file's place one whose reading fails with EIO, as a network disk's does: the memory of a process, at 0."""
+    if file.exists():
+        file.unlink()
+    file.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "policy/model.safetensors"])
+def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatch, name):
+    """Neither skipped, though there is an older one, nor deleted: what cannot be read now may be read tomorrow."""
+    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    out_dir = shutil.copytree(two, tmp_path / "run")
+    write_log(str(out_dir), {"iteration": 0})
+    broken_disk(out_dir / "checkpoint-000002" / name)
+    before = checkpoints(out_dir), log_lines(out_dir)
+    with pytest.raises(Stop) as caught:
+        open_run(str(out_dir), CONFIG, MATCH)
+    assert re.fullmatch(f"{re.escape(str(out_dir))}/checkpoint-000002/{name} cannot be read \\(Input/output error\\)[^\n]+",
+                        str(caught.value)), caught.value
+    assert (checkpoints(out_dir), log_lines(out_dir)) == before
+
+
+def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    out_dir = shutil.copytree(two, tmp_path / "run")
+    broken_disk(out_dir / "log.jsonl")
+    with pytest.raises(Stop, match="log.jsonl cannot be read .Input/output error."):
+        open_run(str(out_dir), CONFIG, MATCH)
+    assert (out_dir / "log.jsonl").is_symlink()
+
+
+@pytest.mark.parametrize("fails", ["listdir", "open"])
+def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    out_dir, left = shutil.copytree(two, tmp_path / "run"), [2]
+
+    def flaky(function):
+        def call(path, *args, **kwargs):
+            if left[0] and (fails == "listdir" or "checkpoint-000002" in str(path)):
+                left[0] -= 1
+                raise OSError(5, "Input/output error", path)
+            return function(path, *args, **kwargs)
+        return call
+
+    owner = os if fails == "listdir" else checkpoint
+    monkeypatch.setattr(owner, fails, flaky(getattr(owner, fails, open)), raising=False)
+    assert find_checkpoint(str(out_dir)) == (str(out_dir / "checkpoint-000002"), {"iteration": 2})
+    assert left == [0]
 
 
 def test_an_optimizer_file_of_another_model(two, tmp_path):
@@ -333,10 +401,10 @@ def test_an_optimizer_file_of_another_model(two, tmp_path):
 
     save_file({"no.such.parameter.exp_avg": torch.zeros(1)}, folder / "policy_optimizer.safetensors")
     model = tiny()
-    with pytest.raises(BadInput, match="policy_optimizer.safetensors.*checkpoint-000002"):
+    with pytest.raises(BadInput, match="checkpoint-000002/policy_optimizer.safetensors: does not fit"):
         load_checkpoint(str(folder), {"policy": model}, {"policy": adamw(model)})
     (folder / "policy_optimizer.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(BadInput, match="policy_optimizer.safetensors.*checkpoint-000002"):
+    with pytest.raises(BadInput, match="checkpoint-000002/policy_optimizer.safetensors: does not fit"):
         load_checkpoint(str(folder), {"policy": model}, {"policy": adamw(model)})
 
 
@@ -361,8 +429,9 @@ def test_open_run_begins_and_resumes(tmp_path):
     changed = dict(CONFIG, learning_rate=0.2)  # may differ
     folder, state = open_run(str(out_dir), changed, MATCH)
     assert (folder, state) == (str(out_dir / "checkpoint-000004"), {"iteration": 4, "kl_coef": 0.3})
-    assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
     assert json.loads((out_dir / "config.json").read_text()) == changed | {"sha256": {}}
+    load_checkpoint(folder, {"policy": tiny()}, {"policy": adamw(tiny())})
+    assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("key, value", [("seed", 2), ("batch_size", 16), ("train_path", "data/y.jsonl")])
@@ -435,6 +504,67 @@ def test_other_contents_are_refused(tmp_path):
     assert {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()} == before
     tiny().save_pretrained(model)
     assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
+
+
+@pytest.mark.parametrize("interval, done, lost", [(4, 3, False), (4, 4, True), (0, 8, False), (0, 9, True), (20, 8, False)])
+def test_the_log_of_a_run_whose_checkpoints_are_gone_stays(tmp_path, interval, done, lost):
+    """
+    A log without a checkpoint is emptied where the run was killed before its first one, and so can be computed again. One that
+    goes further than the first checkpoint (of 9 iterations, one every 4, or only at the end) is of a run that had one: somebody
+    deleted it, or this is another disk.
+    """
+    config = CONFIG | dict(checkpoint_interval=interval)
+    open_run(str(tmp_path), config, MATCH)
+    for iteration in range(done + 1):
+        write_log(str(tmp_path), {"iteration": iteration})
+    before = log_lines(tmp_path)
+    changed = config | dict(checkpoint_interval=1, max_iters=100)  # what counts is what that run did
+    if lost:
+        with pytest.raises(BadInput, match=f"log.jsonl has iteration {done}.*but .*no checkpoint.*backup.*another --out_dir"):
+            open_run(str(tmp_path), changed, MATCH)
+        assert log_lines(tmp_path) == before
+    else:
+        assert open_run(str(tmp_path), changed, MATCH) == (None, None) and log_lines(tmp_path) == []
+
+
+def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
+    """Not before: a checkpoint that turns out not to fit the model leaves the log as it was."""
+    open_run(str(tmp_path), CONFIG, MATCH)
+    for iteration in range(6):
+        write_log(str(tmp_path), {"iteration": iteration})
+    save(tmp_path, 4)
+    folder, _ = open_run(str(tmp_path), CONFIG, MATCH)
+    wide = Transformer.from_scratch(TINY | dict(hidden_size=16), seed=0)
+    with pytest.raises(BadInput):
+        load_checkpoint(folder, {"policy": wide}, {"policy": adamw(wide)})
+    assert len(log_lines(tmp_path)) == 6
+    load_checkpoint(folder, {"policy": tiny()}, {"policy": adamw(tiny())})
+    assert len(log_lines(tmp_path)) == 4
+
+
+def test_the_log_is_json(tmp_path):
+    """JSON has no NaN and no infinity: what is not finite is null."""
+    write_log(str(tmp_path), {"iteration": 3, "a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5, "e": None})
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert [json.loads(line, parse_constant=refuse) for line in log_lines(tmp_path)] == [
+        {"iteration": 3, "a": None, "b": None, "c": None, "d": 0.5, "e": None}]
+    with pytest.raises(ValueError):  # deeper down nothing is looked for, and nothing slips through
+        write_log(str(tmp_path), {"a": [float("nan")]})
+    assert len(log_lines(tmp_path)) == 1
+
+
+def test_plot_copes_with_null(tmp_path):
+    records = [{"eval/kl": 0.25, "loss/policy": None}, {"eval/kl": None, "loss/policy": 0.5}]
+    for iteration, record in enumerate(records):
+        write_log(str(tmp_path), {"iteration": iteration, **record})
+    done = run("plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(tmp_path.name)]
+    assert [row[1] for row in rows] == ["0", "1"] and ["0.25" in row for row in rows] == [True, False], done.stdout
+    assert (tmp_path / "x.png").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "policy", "value_model", "reward_model", "log.jsonl"])

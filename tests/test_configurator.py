@@ -269,8 +269,9 @@ def test_help(toy, argv, capsys):
 
 
 def script(*argv, rank="0"):
-    """Runs the toy script in a process of its own."""
-    return subprocess.run([sys.executable, "toy.py", *argv], capture_output=True, text=True, env=dict(os.environ, RANK=rank))
+    """Runs the toy script in a process of its own, as a rank of one host."""
+    env = dict(os.environ, RANK=rank, LOCAL_RANK=rank)
+    return subprocess.run([sys.executable, "toy.py", *argv], capture_output=True, text=True, env=env)
 
 
 def test_as_a_script(toy):

@@ -1,6 +1,9 @@
 """parallel.py alone and with two and three gloo ranks: shares, gathers, sums, gradients, and an audit that misses nothing."""
+import hashlib
 import json
 import math
+import re
+import signal
 
 import pytest
 import torch
@@ -57,6 +60,28 @@ def test_a_parameter_that_is_not_finite_is_no_secret():
         model[1].bias[3] = torch.inf
     with pytest.raises(Stop, match=r"iteration 2: policy's 1\.bias is not finite \(on all ranks\); the last checkpoint is good"):
         parallel.audit({"policy": model}, {}, 2)
+
+
+def test_own_code_is_ours_alone_and_torch():
+    import loss
+    code = parallel.own_code()
+    with open(loss.__file__, "rb") as f:
+        assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
+    assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
+    assert all(re.fullmatch(r"the (version of torch|code of (tests/)?\w+\.py)", what) for what in code)
+
+
+def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch):
+    said = []
+    monkeypatch.setattr(parallel.os, "write", lambda fd, line: said.append((fd, line.decode())))
+    monkeypatch.setattr(parallel, "phase", "iteration 7, update")
+    for started_by in ("TORCHELASTIC_RUN_ID", "nothing"):
+        monkeypatch.setenv(started_by, "x")
+        monkeypatch.setattr(parallel, "signalled_at", None)
+        parallel.on_signal(signal.SIGTERM, None)
+        monkeypatch.delenv(started_by)
+    assert [fd for fd, _ in said] == [2, 2] and all("SIGTERM: stopping" in x and "iteration 7, update" in x for _, x in said)
+    assert ["--shutdown-timeout" in x for _, x in said] == [True, False]
 
 
 def test_one_process_needs_no_group():

@@ -4,11 +4,14 @@ What must not happen, made to happen: ranks that start from different things, th
 """
 import ast
 import functools
+import glob
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +53,16 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
 }
 
 
+NOT_SHARED = """
+import checkpoint, os
+checkpoint.SEEN_WAIT, open_run = 1, checkpoint.open_run
+def elsewhere(*args):
+    os.mkdir("there")
+    os.chdir("there")
+    return open_run(*args)
+"""
+
+
 @pytest.fixture(scope="module")
 def starts(world, tmp_path_factory):
     from checkpoint import save_model
@@ -69,6 +82,12 @@ def starts(world, tmp_path_factory):
     cases["another setting"] = [one_run("ppo.py", world.ppo("out", kl_coef=0.1), world.ppo("out", kl_coef=0.2))]
     cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
     cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
+    args = world.sft("deep/er/out")
+    cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "checkpoint.open_run = elsewhere"))]
+    mine = dict(rewards=world.rule("letters"), value_init="policy")
+    cases["its own mistake"] = [one_run("ppo.py", world.ppo("out", **mine), world.ppo("out", reward_timeout=70, **mine))]
+    late = "import time; import torch.distributed as dist; dist.init_process_group = lambda **_: time.sleep(60)"
+    cases["nobody comes"] = [one_run("sft.py", *[(world.sft("out", timeout=2), late)] * 2)]
     return folder, forked(folder, cases, at_once=4)
 
 
@@ -91,6 +110,64 @@ def test_ranks_start_with_the_same_settings(starts):
         result = starts[1][name][0]
         assert result["codes"] == [2, 2] and re.search(pattern, result["stderr"][0]), result
         assert not os.path.exists(f"{starts[0]}/{name}/out")
+
+
+def test_an_out_dir_that_is_not_shared_is_found_at_the_start(starts):
+    """Rank 1 is in another folder, so that the same relative out_dir is another one, as on a host with a disk of its own."""
+    result = starts[1]["another disk"][0]
+    assert result["codes"] == [2, 2] and result["stderr"][1] == "", result
+    assert is_one_line(result["stderr"][0], "rank 1 does not see .*out_dir 'deep/er/out'.* --out_dir", "sft.py"), result
+    assert not os.path.exists(f"{starts[0]}/another disk/deep") and not os.listdir(f"{starts[0]}/another disk/there")
+
+
+def test_a_rank_with_a_mistake_of_its_own_is_heard(starts):
+    """Of a config that is wrong, one rank is enough to say so, but not of one that is wrong on that rank only."""
+    result = starts[1]["its own mistake"][0]
+    assert result["codes"] == [2, 2], result
+    assert is_one_line(result["stderr"][0], "rank 1 could not start, for the reason that it gave"), result
+    assert is_one_line(result["stderr"][1], "reward_timeout = 70 must be below", where=" (rank 1)"), result
+
+
+@pytest.mark.parametrize("where, said", [(dict(RANK="1", LOCAL_RANK="1"), False), (dict(RANK="8", LOCAL_RANK="0"), True),
+                                         (dict(RANK="9", LOCAL_RANK="1"), False), (dict(RANK="1"), True)])
+def test_a_host_with_a_config_of_its_own_is_heard(where, said):
+    """Before the ranks have met, the first one of each host speaks, and whoever has been started by hand."""
+    done = tiny.run("plot.py", "nowhere.py", env=where)
+    assert done.returncode == 2 and bool(done.stderr) == said
+    if said:
+        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "plot.py", f" (rank {where['RANK']})")
+
+
+def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
+    """As hosts whose names stand for 127.0.1.1. After `timeout`, which gloo alone would exceed fivefold."""
+    result = starts[1]["nobody comes"][0]
+    assert result["codes"] == [1, 1] and max(result["seconds"]) < 15, result
+    for where, said in zip(("", " (rank 1)"), result["stderr"], strict=True):
+        assert is_one_line(said, r"start: the ranks cannot meet, MASTER_ADDR is 127.0.0.1 \(no answer in 2 s\)", "sft.py", where)
+        assert "GLOO_SOCKET_IFNAME" in said and "NCCL_SOCKET_IFNAME" in said and "checkpoint" not in said, result
+
+
+def by_hand(*ranks):
+    """Two processes that a user starts by hand: [(script, args), ...] -> their results. (Forked runs share one code.)"""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        meet = dict(WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+    return tiny.run_all([((script, *args), dict(env=meet | dict(RANK=str(i)))) for i, (script, args) in enumerate(ranks)])
+
+
+def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
+    """Two working copies, with the same keys, data and models, but another loss.py in one of them."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, copy)
+    with open(copy / "loss.py", "a", encoding="utf-8") as f:
+        f.write("\nmasked_sum = torch.compile(masked_sum) if False else masked_sum\n")
+    args = world.sft(tmp_path / "out")
+    here, there = by_hand(("sft.py", args), (str(copy / "sft.py"), args))
+    assert (here.returncode, there.returncode) == (2, 2), (here.stderr, there.stderr)
+    assert is_one_line(here.stderr, "rank 1 differs from rank 0 in the code of loss.py;", "sft.py") and there.stderr == ""
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,6 +210,25 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
+NUDGE = """
+import torch, zero
+take = zero.step
+def step(optimizer, lr):
+    take(optimizer, lr)
+    if now == 1:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][-1].mul_(1.01)
+zero.step = step
+"""
+DISK = """
+import checkpoint
+sync, rested = checkpoint.sync, []
+def slow(path):
+    if not rested:
+        rested.append(time.sleep(5))  # longer than the timeout of 3 s
+    sync(path)
+checkpoint.sync = slow
+"""
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
@@ -140,7 +236,7 @@ SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 6),
     "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
     "SIGTERM to rank 1 alone": (["", f"once(loss, 'policy_loss', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
-    "twice": ([f"once(loss, 'policy_loss', lambda: time.sleep(60))\nlater(2, {TERM}); later(3.5, {TERM})"], 128 + TERM, 10),
+    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
@@ -151,6 +247,10 @@ def hurt(world, tmp_path_factory):
     for name, (action, _, _) in LOST.items():
         args = world.ppo("out", timeout=3)
         cases[name] = [one_run("ppo.py", (args, AT), (args, AT + action))]
+    args = world.ppo("out", max_iters=4)
+    cases["drifts"] = [one_run("ppo.py", (args, AT), (args, AT + NUDGE))]
+    args = world.sft("out", timeout=3)
+    cases["slow disk"] = [one_run("sft.py", (args, AT + DISK), (args, AT))]
     for name, (codes, _, _) in SIGNALS.items():
         args = world.ppo("out", max_iters=4, eval_interval=1)
         cases[name] = [one_run("ppo.py", *((args, AT + code) for code in codes)), one_run("ppo.py", *(args for _ in codes))]
@@ -187,6 +287,19 @@ def test_a_lost_rank_is_one_line_that_names_the_phase(hurt, name):
     pattern = f"error: {phase}: lost touch with the other ranks.*resume with the same command"
     assert is_one_line(result["stderr"][0], pattern), result
     assert max(result["seconds"]) < 20
+
+
+def test_a_rank_that_drifts_is_named_before_any_other_suspect(hurt):
+    """Nudged at a step of iteration 1, and the next audit is due at 10: the log-probs of iteration 2 are what differs first."""
+    result = hurt[1]["drifts"][0]
+    assert result["codes"] == [1, 1] and result["stderr"][1] == "", result
+    assert is_one_line(result["stderr"][0], r"iteration 2: the ranks have drifted apart: (policy|value_model), parameter "
+                                            r"[\w.]+, differs on rank 0 and rank 1"), result
+
+
+def test_ranks_wait_for_rank_0_at_the_disk(hurt):
+    result = hurt[1]["slow disk"][0]
+    assert result["codes"] == [0, 0] and result["stderr"] == ["", ""] and min(result["seconds"]) > 5, result
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -301,8 +414,6 @@ def write(path, text):
 
 def edited(source, folder, **files):
     """A copy of a model folder with these files (dots as __) deleted (None), replaced (str) or their JSON updated (dict)."""
-    import shutil
-
     shutil.copytree(source, folder)
     for name, change in files.items():
         file = os.path.join(folder, name.replace("__", "."))
