@@ -33,7 +33,7 @@ from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, 
 from configurator import BadConfig, BadInput, configure
 from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, load_tokenizer, micro_batches, permutation,
                   read_jsonl, replace_rows)
-from loss import (cispo_loss, flat_groups, gap, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
+from loss import (cispo_loss, flat_groups, gap, gap_limit, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
 from memory import predicted_mib
 from model import freeze, load_adapted
@@ -339,6 +339,7 @@ def leave_if_asked():
 # the loop
 
 times, current, clock, began = {}, "start", time.perf_counter(), time.time()
+limit = gap_limit(dtype, temperature)  # of what must be 0 on paper
 threads = ThreadPoolExecutor(1)  # for rules; those that take long wait for processes of their own, so one is enough
 for iteration in range(start, max_iters + 1):
     # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
@@ -392,10 +393,11 @@ for iteration in range(start, max_iters + 1):
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(num_iterations)]
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
-                                      iteration, models)
+    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
+                                      "the sampler", iteration, models)
     if iteration == 0 and ref_policy:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
+                            models)
 
     # 3) advantages: one number a response, for all of its tokens
     judged = batch["scores"]  # (B,)
@@ -457,7 +459,7 @@ for iteration in range(start, max_iters + 1):
         parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration, models)
+            ratio_gap = parallel.must_agree(ratio_gap, limit, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity

@@ -135,6 +135,14 @@ def gap(log_ratio, mask, dtype):
     return log_ratio.max() if log_ratio.numel() else log_ratio.sum()  # of no rows, 0
 
 
+def gap_limit(dtype, temperature):
+    """
+    How large rounding may make that gap, in nats. Below temperature 1 it grows: log-probs are of logits / temperature, and
+    so are their errors.
+    """
+    return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
+
+
 def kl_estimate(logprobs, ref_logprobs, kind):
     """
     Estimate of KL(policy || reference) at each token from one sample (Schulman, joschu.net/blog/kl-approx.html), (B, R):

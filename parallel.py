@@ -542,17 +542,15 @@ def check_finite(tensors, iteration):
                        "the step")
 
 
-def must_agree(worst_gap, dtype, what, iteration, models=None):
+def must_agree(worst_gap, limit, what, iteration, models):
     """
-    Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap).
-    models: all of the run, {name: model}, where a step was made since the last audit: a rank whose weights have drifted is named
-    as such before anything else is suspected.
+    Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap; limit:
+    loss.gap_limit). models: all of the run, {name: model}: a rank whose weights have drifted is named as such before anything
+    else is suspected.
     """
     worst = all_reduce_max(worst_gap).item()
-    limit = {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02)
     if not worst <= limit:
-        if models:
-            audit(models, {}, iteration)
+        audit(models, {}, iteration)
         raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
                    f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
     return worst

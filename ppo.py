@@ -33,8 +33,8 @@ from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, 
 from configurator import BadConfig, BadInput, configure
 from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
-from loss import (adapt_kl_coef, at_least_float32, gap, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum,
-                  masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
+from loss import (adapt_kl_coef, at_least_float32, gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy,
+                  masked_sum, masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
 from memory import predicted_mib
 from model import Adapted, freeze, load_adapted, load_adapter
 from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, last_real,
@@ -356,6 +356,7 @@ def leave_if_asked():
 # the loop
 
 times, current, clock, began = {}, "start", time.perf_counter(), time.time()
+limit = gap_limit(dtype, temperature)  # of what must be 0 on paper
 threads = ThreadPoolExecutor(1)  # for rules; those that take long wait for processes of their own, so one is enough
 for iteration in range(start, max_iters + 1):
     # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
@@ -393,10 +394,11 @@ for iteration in range(start, max_iters + 1):
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(ppo_epochs)]
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the sampler",
-                                      iteration, models)
+    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
+                                      "the sampler", iteration, models)
     if iteration == 0:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), dtype, "the reference", iteration)
+        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
+                            models)
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
@@ -448,7 +450,7 @@ for iteration in range(start, max_iters + 1):
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, dtype, "the training forward", iteration, models)
+            ratio_gap = parallel.must_agree(ratio_gap, limit, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity

@@ -9,6 +9,7 @@ from loss import (
     adapt_kl_coef,
     at_least_float32,
     entropy_from_logits,
+    gap_limit,
     kl_estimate,
     learning_rate_at,
     logprobs_from_logits,
@@ -385,3 +386,19 @@ def test_learning_rate_at_by_hand():
     assert [learning_rate_at(i, 8.0, 0, 12, "constant") for i in (0, 7, 12)] == [8.0, 8.0, 8.0]
     assert [learning_rate_at(i, 8.0, 4, 12, "cosine") for i in (4, 8, 12)] == pytest.approx([8.0, 4.0, 0.0])
     assert learning_rate_at(6, 8.0, 4, 12, "cosine") == pytest.approx(4 + 2 * 2**0.5)  # a quarter of the way: cos 45 degrees
+
+
+@pytest.mark.parametrize("T", [0.02, 0.05, 0.5])
+def test_cold_logits_round_no_further_than_the_limit(T):
+    """
+    Two sound float32 forwards differ in the last bits of their logits; at a low temperature their log-probs differ by 1 / T
+    times as much. The limit must allow that, and not let a temperature of 1.01 instead of 1 through, nor anything when hot.
+    """
+    assert gap_limit("float32", 1.0) == gap_limit("float32", 2.0) == 1e-4 and gap_limit("float64", 1.0) == 1e-10
+    assert gap_limit("bfloat16", 0.5) == 2 * gap_limit("float16", 1.0) == 0.04
+    generator = torch.Generator().manual_seed(0)
+    logits = 10 * torch.randn(50, 200, generator=generator)
+    other = (logits.double() * (1 + 4e-7 * torch.randn(50, 200, generator=generator, dtype=torch.float64))).float()
+    tokens = torch.randint(0, 200, (50,), generator=generator)
+    a, b, hot = (logprobs_from_logits(x / t, tokens) for x, t in ((logits, T), (other, T), (logits, 1.01 * T)))
+    assert (a - b).abs().max() < gap_limit("float32", T) < (a - hot).abs().max()
