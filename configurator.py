@@ -284,7 +284,10 @@ def one_line(text, longest=700):
     A message as it leaves for a terminal: on one line, with a control character or half a surrogate pair from the input spelled
     out, as \\x1b or \\ud800; and of a message that is too long the beginning and the end.
     """
-    text = "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text.strip())
+    text = text.strip()
+    if len(text) > 2 * longest:  # spelling out may only make it longer, so no more than this can be seen
+        text = text[:longest] + text[-longest:]
+    text = "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
     keep = longest // 2
     return text if len(text) <= longest else f"{text[:keep]} ... {text[-keep + 5:]}"
 

@@ -1,16 +1,24 @@
 """Bad input of every kind, in one line: messages that leave, config files, data files, model folders, tokenizers."""
 import io
 import json
+import math
 import os
+import random
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 from conftest import ROOT
+from families import make
+from safetensors.torch import load_file, save_file
 
 import configurator
 from configurator import BadConfig, BadInput, Stop, one_line, run_config_file, shorten
 from data import read_jsonl
+from model import FIELDS, Adapted, Transformer, load_adapted, save_adapter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # messages, where they leave
@@ -110,3 +118,207 @@ def test_values_that_are_no_text_or_cannot_be_printed():
         with pytest.raises(BadConfig, match="name .c.py.: .* not text"):
             configurator.convert("name", text, "text", "c.py")
     assert configurator.convert("name", "\udcff", "text", "c.py") == "\udcff"  # a byte of a path that is not UTF-8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model folders: every field of every JSON bent. `FUZZ=all pytest tests/test_bad_input.py` takes all mutants, not some
+
+ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3"]
+MISSING = object()
+VALUES = [MISSING, None, True, False, "", "x", "\ud800", [], [1], {}, {"x": 1}, 0, 1, -1, 2, 3, 10**6, 10**12, 10**400, 0.0, 0.5,
+          -1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, "default", ["full_attention"] * 3, [[]] * 3]
+DEEP = "[" * 100_000
+
+
+def mutants(value, more=()):
+    """Copies of a JSON object in which one field, at any depth, and each of `more`, has each of VALUES."""
+    if isinstance(value, dict):
+        for key in [*value, *(k for k in more if k not in value)]:
+            rest = {k: v for k, v in value.items() if k != key}
+            for new in VALUES:
+                yield rest if new is MISSING else {**rest, key: new}
+            for new in mutants(value.get(key)):
+                yield {**rest, key: new}
+    elif isinstance(value, list):
+        for i in range(min(len(value), 3)):
+            for new in VALUES:
+                yield [*value[:i], *([] if new is MISSING else [new]), *value[i + 1:]]
+            for new in mutants(value[i]):
+                yield [*value[:i], new, *value[i + 1:]]
+
+
+def some_of(cases, n, seed):
+    """n of the cases, always the same ones; all of them where FUZZ=all is set."""
+    cases = list(cases)
+    return cases if os.environ.get("FUZZ") == "all" else random.Random(seed).sample(cases, min(n, len(cases)))
+
+
+def read_or_refused(use):
+    """True where use() succeeds, False where it raises BadInput in a line; whatever else it raises fails the test."""
+    try:
+        use()
+        return True
+    except BadInput as e:
+        assert "\n" not in str(e).strip() and len(str(e)) < 700, str(e)
+        return False
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{variant: a tiny model's folder}, one of each family."""
+    root = tmp_path_factory.mktemp("families")
+    for variant in ONE_OF_EACH:
+        make(variant).save_pretrained(root / variant)
+    return {variant: root / variant for variant in ONE_OF_EACH}
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_any_field_of_config_json(variant, folders, tmp_path):
+    """What is read computes, too."""
+    folder = shutil.copytree(folders[variant], tmp_path / "model")
+    good = json.loads((folder / "config.json").read_text())
+    cases, read = some_of(mutants(good, FIELDS[good["model_type"]]), 50, variant), 0
+    tokens = torch.arange(7)[None]
+
+    def use():
+        model = Transformer.from_pretrained(str(folder))
+        with torch.no_grad():
+            assert model(tokens).shape == (1, 7, 97)
+
+    for case in cases:
+        (folder / "config.json").write_text(json.dumps(case))
+        try:
+            read += read_or_refused(use)
+        except Exception as e:
+            changed = {k: case.get(k, "missing") for k in {*good, *case} if good.get(k, MISSING) is not case.get(k, MISSING)}
+            raise AssertionError({k: v for k, v in changed.items() if v != good.get(k)}) from e
+    print(f"{variant}: {read} of {len(cases)} mutants read, the others refused")
+    assert 0.1 * len(cases) < read < 0.9 * len(cases)
+
+
+@pytest.mark.parametrize("variant, changed, said", [
+    ("llama3-gqa-tied", dict(num_hidden_layers=10**6), "num_hidden_layers = 1000000; wanted an integer from 1 to 10000"),
+    ("llama3-gqa-tied", dict(num_hidden_layers=10**4), "'model.layers.3.input_layernorm.weight' is missing"),
+    ("gpt2", dict(n_positions=10**9), r"'transformer.wpe.weight' is \(64, 32\) in the file, .* \(1000000000, 32\)"),
+    ("gpt2", dict(n_embd=32.0), r"n_embd = 32.0; wanted an integer from 1"),
+    ("gpt2", dict(n_head=5), "a width of 32 does not split into 5 attention heads"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights = false is not supported"),
+    ("gpt2", dict(tie_word_embeddings=None), "tie_word_embeddings = None; wanted true or false"),
+    ("qwen3", dict(num_key_value_heads=3), "4 attention heads cannot share 3 keys and values"),
+    ("qwen3", dict(layer_types=["full_attention"] * 2), "layer_types = .*; wanted full_attention or sliding_attention for each of 3"),
+    ("qwen3", dict(layer_types=["chunked_attention"] * 3), "layer_types"),
+    ("gpt_neox", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.4)), "3 of a head's 8 .* even number"),
+    ("llama3-gqa-tied", dict(rope_parameters=dict(rope_type="linear")), "rope type 'linear' needs factor"),
+    ("llama3-gqa-tied", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "not supported by kind of layer"),
+    ("mistral-window", dict(sliding_window="5"), "sliding_window = '5'; wanted an integer from 0"),
+])
+def test_a_wrong_field_is_named(variant, changed, said, folders, tmp_path):
+    """And no memory is taken: a gigantic model is refused in no time, in a process whose memory is as before."""
+    folder = shutil.copytree(folders[variant], tmp_path / "model")
+    edit(folder / "config.json", **changed)
+    began = time.process_time()
+    with pytest.raises(BadInput, match=said):
+        Transformer.from_pretrained(str(folder))
+    assert time.process_time() - began < 1
+
+
+def edit(file, **changes):
+    """Change entries of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def respoiled(folder, **changes):
+    """Rewrite a folder's weights with some tensors changed: {name: function of the tensor}."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, folder / "model.safetensors")
+
+
+def set_one(value):
+    """A function that sets one number in the middle of a tensor."""
+    def change(t):
+        t = t.clone()
+        t.view(-1)[t.numel() // 2] = value
+        return t
+
+    return change
+
+
+@pytest.mark.parametrize("variant, name", [
+    ("gpt2", "transformer.h.1.attn.c_attn.weight"), ("gpt_neox", "gpt_neox.layers.2.attention.query_key_value.bias"),
+    ("llama3-gqa-tied", "model.embed_tokens.weight"), ("mistral-window", "model.layers.0.mlp.up_proj.weight"),
+    ("qwen2-window-tied", "model.norm.weight"), ("qwen3", "lm_head.weight")])
+def test_weights_that_are_no_numbers(variant, name, folders, tmp_path):
+    for number, (change, said) in enumerate([
+            (set_one(math.nan), "holds NaN, not all of them finite in float32"), (set_one(math.inf), "to inf, not all"),
+            (set_one(-math.inf), "from -inf to"), (lambda t: set_one(1e300)(t.double()), r"to 1e\+300, not all of them finite"),
+            (lambda t: t.to(torch.float8_e4m3fn), "is of type F8_E4M3, wanted 16-, 32- or 64-bit"),
+            (lambda t: t.to(torch.int8), "is of type I8"), (lambda t: t > 0, "is of type BOOL")]):
+        folder = shutil.copytree(folders[variant], tmp_path / str(number))
+        respoiled(folder, **{name: change})
+        with pytest.raises(BadInput, match=f"model.safetensors: tensor '{name}' .*{said}"):
+            Transformer.from_pretrained(str(folder))
+    folder = shutil.copytree(folders[variant], tmp_path / "good")
+    respoiled(folder, **{name: lambda t: set_one(1e5)(t.double())})
+    Transformer.from_pretrained(str(folder))
+    with pytest.raises(BadInput, match="not all of them finite in float16"):  # what is finite in the file need not stay so
+        Transformer.from_pretrained(str(folder), dtype="float16")
+
+
+def test_damaged_weight_files(folders, tmp_path):
+    """A header bent in 300 ways, and an index whose fields are."""
+    folder = shutil.copytree(folders["llama3-gqa-tied"], tmp_path / "model")
+    file, rng, refused = folder / "model.safetensors", random.Random(3), 0
+    good = file.read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    bits = [b"", b"0", b"-", b"}", b'"', b"F8_E5M2", b"9" * 30, b"[", b"\xff", b"null", b"I64"]
+    for _ in range(300):
+        header = bytearray(good[8:8 + size])
+        for _ in range(rng.randrange(1, 3)):
+            at = rng.randrange(size)
+            header[at:at + rng.randrange(4)] = rng.choice(bits)
+        length = len(header) if rng.random() < 0.9 else rng.randrange(2**63)
+        file.write_bytes(length.to_bytes(8, "little") + bytes(header) + good[8 + size:])
+        refused += not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+    assert refused > 250
+    file.unlink()
+    make("llama3-gqa-tied").save_pretrained(folder, max_shard_size="20KB")
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    names = list(index["weight_map"])[:2]
+    cases = [dict(index, weight_map=dict(index["weight_map"], **{name: new})) for name in names for new in VALUES if new is not MISSING]
+    cases += [dict(index, weight_map=new) for new in VALUES if new is not MISSING]
+    for case in cases:
+        file.write_text(json.dumps(case))
+        assert not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+    file.write_text(DEEP)
+    with pytest.raises(BadInput, match="index.json: maximum recursion"):
+        Transformer.from_pretrained(str(folder))
+
+
+def test_any_field_of_adapter_config_json(folders, tmp_path):
+    base = Transformer.from_pretrained(str(folders["qwen3"]))
+    folder = tmp_path / "adapter"
+    save_adapter(Adapted(base, "lm", 3, 5.0), folder)
+    good, read = json.loads((folder / "adapter_config.json").read_text()), 0
+    cases = some_of(mutants(good), 150, "adapter")
+    for case in cases:
+        (folder / "adapter_config.json").write_text(json.dumps(case))
+        read += read_or_refused(lambda: load_adapted(base, str(folder)))
+    print(f"{read} of {len(cases)} mutants read, the others refused")
+    assert 0 < read < len(cases)
+    for changed, said in ((dict(r=10**6), r"lora_A.weight is \(3, \d+\), but .* says r = 1000000"), (dict(r=-1), "r = -1; wanted"),
+                          (dict(target_modules="all-linear"), "target_modules = 'all-linear'; wanted a list")):
+        (folder / "adapter_config.json").write_text(json.dumps(good | changed))
+        with pytest.raises(BadInput, match=said):
+            load_adapted(base, str(folder))
+    (folder / "adapter_config.json").write_text(json.dumps(good))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = min(tensors)
+    for bad, said in ((set_one(math.nan)(tensors[name]), "holds NaN"), (tensors[name].to(torch.int8), "is of type torch.int8")):
+        save_file(tensors | {name: bad}, folder / "adapter_model.safetensors")
+        with pytest.raises(BadInput, match=said):
+            load_adapted(base, str(folder))
+    for shift in ("", "one", "nan", "inf"):
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"score_shift": shift})
+        with pytest.raises(BadInput, match="score_shift = "):
+            load_adapted(base, str(folder))
