@@ -82,6 +82,12 @@ def report_and_exit(kind, error, trace):
     os._exit(2 if issubclass(kind, BadInput) else 1)  # no farewell: a rank may be gone, and its group would wait for it
 
 
+def warn(message):
+    """Say on rank 0, in one line, what is strange but may be meant."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {one_line(message)}", flush=True)
+
+
 def said_by_rank_0(message):
     """Let the ranks that wait for us know that we leave; whether rank 0 leaves for the same reason."""
     try:

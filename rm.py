@@ -18,7 +18,7 @@ import torch
 import parallel
 from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadInput, configure
-from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
+from data import batch_rows, check_tokenizer_fits, load_tokenizer, naming, read_jsonl, right_pad
 from loss import at_least_float32, learning_rate_at, preference_loss
 from rewards import last_real
 from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
@@ -81,7 +81,8 @@ def encode(rows, field, path):
     """
     sequences = []
     for number, row in enumerate(rows, 1):
-        ids = tokenizer.encode_prompt(row["prompt"]) + tokenizer.encode_completion(row[field])
+        with naming(path, number):
+            ids = tokenizer.encode_prompt(row["prompt"]) + tokenizer.encode_completion(row[field])
         if len(ids) > reward_model.config.max_positions:
             raise BadInput(f"{path}, row {number}: prompt and {field} make {len(ids)} tokens, more than the model's context of "
                            f"{reward_model.config.max_positions}; shorten or drop the row")

@@ -16,7 +16,7 @@ import torch
 import parallel
 from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
-from data import batch_rows, check_tokenizer_fits, load_tokenizer, read_jsonl, right_pad
+from data import batch_rows, check_tokenizer_fits, load_tokenizer, naming, read_jsonl, right_pad
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from model import Transformer
 from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
@@ -100,7 +100,8 @@ def encode(rows, path):
     """
     pairs = []
     for number, row in enumerate(rows, 1):
-        prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
+        with naming(path, number):
+            prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
         if len(prompt) + len(completion) > policy.config.max_positions:
             raise BadInput(f"{path}, row {number}: a demonstration of {len(prompt) + len(completion)} tokens exceeds the model's "
                            f"context of {policy.config.max_positions}; shorten or drop it")

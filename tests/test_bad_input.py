@@ -8,16 +8,27 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from families import make
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 import configurator
 from configurator import BadConfig, BadInput, Stop, one_line, run_config_file, shorten
-from data import read_jsonl
+from data import (
+    BYTE_LEVEL,
+    ByteTokenizer,
+    check_tokenizer_fits,
+    encode_for_all,
+    encode_prompts,
+    load_tokenizer,
+    read_jsonl,
+)
 from model import FIELDS, Adapted, Transformer, load_adapted, save_adapter
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,7 +144,8 @@ DEEP = "[" * 100_000
 def mutants(value, more=()):
     """Copies of a JSON object in which one field, at any depth, and each of `more`, has each of VALUES."""
     if isinstance(value, dict):
-        for key in [*value, *(k for k in more if k not in value)]:
+        keys = list(value) if len(value) < 50 else list(value)[::70]  # of a vocabulary, a few
+        for key in [*keys, *(k for k in more if k not in value)]:
             rest = {k: v for k, v in value.items() if k != key}
             for new in VALUES:
                 yield rest if new is MISSING else {**rest, key: new}
@@ -205,7 +217,7 @@ def test_any_field_of_config_json(variant, folders, tmp_path):
     ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights = false is not supported"),
     ("gpt2", dict(tie_word_embeddings=None), "tie_word_embeddings = None; wanted true or false"),
     ("qwen3", dict(num_key_value_heads=3), "4 attention heads cannot share 3 keys and values"),
-    ("qwen3", dict(layer_types=["full_attention"] * 2), "layer_types = .*; wanted full_attention or sliding_attention for each of 3"),
+    ("qwen3", dict(layer_types=["full_attention"] * 2), "layer_types = .*; wanted .* for each of 3 layers"),
     ("qwen3", dict(layer_types=["chunked_attention"] * 3), "layer_types"),
     ("gpt_neox", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.4)), "3 of a head's 8 .* even number"),
     ("llama3-gqa-tied", dict(rope_parameters=dict(rope_type="linear")), "rope type 'linear' needs factor"),
@@ -285,8 +297,9 @@ def test_damaged_weight_files(folders, tmp_path):
     file = folder / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     names = list(index["weight_map"])[:2]
-    cases = [dict(index, weight_map=dict(index["weight_map"], **{name: new})) for name in names for new in VALUES if new is not MISSING]
-    cases += [dict(index, weight_map=new) for new in VALUES if new is not MISSING]
+    values = VALUES[1:]  # without MISSING
+    cases = [dict(index, weight_map=dict(index["weight_map"], **{name: new})) for name in names for new in values]
+    cases += [dict(index, weight_map=new) for new in values]
     for case in cases:
         file.write_text(json.dumps(case))
         assert not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
@@ -306,7 +319,8 @@ def test_any_field_of_adapter_config_json(folders, tmp_path):
         read += read_or_refused(lambda: load_adapted(base, str(folder)))
     print(f"{read} of {len(cases)} mutants read, the others refused")
     assert 0 < read < len(cases)
-    for changed, said in ((dict(r=10**6), r"lora_A.weight is \(3, \d+\), but .* says r = 1000000"), (dict(r=-1), "r = -1; wanted"),
+    for changed, said in ((dict(r=10**6), r"lora_A.weight is \(3, \d+\), but .* says r = 1000000"),
+                          (dict(r=-1), "r = -1; wanted an integer from 0"),
                           (dict(target_modules="all-linear"), "target_modules = 'all-linear'; wanted a list")):
         (folder / "adapter_config.json").write_text(json.dumps(good | changed))
         with pytest.raises(BadInput, match=said):
@@ -322,3 +336,187 @@ def test_any_field_of_adapter_config_json(folders, tmp_path):
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"score_shift": shift})
         with pytest.raises(BadInput, match="score_shift = "):
             load_adapted(base, str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers: any field of any of their files, and those of another model
+
+
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}<|start|>{{ m['content'] }}</s>"
+            "{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A BPE of 260 tokens: bytes, three special ones of the first ids and one merge; with a chat template."""
+    folder = tmp_path_factory.mktemp("tokens")
+    names = ["<s>", "</s>", "<|start|>", *sorted(BYTE_LEVEL.values()), "th"]
+    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[("t", "h")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in names[:3]])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", model_max_length=64,
+        clean_up_tokenization_spaces=False)))
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1], "pad_token_id": 1}')
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1, "bos_token_id": 0}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def use_tokenizer(folder):
+    """Everything that a run does with a tokenizer."""
+    tokenizer = load_tokenizer(str(folder))
+    rows = [dict(prompt="the thing"), dict(prompt=[dict(role="user", content="the </s> thing")])]
+    for ids in encode_prompts(rows, tokenizer, 1000, "rows.jsonl"):
+        assert isinstance(tokenizer.decode(ids), str)
+    assert all(type(i) is int and 0 <= i for i in [tokenizer.eos_id, tokenizer.pad_id, *tokenizer.eos_ids])
+    assert len({tokenizer.fingerprint, tokenizer.vocab_size}) == 2
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+                                  "config.json"])
+def test_any_field_of_a_tokenizer(file, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    use_tokenizer(folder)
+    good = json.loads((folder / file).read_text())
+    more = ("pad_token", "chat_template", "extra_special_tokens", "added_tokens_decoder", "additional_special_tokens", "auto_map",
+            "tokenizer_class", "add_bos_token", "padding_side", "unk_token", "split_special_tokens", "eos_token_id")
+    cases = some_of(mutants(good, more), 60, file)
+    read = 0
+    for case in cases:
+        (folder / file).write_text(json.dumps(case))
+        try:
+            read += read_or_refused(lambda: use_tokenizer(folder))
+        except Exception as e:
+            raise AssertionError(json.dumps({k: v for k, v in case.items() if good.get(k) != v})[:1000]) from e
+    print(f"{file}: {read} of {len(cases)} mutants read, the others refused")
+    for text in ("", "{", DEEP, "[]", "null", '{"x": 1', "\ud800".encode("utf-8", "surrogatepass"), b"\xff{}"):
+        (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(BadInput, match=file):
+            use_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name, change, said", [
+    ("tokenizer.json", lambda v: v["model"]["vocab"].update(a=v["model"]["vocab"]["b"]), "'[ab]' and '[ab]' have the same id"),
+    ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokenizer.json: no usable tokenizer"),
+    ("special_tokens_map.json", lambda v: v.update(eos_token=7), "special_tokens_map.json: no usable tokenizer"),
+    ("config.json", lambda v: v.update(eos_token_id=50), "eos_token_id = 50 is no special token of .* 260 tokens and ends"),
+    ("config.json", lambda v: v.update(eos_token_id=260), "eos_token_id = 260 is no special token"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=[1, "2"]), "generation_config.json: eos_token_id = '2' is no"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=True), "eos_token_id = True"),
+])
+def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+    with pytest.raises(BadInput, match=said):
+        use_tokenizer(folder)
+
+
+def test_a_tokenizer_that_may_be_anothers_is_a_warning(tokens, tmp_path, capsys, monkeypatch):
+    """Where ids fit and nothing is impossible, one line on rank 0."""
+    monkeypatch.delenv("RANK", raising=False)
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    load_tokenizer(str(folder))
+    assert capsys.readouterr().out == ""
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=2)
+    (folder / "chat_template.jinja").write_text("<|start|>{{ messages[0]['content'] }}<|im_end|>")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_ids == {1, 2}
+    config = make("gpt2").config
+    config.vocab_size = 300
+    check_tokenizer_fits(tokenizer, SimpleNamespace(config=config), "model")
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert [line.split(":")[0] for line in lines] == ["warning"] * 3
+    assert "the model ends with [2], its tokenizer with 1" in lines[1] and "<|im_end|>" in lines[0]
+    assert "the tokenizer has 260 tokens, the model embeddings for 300" in lines[2]
+    monkeypatch.setenv("RANK", "1")
+    load_tokenizer(str(folder))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(eos=None), "wanted markers"), (dict(pad="<eos>"), "all of them different"), (dict(markers=["a", "a"]), "different"),
+    (dict(markers="<think>"), "a list of strings"), (dict(markers=[""]), "strings"), (dict(eos=["x"]), "strings"),
+    (dict(eos="\ud800"), "strings")])
+def test_the_byte_tokenizers_settings(change, said, tmp_path):
+    (tmp_path / "tiktoken.json").write_text(json.dumps(dict(markers=["<think>"], eos="<eos>", pad="<pad>") | change))
+    with pytest.raises(BadInput, match=f"tiktoken.json: .*{said}"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(a=5), "have the same id 5"), (dict(a=-1), "the id of 'a' is -1"), (dict(a=None), "the id of 'a' is None"),
+    (dict(a=10**12), "the id of 'a'"), ({"世": 300}, "'世' is no token of GPT-2's"), ({"": 300}, "'' is no token")])
+def test_gpt2s_vocabulary(change, said, tmp_path):
+    vocab = {ch: b for b, ch in BYTE_LEVEL.items()} | {"<|endoftext|>": 256}
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    assert load_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | change))
+    with pytest.raises(BadInput, match=said):
+        load_tokenizer(str(tmp_path))
+    del vocab["a"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    with pytest.raises(BadInput, match="'a' is no token of GPT-2's, or is missing there"):
+        load_tokenizer(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data files, rows that a template refuses, rows that do not fit
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/dev/null", tmp_path):
+        with pytest.raises(BadInput, match="wanted a file, found something else, such as a directory, a pipe or a device"):
+            read_jsonl(str(path), ["prompt"])
+
+
+@pytest.mark.parametrize("messages, said", [
+    ([("user", "a"), ("user", "b")], "TemplateError: Roles must alternate user/assistant"),
+    ([("assistant", "</s>")], "Roles must alternate")])
+def test_a_row_that_the_template_refuses(messages, said, tokens):
+    good = dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")])
+    rows = [good, good, dict(prompt=[dict(role=role, content=text) for role, text in messages])]
+    with pytest.raises(BadInput, match=f"^rows.jsonl, row 3: the chat template of .*/tokens0 refuses the messages: .*{said}"):
+        encode_prompts(rows, load_tokenizer(str(tokens)), 100, "rows.jsonl")
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 1 / 0 }}", "{{ messages[9].role }}", "{% for %}", "{{ nothing.at.all }}", "{{ 'x' * 'y' }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
+def test_a_template_that_fails(template, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadInput, match="row 1: the chat template of .*/tokens refuses the messages: ") as caught:
+        encode_prompts([dict(prompt=[dict(role="user", content="a")])], load_tokenizer(str(folder)), 100, "rows.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def model_of(context):
+    return SimpleNamespace(config=SimpleNamespace(max_positions=context))
+
+
+def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
+    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit into 14, 14 + 10 need 24."""
+    policy, reward = ByteTokenizer(dict(markers=["<think>"], eos="<eos>", pad="<pad>")), load_tokenizer(str(tokens))
+    rows = [dict(prompt="a"), dict(prompt="<think><think>ab")]
+    fits = dict(policy=model_of(14), reward_model=model_of(24))
+    assert encode_for_all(rows, "rows.jsonl", 10, fits, policy, reward) == [[97], [256, 256, 97, 98]]
+    for short, said in ((dict(fits, reward_model=model_of(23)), "row 2: .* 14 tokens; from 1 to 13 fit .* of the reward model"),
+                        (dict(fits, policy=model_of(13)), "row 2: the prompt has 4 tokens; from 1 to 3 fit")):
+        with pytest.raises(BadInput, match=said):
+            encode_for_all(rows, "rows.jsonl", 10, short, policy, reward)
+    same = dict(fits, reward_model=model_of(14))  # with the policy's tokenizer it reads the policy's tokens
+    assert encode_for_all(rows, "rows.jsonl", 10, same, policy, policy) == [[97], [256, 256, 97, 98]]
+    with pytest.raises(BadInput, match="row 2: the prompt has 4 tokens; from 1 to 3 fit"):
+        encode_for_all(rows, "rows.jsonl", 10, dict(fits, reward_model=model_of(13)), policy, policy)
+    chat = [dict(prompt=[dict(role="assistant", content="a")])]
+    with pytest.raises(BadInput, match="row 1: the chat template"):
+        encode_for_all(chat, "rows.jsonl", 10, fits, reward, load_tokenizer(str(tokens)))
