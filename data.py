@@ -240,16 +240,23 @@ def read_text(file):
         raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
 
 
+def attempt(read):
+    """(What read() returns, None), or (None, whatever a library of others raises in it on a broken file)."""
+    try:
+        return read(), None
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        return None, e
+
+
 def tokenizer_file_at_fault(folder):
     """The tokenizer.json in a folder, if that alone cannot be read, else what stands beside it."""
     from tokenizers import Tokenizer as Backend
 
     file = os.path.join(folder, "tokenizer.json")
-    if os.path.isfile(file):
-        try:
-            Backend.from_file(file)
-        except Exception:  # whatever the library makes of it
-            return file
+    if os.path.isfile(file) and attempt(lambda: Backend.from_file(file))[1]:
+        return file
     names = ("tokenizer_config.json", "special_tokens_map.json")
     return os.path.join(folder, " or ".join(n for n in names if os.path.isfile(os.path.join(folder, n))))
 
@@ -405,15 +412,18 @@ class HFTokenizer(Tokenizer):
         template = os.path.join(folder, "chat_template.jinja")
         if os.path.isfile(template):
             read_text(template)
-        try:
+
+        def read():
             self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            vocab = self.backend.get_vocab()
-            lead = self.backend("")["input_ids"]  # [BOS] where the tokenizer puts one before text, else []
-            eos, pad, bos = self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id
             self.backend.decode(self.backend.encode("a"))
-        except Exception as e:  # whatever the libraries make of a broken file
-            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer ({first_line(e)[:200]}); save "
-                           "or download it again") from e
+            ids = self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id
+            return self.backend.get_vocab(), self.backend("")["input_ids"], *ids
+
+        found, e = attempt(read)
+        if e:
+            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer ({first_line(e)[:200]}); "
+                           "save or download it again") from e
+        vocab, lead, eos, pad, bos = found  # lead: [BOS] where the tokenizer puts one before text, else []
         if eos is None:
             raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; set eos_token in "
                            "tokenizer_config.json")

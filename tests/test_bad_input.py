@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from conftest import ROOT
 from families import make
 from safetensors.torch import load_file, save_file
+from tiny import build, forked, jsonl, one_run
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -402,6 +404,7 @@ def test_any_field_of_a_tokenizer(file, tokens, tmp_path):
 @pytest.mark.parametrize("name, change, said", [
     ("tokenizer.json", lambda v: v["model"]["vocab"].update(a=v["model"]["vocab"]["b"]), "'[ab]' and '[ab]' have the same id"),
     ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokenizer.json: no usable tokenizer"),
+    ("tokenizer.json", lambda v: v["model"].update(continuing_subword_prefix="long"), "tokenizer.json: no usable tokenizer .Pan"),
     ("special_tokens_map.json", lambda v: v.update(eos_token=7), "special_tokens_map.json: no usable tokenizer"),
     ("config.json", lambda v: v.update(eos_token_id=50), "eos_token_id = 50 is no special token of .* 260 tokens and ends"),
     ("config.json", lambda v: v.update(eos_token_id=260), "eos_token_id = 260 is no special token"),
@@ -520,3 +523,81 @@ def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
     chat = [dict(prompt=[dict(role="assistant", content="a")])]
     with pytest.raises(BadInput, match="row 1: the chat template"):
         encode_for_all(chat, "rows.jsonl", 10, fits, reward, load_tokenizer(str(tokens)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripts themselves
+
+COUNT_BATCHES = """
+import sys, rollout
+calls, generate = [], rollout.generate
+
+def counting(policy, prompts, *args, **kwargs):
+    calls.append(len(prompts))
+    if len(calls) == 3:
+        print("batches of", calls)
+        sys.exit(0)
+    return generate(policy, prompts, *args, **kwargs)
+
+rollout.generate = counting
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(cases, results) of runs in a tiny world: name -> (script, what it says in its one line)."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "world").mkdir()
+    world = build(str(folder / "world"))
+    chat = [dict(role="user", content="1+2=")]
+    rows = [dict(prompt="1+2=", answer="3", completion="3", chosen="3", rejected="4")] * 3
+    jsonl(folder / "chat.jsonl", [*rows, rows[0] | dict(prompt=chat)])
+    os.mkfifo(folder / "pipe")
+    nan = shutil.copytree(world.policy, folder / "nan")
+    respoiled(nan, **{"lm_head.weight": set_one(math.nan)})
+    short = shutil.copytree(world.short_reward, folder / "short")
+    edit(short / "tiktoken.json", markers=["</think>", "<think>"])  # another tokenizer than the policy's
+    bad_rows, pipe = str(folder / "chat.jsonl"), str(folder / "pipe")
+    sample = ["--max_new_tokens=4", "--device=cpu"]
+    refused = "row 4: a prompt is a list of messages, but this tokenizer has no chat template"
+    other = "row .: the prompt has .* tokens; from 1 to 2 fit .* reward model, in whose tokenizer"
+    cases = {
+        "sft row": ("sft.py", world.sft("out", train_path=bad_rows), refused),
+        "rm row": ("rm.py", world.rm("out", train_path=bad_rows), refused),
+        "ppo row": ("ppo.py", world.ppo("out", prompts_path=bad_rows), refused),
+        "grpo row": ("grpo.py", world.grpo("out", eval_path=bad_rows), refused),
+        "sample row": ("sample.py", [f"--model={world.policy}", f"--prompts={bad_rows}", *sample], refused),
+        "sft NaN": ("sft.py", world.sft("out", init_from=nan), "'lm_head.weight' holds NaN"),
+        "rm NaN": ("rm.py", world.rm("out", init_from=shutil.copytree(nan, folder / "rm_nan")), "holds NaN"),
+        "ppo NaN": ("ppo.py", world.ppo("out", policy_path=nan), "holds NaN"),
+        "grpo NaN": ("grpo.py", world.grpo("out", policy_path=nan), "holds NaN"),
+        "sample NaN": ("sample.py", [f"--model={nan}", "--prompt=1", *sample], "holds NaN"),
+        "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "wanted a file"),
+        "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
+        "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
+        "sample surrogate": ("sample.py", [f"--model={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
+        "sample many": ("sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
+    }
+    respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
+    jobs = {name: [one_run(script, args)] for name, (script, args, _) in cases.items()}
+    ask = [f"--model={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
+    jobs |= {f"in {n}": [one_run("sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
+    jobs["a million"] = [one_run("sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
+    return cases, forked(str(folder), jobs)
+
+
+def test_scripts_refuse_bad_rows_weights_and_files(runs):
+    cases, results = runs
+    for name, (script, _, said) in cases.items():
+        result, = results[name]
+        assert result["codes"] == [2], (name, result)
+        assert re.fullmatch(rf"{script}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (name, result["stderr"])
+
+
+def test_samples_come_batch_by_batch(runs):
+    """However many are asked for, a batch is all that is computed before it is printed; and no batch changes a text."""
+    result, = runs[1]["a million"]
+    assert result["codes"] == [0] and "batches of [4, 4, 4]" in result["stdout"][0]
+    assert result["stdout"][0].count("> ") == 1
+    texts = [runs[1][f"in {n}"][0]["stdout"][0].split("batch_size", 1)[1].split("\n", 1)[1] for n in (1, 2, 64)]
+    assert texts[0] == texts[1] == texts[2] and texts[0].count("> ") == 3
