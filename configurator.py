@@ -236,12 +236,13 @@ def convert(key, value, default, where):
     if wanted is int and abs(value) > 2**62:  # sums of two such numbers still fit in 64 bits
         raise BadConfig(f"{key} ({where}): {shorten(value)} is beyond 2^62; wanted a smaller number")
     if wanted is str and not is_text(value):
-        raise BadConfig(f"{key} ({where}): {shorten(value)} holds a zero byte or half a surrogate pair, which is not text")
+        raise BadConfig(f"{key} ({where}): {shorten(value)} holds a zero byte or half a surrogate pair, "
+                        "which is not text")
     return value
 
 
 def is_text(value):
-    """Whether a string can be a file's name: without zero bytes and halves of surrogate pairs (but with undecodable bytes)."""
+    """Whether a string can name a file: no zero bytes, no halves of surrogate pairs but those of bytes."""
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
@@ -287,8 +288,8 @@ def shorten(value, width=60):
 
 def one_line(text, longest=700):
     """
-    A message as it leaves for a terminal: on one line, with a control character or half a surrogate pair from the input spelled
-    out, as \\x1b or \\ud800; and of a message that is too long the beginning and the end.
+    A message as it leaves for a terminal: on one line, with control characters and halves of surrogate
+    pairs spelled out, as \\x1b or \\ud800; and of a message that is too long, beginning and end.
     """
     text = text.strip()
     if len(text) > 2 * longest:  # spelling out may only make it longer, so no more than this can be seen

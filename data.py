@@ -105,9 +105,10 @@ def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context o
 
 def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer):
     """
-    encode_prompts with room for max_new_tokens in every one of {name: model}. A reward model with a tokenizer of its own
-    reads the text anew: its prompts are encoded here, too, only to see that it can. How many of its tokens a response will
-    be is not known before it is there; as many as of the policy's is what is asked for. Raises BadInput.
+    encode_prompts with room for max_new_tokens in every one of {name: model}. A reward model with a
+    tokenizer of its own reads the text anew, so the prompts are encoded with that one, too, only to
+    see that they fit. How many of its tokens a response will be is not known before it is there: it
+    must have room for as many as the policy may sample. Raises BadInput.
     """
     contexts = {name: m.config.max_positions for name, m in models.items()}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
@@ -185,16 +186,19 @@ def micro_batches(batch, rows, size, count=0):
 
 def load_tokenizer(path):
     """
-    The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name. Raises BadInput where
-    a file is broken, or names an end that is plain text to this tokenizer: then they are of different models.
+    The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name.
+    Raises BadInput where a file is broken, or where config.json or generation_config.json names an end
+    that is plain text to this tokenizer: then they are of different models.
     """
     folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
     settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
                 if os.path.isfile(os.path.join(folder, name))}
     family = settings.get("config.json", {}).get("model_type")
     if "tiktoken.json" in settings:
-        tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], os.path.join(folder, "tiktoken.json")))
-    elif family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json")) and "tokenizer.json" not in settings:
+        file = os.path.join(folder, "tiktoken.json")
+        tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], file))
+    elif family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json")) \
+            and "tokenizer.json" not in settings:
         tokenizer = GPT2Tokenizer(folder)
     else:
         tokenizer = HFTokenizer(folder)
@@ -220,15 +224,16 @@ JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokeniz
 
 def check_tokenizer_fits(tokenizer, model, path):
     """
-    Raise BadInput if the tokenizer has ids that the model has no embedding for. Fewer is fine: the others are masked. But
-    vocabularies are padded by a few per cent: of more, warn.
+    Raise BadInput if the tokenizer has ids that the model has no embedding for. Fewer is fine: the
+    others are masked. But vocabularies are padded by a few per cent only: of more, warn.
     """
     tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
     if tokens > embeddings:
-        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only {embeddings}; they do not "
-                       "belong together")
+        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
+                       f"{embeddings}; they do not belong together")
     if tokens < 0.9 * embeddings:
-        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; do they belong together?")
+        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; do they "
+             "belong together?")
 
 
 def read_text(file):

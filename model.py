@@ -70,47 +70,56 @@ ACTIVATIONS = {
 }
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 
-# What each field may be: its type, its smallest and its largest value. The bounds are far from any model of today: they are
-# there so that a slip of a digit is a line, and not a machine out of memory.
+# What each field may be: its type, its smallest and its largest value. The bounds are far from any
+# model of today. They are there so that a slip of a digit is an error, not a machine out of memory.
 SIZE, COUNT, LENGTH, SHARE = (int, 1, 10**7), (int, 1, 10**4), (int, 1, 10**9), (float, 0, 1)
 WINDOW, POSITIVE, FINITE = (int, 0, 10**9), (float, 1e-3, 1e15), (float, -1e30, 1e30)
 FLAG, NAME, OBJECT, LIST = (bool,), (str,), (dict,), (list,)
 _SHARED = dict(
-    vocab_size=SIZE, hidden_size=SIZE, num_hidden_layers=COUNT, num_attention_heads=COUNT, num_key_value_heads=COUNT,
-    head_dim=SIZE, intermediate_size=SIZE, max_position_embeddings=LENGTH, hidden_act=NAME, tie_word_embeddings=FLAG,
-    rope_parameters=OBJECT, rope_scaling=OBJECT, rope_theta=POSITIVE, partial_rotary_factor=SHARE, score_shift=FINITE)
+    vocab_size=SIZE, hidden_size=SIZE, num_hidden_layers=COUNT, intermediate_size=SIZE,
+    num_attention_heads=COUNT, num_key_value_heads=COUNT, head_dim=SIZE, hidden_act=NAME,
+    max_position_embeddings=LENGTH, tie_word_embeddings=FLAG, score_shift=FINITE,
+    rope_parameters=OBJECT, rope_scaling=OBJECT, rope_theta=POSITIVE, partial_rotary_factor=SHARE)
 _RMS = _SHARED | dict(rms_norm_eps=SHARE)
-_QWEN = _RMS | dict(use_sliding_window=FLAG, sliding_window=WINDOW, max_window_layers=WINDOW, layer_types=LIST)
+_QWEN = _RMS | dict(
+    use_sliding_window=FLAG, sliding_window=WINDOW, max_window_layers=WINDOW, layer_types=LIST)
 FIELDS = {
     "gpt2": dict(
-        vocab_size=SIZE, n_embd=SIZE, n_layer=COUNT, n_head=COUNT, n_inner=SIZE, n_positions=LENGTH, layer_norm_epsilon=SHARE,
-        activation_function=NAME, tie_word_embeddings=FLAG, scale_attn_weights=FLAG, score_shift=FINITE),
+        vocab_size=SIZE, n_embd=SIZE, n_layer=COUNT, n_head=COUNT, n_inner=SIZE, n_positions=LENGTH,
+        layer_norm_epsilon=SHARE, activation_function=NAME, tie_word_embeddings=FLAG,
+        scale_attn_weights=FLAG, score_shift=FINITE),
     "gpt_neox": _SHARED | dict(
-        layer_norm_eps=SHARE, use_parallel_residual=FLAG, attention_bias=FLAG, rotary_pct=SHARE, rotary_emb_base=POSITIVE),
+        layer_norm_eps=SHARE, use_parallel_residual=FLAG, attention_bias=FLAG, rotary_pct=SHARE,
+        rotary_emb_base=POSITIVE),
     "llama": _RMS | dict(attention_bias=FLAG, mlp_bias=FLAG),
     "mistral": _RMS | dict(sliding_window=WINDOW),
     "qwen2": _QWEN,
     "qwen3": _QWEN | dict(attention_bias=FLAG),
 }
 ROPE_FIELDS = dict(
-    rope_type=NAME, type=NAME, rope_theta=POSITIVE, partial_rotary_factor=SHARE, factor=POSITIVE, low_freq_factor=POSITIVE,
-    high_freq_factor=POSITIVE, original_max_position_embeddings=LENGTH)
+    rope_type=NAME, type=NAME, rope_theta=POSITIVE, partial_rotary_factor=SHARE, factor=POSITIVE,
+    low_freq_factor=POSITIVE, high_freq_factor=POSITIVE, original_max_position_embeddings=LENGTH)
 ROPE_NEEDS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-ADAPTER_FIELDS = dict(r=(int, 0, 10**6), lora_alpha=(float, 1e-6, 1e6), target_modules=LIST, base_model_name_or_path=NAME)
-# null means "not given" in these; in any other field transformers would not read it as the default that we would take
-NULL_IS_FINE = {"n_inner", "num_key_value_heads", "head_dim", "rope_parameters", "rope_scaling", "sliding_window",
-                "max_window_layers", "layer_types", "target_modules", "base_model_name_or_path"}
-IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
+ADAPTER_FIELDS = dict(
+    r=(int, 0, 10**6), lora_alpha=(float, 1e-6, 1e6), target_modules=LIST, base_model_name_or_path=NAME)
+# In these null means "not given". In any other field it is refused: transformers would not take it
+# for the default, as we would.
+NULL_IS_FINE = {
+    "n_inner", "num_key_value_heads", "head_dim", "rope_parameters", "rope_scaling", "sliding_window",
+    "max_window_layers", "layer_types", "target_modules", "base_model_name_or_path"}
+IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
+            dict: "an object", list: "a list"}
 
 
 def check_fields(values, rules, where):
-    """Raise BadInput, with what was found and what is wanted, unless the values that are given obey a table such as FIELDS."""
+    """Raise BadInput unless each value that is given is what a table such as FIELDS says of it."""
     for name, (kind, *bounds) in rules.items():
         value = values.get(name)
         if name not in values or value is None and name in NULL_IS_FINE:
             continue
-        right_type = type(value) is kind or kind is float and type(value) is int  # True is no integer here
+        # by type(), for to isinstance True is an integer
+        right_type = type(value) is kind or kind is float and type(value) is int
         if not right_type or bounds and not bounds[0] <= value <= bounds[1]:
             span = f" from {bounds[0]:g} to {bounds[1]:g}" if bounds else ""
             raise BadInput(f"{where}: {name} = {shorten(value)}; wanted {IN_WORDS[kind]}{span}")
@@ -208,7 +217,8 @@ def parse_windows(hf, c, where):
         full = hf.get("max_window_layers", 28)
         types = hf.get("layer_types") or ["full_attention" if i < full else "sliding_attention" for i in range(c.n_layers)]
         known = ("full_attention", "sliding_attention")
-        if c.family in ("qwen2", "qwen3") and (len(types) != c.n_layers or any(t not in known for t in types)):
+        fits = len(types) == c.n_layers and all(t in known for t in types)
+        if c.family in ("qwen2", "qwen3") and not fits:
             raise BadInput(f"{where}: layer_types = {shorten(types)}; wanted {' or '.join(known)} for "
                            f"each of {c.n_layers} layers")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
@@ -794,8 +804,8 @@ def read_json(file):
 
 def tensor_files(folder):
     """
-    {tensor name: (file, shape, dtype as the file calls it)} of a folder's weights, in one file or in shards, without reading
-    them; safetensors where there are some. Raises BadInput.
+    {tensor name: (file, shape, dtype as the file calls it)} of a folder's weights, in one file or in
+    shards, without reading them; safetensors where there are some. Raises BadInput.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = os.path.join(folder, name), os.path.join(folder, f"{name}.index.json")
@@ -827,9 +837,10 @@ def read_headers(file):
 
 def find_tensors(path, folder, c, head):
     """
-    {our name: (file, name in it, which part of the tensor there it is)} of all parameters of a model; the file of a scalar
-    head that is not there is None. path: what messages call the folder. Only the files' headers are read: a config.json that
-    announces more than the weights hold is found before any memory is taken. Raises BadInput.
+    {our name: (file, name in it, which part of the tensor there it is)} of all parameters of a model;
+    a scalar head that is not there has None for its file. path: what messages call the folder. Only
+    the files' headers are read, so a config.json that announces more than the weights hold is found
+    before any memory is taken. Raises BadInput.
     """
     files = tensor_files(folder)  # name on disk -> file, shape, dtype
     bare, prefix = {}, HF_BASE[c.family]
@@ -865,17 +876,20 @@ def find_tensors(path, folder, c, head):
 
 
 def parameter_shapes(c, head):
-    """(name, shape) of a Transformer's parameters, one after the other; only one of its layers is built, and without memory."""
+    """(name, shape) of a Transformer's parameters, one by one. Only one layer is built, without memory."""
     with torch.device("meta"):
         one = Transformer(dataclasses.replace(c, n_layers=1), head)
     shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
-    in_layer = {name.removeprefix("layers.0."): shape for name, shape in shapes.items() if name.startswith("layers.0.")}
-    yield from ((name, shape) for name, shape in shapes.items() if not name.startswith("layers.0."))
-    yield from ((f"layers.{i}.{name}", shape) for i in range(c.n_layers) for name, shape in in_layer.items())
+    first = "layers.0."
+    yield from ((name, shape) for name, shape in shapes.items() if not name.startswith(first))
+    for i in range(c.n_layers):
+        for name, shape in shapes.items():
+            if name.startswith(first):
+                yield name.replace(first, f"layers.{i}."), shape
 
 
 def check_dtype(dtype, file, name):
-    """Raise BadInput for weights that are no plain numbers: quantized ones mean nothing without their scales."""
+    """Raise BadInput for weights of other types: quantized ones mean nothing without their scales."""
     good = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
     if dtype.removeprefix("torch.") not in good:
         raise BadInput(f"{file}: tensor {name!r} is of type {dtype}, wanted 16-, 32- or 64-bit floating "
@@ -883,8 +897,8 @@ def check_dtype(dtype, file, name):
 
 
 def check_numbers(tensor, dtype, file, name):
-    """Raise BadInput if a tensor holds NaN or infinity, or what would become infinite in the dtype that it is to get."""
-    low, high = (x.item() for x in tensor.aminmax())  # NaN, if there is one; and no second tensor of this size
+    """Raise BadInput if a tensor holds NaN, or numbers that are infinite in the dtype it shall get."""
+    low, high = (x.item() for x in tensor.aminmax())  # both NaN if there is one; takes no memory
     limit = torch.finfo(dtype).max
     if not (-limit <= low and high <= limit):
         found = "NaN" if math.isnan(low) else f"numbers from {low:g} to {high:g}"
