@@ -159,8 +159,7 @@ else:
     value_model = load(value_path, place["value"], head="scalar", trained=True, **settings)
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
 trained = dict(policy=policy, value_model=value_model)
-same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
-if value_init == "reward" and not same_tokens:
+if value_init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
 check_tokenizer_fits(tokenizer, policy, policy_path)
