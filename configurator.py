@@ -21,6 +21,7 @@ import sys
 import time
 import tokenize
 import traceback
+import warnings
 
 
 class BadInput(ValueError):
@@ -62,6 +63,7 @@ def report_and_exit(kind, error, trace):
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return
+    message = one_line(message)
     speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)
     if tell_others is None and issubclass(kind, BadConfig):  # rank 0 may be on another host, with another config
         speaks = rank == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
@@ -81,6 +83,12 @@ def report_and_exit(kind, error, trace):
     except OSError:
         pass  # a full disk or a closed pipe, and nobody to tell
     os._exit(2 if issubclass(kind, BadInput) else 1)  # no farewell: a rank may be gone, and its group would wait for it
+
+
+def warn(message):
+    """Say on rank 0, in one line, what is strange but may be meant."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {one_line(message)}", flush=True)
 
 
 def said_by_rank_0(message):
@@ -131,7 +139,7 @@ def configure(script_globals, argv=None):
         script_globals[key] = keys[key] = value
     if os.environ.get("RANK", "0") == "0":
         for key, (value, where) in overrides.items():
-            print(f"config: {key} = {value!r}  ({where})")
+            print(one_line(f"config: {key} = {value!r}  ({where})"))
     return keys
 
 
@@ -169,13 +177,13 @@ def run_config_file(path):
     try:
         with open(path, encoding="utf-8") as f:
             source = f.read()
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or a zero byte in the path
         hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
         raise BadConfig(f"cannot read config file {path!r}: {getattr(e, 'strerror', None) or e}{hint}") from e
     try:
         tree = ast.parse(source, path)
-    except (SyntaxError, ValueError) as e:
-        raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {getattr(e, 'msg', e)}") from e
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:  # the last two: nested too deep
+        raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {getattr(e, 'msg', e) or 'nested too deep'}") from e
     lines = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -183,9 +191,12 @@ def run_config_file(path):
             if name in lines:
                 raise BadConfig(f"{path}, line {node.lineno}: {name} is set twice (first on line {lines[name]}); keep one")
             lines[name] = node.lineno
-    namespace = {"__file__": path}
+    namespace, limit = {"__file__": path}, sys.getrecursionlimit()
     try:
-        exec(compile(tree, path, "exec"), namespace)
+        try:
+            exec(compile(tree, path, "exec"), namespace)
+        finally:
+            sys.setrecursionlimit(limit)  # the file may have lowered it, and all that follows needs it
     except (Exception, SystemExit) as e:  # whatever the user's own code raises is reported with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {first_line(e)}") from e
@@ -207,7 +218,9 @@ def parse(key, text, default):
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
     try:
-        value = ast.literal_eval(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # text such as "1 is 1" is refused below, and needs no second line
+            value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = text
     return convert(key, value, default, "command line")
@@ -223,9 +236,21 @@ def convert(key, value, default, where):
                         f"{type(value).__name__} {shorten(value)}")
     if wanted is float and not abs(value) < 1e30:  # which also refuses NaN; beyond it, float32 would soon overflow
         raise BadConfig(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
-    if wanted is int and abs(value) >= 2**63:
-        raise BadConfig(f"{key} ({where}): {shorten(value)} does not fit in 64 bits")
+    if wanted is int and abs(value) > 2**62:  # sums of two such numbers still fit in 64 bits
+        raise BadConfig(f"{key} ({where}): {shorten(value)} is beyond 2^62; wanted a smaller number")
+    if wanted is str and not is_text(value):
+        raise BadConfig(f"{key} ({where}): {shorten(value)} holds a zero byte or half a surrogate pair, "
+                        "which is not text")
     return value
+
+
+def is_text(value):
+    """Whether a string can name a file: no zero bytes, no halves of surrogate pairs but those of bytes."""
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
 
 
 def check_range(key, value, comment, where):
@@ -248,16 +273,33 @@ def check_range(key, value, comment, where):
 
 def first_line(error):
     """An exception's class and the first line of what it says."""
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    try:
+        said = str(error).splitlines()[:1]
+    except Exception:  # an exception of the user's own, which fails once more as it is printed
+        said = []
+    return ": ".join([type(error).__name__, *said])
 
 
 def shorten(value, width=60):
     """repr, cut to width, for error lines."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more than 4300 digits refuses to be printed
-        text = "a huge number"
+    except Exception:  # an int of more than 4300 digits, a list in itself a thousand times, an object of the user's own
+        text = "(cannot be printed)"
     return text if len(text) <= width else text[:width] + "..."
+
+
+def one_line(text, longest=700):
+    """
+    A message as it leaves for a terminal: on one line, with control characters and halves of surrogate
+    pairs spelled out, as \\x1b or \\ud800; and of a message that is too long, beginning and end.
+    """
+    text = text.strip()
+    if len(text) > 2 * longest:  # spelling out may only make it longer, so no more than this can be seen
+        text = text[:longest] + text[-longest:]
+    text = "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
+    keep = longest // 2
+    return text if len(text) <= longest else f"{text[:keep]} ... {text[-keep + 5:]}"
 
 
 def print_help(script, doc, keys, comments, headings):

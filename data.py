@@ -10,12 +10,12 @@ import functools
 import hashlib
 import json
 import os
+import re
 
 import torch
 
-from configurator import BadInput
+from configurator import BadInput, first_line, one_line, shorten, warn
 from model import find_folder, read_json
-from parallel import rank_and_size
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JSONL
@@ -26,6 +26,9 @@ def read_jsonl(path, fields):
     The rows of a JSONL file as dicts. fields: the names that every row must have, each a non-empty string, or, for all but
     `answer`, a non-empty list of {"role", "content"} messages. Raises BadInput with file, line and field.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would hang, a device might never end
+        raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe or a "
+                       "device; it is read more than once")
     try:
         with open(path, "rb") as f:
             lines = f.read().split(b"\n")
@@ -61,13 +64,19 @@ def check_text(value, field, where):
         if not value or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
             raise BadInput(f"{where}: field {field!r} must be a string or a list of {{\"role\", \"content\"}} messages")
         texts = [m.get("content") for m in value]
+        if any(is_surrogate(ch) for m in value for ch in m["role"]):
+            raise BadInput(f"{where}: field {field!r} has a role with half a surrogate pair, which is not text")
     for text in texts:
         if not isinstance(text, str):
             raise BadInput(f"{where}: field {field!r} must be a string, found {type(text).__name__}")
         if not text and field != "completion":
             raise BadInput(f"{where}: field {field!r} is empty")
-        if any(0xD800 <= ord(ch) <= 0xDFFF for ch in text):
+        if any(map(is_surrogate, text)):
             raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not text")
+
+
+def is_surrogate(ch):
+    return "\ud800" <= ch <= "\udfff"
 
 
 @contextlib.contextmanager
@@ -88,29 +97,44 @@ def say_special_tokens(rows, fields, tokenizer, path):
     for row in rows:
         strings = [row[field] for field in fields if isinstance(row[field], str)]
         counts.update({special for text in strings for special in tokenizer.specials_in(text)})
-    if counts and rank_and_size()[0] == 0:
+    if counts:
         said = ", ".join(f"{s!r} in {n} of {len(rows)} rows" for s, n in counts.most_common(3))
         said += " and more" if len(counts) > 3 else ""
-        print(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, "
-              "letter by letter; for a chat, write a list of {\"role\", \"content\"} messages "
-              "instead (EOS is added by itself)", flush=True)
+        warn(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, letter "
+             "by letter; for a chat, write a list of {\"role\", \"content\"} messages instead (EOS is "
+             "added by itself)")
 
 
-def encode_prompts(rows, tokenizer, longest, path):
+def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context of the models"):
     """
     The token ids of each row's prompt, all at once at the start: a prompt that is too long should not end a run on its third
-    day. longest: how many tokens a prompt may have. Raises BadInput with the row.
+    day. longest: how many tokens a prompt may have; whose: the context that bounds it. Raises BadInput with the row.
     """
     prompts = []
-    say_special_tokens(rows, ["prompt"], tokenizer, path)
     for number, row in enumerate(rows, 1):
         with naming(path, number):
             ids = tokenizer.encode_prompt(row["prompt"])
-        if not 0 < len(ids) <= longest:
-            raise BadInput(f"{path}, row {number}: the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
-                           "max_new_tokens into the smallest context of the models. Shorten or drop it, or lower max_new_tokens")
+            if not 0 < len(ids) <= longest:
+                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit beside max_new_tokens "
+                               f"into {whose}. Shorten or drop it, or lower max_new_tokens")
         prompts.append(ids)
     return prompts
+
+
+def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer):
+    """
+    encode_prompts with room for max_new_tokens in every one of {name: model}. A reward model with a
+    tokenizer of its own reads the text anew, so the prompts are encoded with that one, too, only to
+    see that they fit. How many of its tokens a response will be is not known before it is there: it
+    must have room for as many as the policy may sample. Raises BadInput.
+    """
+    say_special_tokens(rows, ["prompt"], tokenizer, path)
+    contexts = {name: m.config.max_positions for name, m in models.items()}
+    if reward_tokenizer.fingerprint != tokenizer.fingerprint:
+        longest = contexts.pop("reward_model") - max_new_tokens
+        encode_prompts(rows, reward_tokenizer, longest, path, "the context of the reward model, in whose "
+                       "tokenizer this is counted")
+    return encode_prompts(rows, tokenizer, min(contexts.values()) - max_new_tokens, path)
 
 
 @functools.lru_cache(maxsize=8)
@@ -180,29 +204,106 @@ def micro_batches(batch, rows, size, count=0):
 
 
 def load_tokenizer(path):
-    """The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name."""
+    """
+    The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name.
+    Raises BadInput where a file is broken, or where config.json or generation_config.json names an end
+    that is plain text to this tokenizer: then they are of different models.
+    """
     folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
-    config = os.path.join(folder, "config.json")
-    family = read_json(config).get("model_type") if os.path.isfile(config) else None
-    if os.path.isfile(os.path.join(folder, "tiktoken.json")):
-        tokenizer = ByteTokenizer(read_json(os.path.join(folder, "tiktoken.json")))
+    settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
+                if os.path.isfile(os.path.join(folder, name))}
+    family = settings.get("config.json", {}).get("model_type")
+    if "tiktoken.json" in settings:
+        file = os.path.join(folder, "tiktoken.json")
+        tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], file))
     elif family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json")) \
-            and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            and "tokenizer.json" not in settings:
         tokenizer = GPT2Tokenizer(folder)
     else:
         tokenizer = HFTokenizer(folder)
+    named = set()  # by the model's files; the tokenizer has its own
     for file in ("generation_config.json", "config.json"):
-        if os.path.isfile(os.path.join(folder, file)):
-            ids = read_json(os.path.join(folder, file)).get("eos_token_id")
-            tokenizer.eos_ids |= {i for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+        ids = settings.get(file, {}).get("eos_token_id")
+        for i in [] if ids is None else ids if isinstance(ids, list) else [ids]:
+            if type(i) is not int or not 0 <= i < tokenizer.vocab_size or tokenizer.is_plain_text(i):
+                raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(i)} is no special token of "
+                               f"the tokenizer beside it, which has {tokenizer.vocab_size} tokens and ends with "
+                               f"{tokenizer.eos_id}; do they belong together?")
+            named.add(i)
+    if named and tokenizer.eos_id not in named:
+        warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with {tokenizer.eos_id}; do they belong "
+             "together? A response may end with any of them")
+    tokenizer.eos_ids |= named
     return tokenizer
 
 
+JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json", "added_tokens.json")
+
+
 def check_tokenizer_fits(tokenizer, model, path):
-    """Raise BadInput if the tokenizer has ids that the model has no embedding for. (Fewer is fine: they are masked.)"""
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise BadInput(f"{path}: the tokenizer has {tokenizer.vocab_size} tokens but the model's vocabulary only "
-                       f"{model.config.vocab_size}; they do not belong together")
+    """
+    Raise BadInput if the tokenizer has ids that the model has no embedding for. Fewer is fine: the
+    others are masked. But vocabularies are padded by a few per cent only: of more, warn.
+    """
+    tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
+    if tokens > embeddings:
+        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
+                       f"{embeddings}; they do not belong together")
+    if tokens < 0.9 * embeddings:
+        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; do they "
+             "belong together?")
+
+
+def read_text(file):
+    """The text of a file. Raises BadInput."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            return f.read()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def attempt(read):
+    """(What read() returns, None), or (None, whatever a library of others raises in it on a broken file)."""
+    try:
+        return read(), None
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        return None, e
+
+
+def tokenizer_file_at_fault(folder):
+    """The tokenizer.json in a folder, if that alone cannot be read, else what stands beside it."""
+    from tokenizers import Tokenizer as Backend
+
+    file = os.path.join(folder, "tokenizer.json")
+    if os.path.isfile(file) and attempt(lambda: Backend.from_file(file))[1]:
+        return file
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    return os.path.join(folder, " or ".join(n for n in names if os.path.isfile(os.path.join(folder, n))))
+
+
+def check_ids(vocab, file):
+    """Raise BadInput unless a vocabulary {token: id} gives every token an id of its own."""
+    tokens = {}
+    for token, i in vocab.items():
+        if type(i) is not int or not 0 <= i < 10**8:
+            raise BadInput(f"{file}: the id of {shorten(token)} is {shorten(i)}; wanted an integer from 0")
+        if i in tokens:
+            raise BadInput(f"{file}: {shorten(tokens[i])} and {shorten(token)} have the same id {i}")
+        tokens[i] = token
+
+
+def check_byte_settings(settings, file):
+    """The settings of a ByteTokenizer. Raises BadInput unless they are markers, eos and pad: different strings."""
+    markers = settings.get("markers")
+    names = [*(markers if isinstance(markers, list) else [None]), settings.get("eos"), settings.get("pad")]
+    texts = [x for x in names if isinstance(x, str) and x and not any(map(is_surrogate, x))]
+    if len(set(texts)) < len(names):
+        raise BadInput(f"{file}: wanted markers, a list of strings, eos and pad, all of them different")
+    return settings
 
 
 class Tokenizer:
@@ -216,6 +317,9 @@ class Tokenizer:
     def specials_in(self, text):
         """Which special tokens a text spells."""
         return [s for s in self.special_texts if s in text]
+    def is_plain_text(self, i):
+        """Whether the token of this id is a piece of text, and no end or marker."""
+        return False
 
     def encode_prompt(self, prompt):
         """Ids of a prompt: a string (after BOS, if the tokenizer has one) or a list of chat messages."""
@@ -253,6 +357,9 @@ class ByteTokenizer(Tokenizer):
         self.eos_ids = {self.eos_id}
         self.fingerprint = json.dumps(settings, sort_keys=True)
 
+    def is_plain_text(self, i):
+        return i < 256
+
     def encode(self, text):
         return self.encoding.encode(text, allowed_special=set(self.settings["markers"]), disallowed_special=())
 
@@ -286,14 +393,19 @@ class GPT2Tokenizer(Tokenizer):
         self.files = {}
         for name in ("vocab.json", "merges.txt"):
             if os.path.isfile(os.path.join(folder, name)):
-                with open(os.path.join(folder, name), encoding="utf-8") as f:
-                    self.files[name] = f.read()
+                self.files[name] = read_text(os.path.join(folder, name))
         vocab = read_json(os.path.join(folder, "vocab.json"))
+        check_ids(vocab, f"{folder}/vocab.json")
         byte_of = {name: b for b, name in BYTE_LEVEL.items()}
         eos = "<|endoftext|>"
         if eos not in vocab:
             raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's vocabulary")
         self.special_texts = (eos,)
+        unknown = [token for token in vocab if token != eos and (not token or set(token) - byte_of.keys())]
+        unknown += [ch for ch in byte_of if ch not in vocab]
+        if unknown:
+            raise BadInput(f"{folder}/vocab.json: {shorten(unknown[0])} is no token of GPT-2's, or is missing there; this is "
+                           "not its vocabulary")
         self.eos_id = self.pad_id = vocab[eos]
         ranks = {bytes(byte_of[ch] for ch in token): i for token, i in vocab.items() if token != eos}
         pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -301,6 +413,9 @@ class GPT2Tokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         self.eos_ids = {self.eos_id}
         self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
+
+    def is_plain_text(self, i):
+        return i != self.eos_id
 
     def encode(self, text):
         return self.encoding.encode(text, disallowed_special=())
@@ -323,23 +438,43 @@ class HFTokenizer(Tokenizer):
         names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
         if not any(os.path.isfile(os.path.join(folder, name)) for name in names):  # it would make up an empty one
             raise BadInput(f"{folder}: no tokenizer in this folder ({', '.join(names)}); copy its files there")
-        try:
-            self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as e:
-            raise BadInput(f"{folder}: no usable tokenizer in this folder ({str(e).splitlines()[0]})") from e
-        if self.backend.eos_token_id is None:
+        self.folder = folder
+        template = os.path.join(folder, "chat_template.jinja")
+        if os.path.isfile(template):
+            read_text(template)
+
+        def read():
+            self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.backend.decode(self.backend.encode("a"))
+            ids = self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id
+            return self.backend.get_vocab(), self.backend("")["input_ids"], *ids
+
+        found, e = attempt(read)
+        if e:
+            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer ({first_line(e)[:200]}); "
+                           "save or download it again") from e
+        vocab, lead, eos, pad, bos = found  # lead: [BOS] where the tokenizer puts one before text, else []
+        if eos is None:
             raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; set eos_token in "
                            "tokenizer_config.json")
-        self.eos_id = self.backend.eos_token_id
-        self.pad_id = self.eos_id if self.backend.pad_token_id is None else self.backend.pad_token_id
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab, f"{folder}: its vocabulary")
+        self.specials = {i: t.content for i, t in self.backend.added_tokens_decoder.items()}
+        self.eos_id, self.pad_id = eos, eos if pad is None else pad
         self.eos_ids = {self.eos_id}
-        added = self.backend.added_tokens_decoder.values()
         # whether tokenizer_config.json names a role of theirs or not
+        added = self.backend.added_tokens_decoder.values()
         self.special_texts = [t.content for t in added if t.special and t.content.strip()]
-        self.vocab_size = max(self.backend.get_vocab().values()) + 1
-        lead = self.backend("")["input_ids"]  # [BOS] where the tokenizer puts one before text, else []
-        self.bos_ids = [i for i in lead if i == self.backend.bos_token_id]
-        self.fingerprint = hashlib.blake2b(json.dumps(self.backend.get_vocab(), sort_keys=True).encode()).hexdigest()
+        self.vocab_size = max(vocab.values()) + 1
+        self.bos_ids = [i for i in lead if i == bos]
+        self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
+        named = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or ""))) - vocab.keys()
+        if named:
+            warn(f"{folder}: its chat template writes {min(named)}, which to its tokenizer is no token but plain "
+                 "letters; is that meant?")
+
+    def is_plain_text(self, i):
+        return i not in self.specials
 
     def encode(self, text):
         return self.backend.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -376,15 +511,16 @@ class HFTokenizer(Tokenizer):
         """
         The chat template's text of some messages, with an open turn of the assistant at its end:
         its last message, or a new turn. Raises BadInput where the template does not keep that
-        message.
+        message, and with the template's own words where it refuses them.
         """
         last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
         how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
         try:
             text = self.backend.apply_chat_template(messages, tokenize=False, **how)
-        except ValueError:
-            if last is None:
-                raise
+        except Exception as e:  # the template is somebody's program: it may raise whatever it likes
+            if last is None or "continue_final_message" not in str(e):
+                raise BadInput(f"the chat template of {self.folder} refuses the messages: "
+                               f"{one_line(first_line(e), 300)}") from e
             text = ""  # transformers does not find the last message in what the template gave
         if last is not None and not (last and text.rstrip().endswith(last)):
             raise BadInput("the last message is the assistant's, for the response to go on with, "

@@ -31,7 +31,7 @@ import torch
 import parallel
 from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
-from data import (batch_rows, check_tokenizer_fits, encode_prompts, hashed_row, load_tokenizer, micro_batches, permutation,
+from data import (batch_rows, check_tokenizer_fits, encode_for_all, hashed_row, load_tokenizer, micro_batches, permutation,
                   read_jsonl, replace_rows)
 from loss import (cispo_loss, flat_groups, gap, gap_limit, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, policy_loss, token_weights)
@@ -169,12 +169,10 @@ if learned:
         raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
 trained = dict(policy=policy)
-same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
 check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
-longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model) - max_new_tokens
-train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
-eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
+train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
+                               for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})

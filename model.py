@@ -16,13 +16,14 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from configurator import BadInput, first_line
+from configurator import BadInput, first_line, shorten
 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json -> what the Transformer needs to know
@@ -69,17 +70,75 @@ ACTIVATIONS = {
 }
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 
+# What each field may be: its type, its smallest and its largest value. The bounds are far from any
+# model of today. They are there so that a slip of a digit is an error, not a machine out of memory.
+SIZE, COUNT, LENGTH, SHARE = (int, 1, 10**7), (int, 1, 10**4), (int, 1, 10**9), (float, 0, 1)
+WINDOW, POSITIVE, FINITE = (int, 0, 10**9), (float, 1e-3, 1e15), (float, -1e30, 1e30)
+FLAG, NAME, OBJECT, LIST = (bool,), (str,), (dict,), (list,)
+_SHARED = dict(
+    vocab_size=SIZE, hidden_size=SIZE, num_hidden_layers=COUNT, intermediate_size=SIZE,
+    num_attention_heads=COUNT, num_key_value_heads=COUNT, head_dim=SIZE, hidden_act=NAME,
+    max_position_embeddings=LENGTH, tie_word_embeddings=FLAG, score_shift=FINITE,
+    rope_parameters=OBJECT, rope_scaling=OBJECT, rope_theta=POSITIVE, partial_rotary_factor=SHARE)
+_RMS = _SHARED | dict(rms_norm_eps=SHARE)
+_QWEN = _RMS | dict(
+    use_sliding_window=FLAG, sliding_window=WINDOW, max_window_layers=WINDOW, layer_types=LIST)
+FIELDS = {
+    "gpt2": dict(
+        vocab_size=SIZE, n_embd=SIZE, n_layer=COUNT, n_head=COUNT, n_inner=SIZE, n_positions=LENGTH,
+        layer_norm_epsilon=SHARE, activation_function=NAME, tie_word_embeddings=FLAG,
+        scale_attn_weights=FLAG, score_shift=FINITE),
+    "gpt_neox": _SHARED | dict(
+        layer_norm_eps=SHARE, use_parallel_residual=FLAG, attention_bias=FLAG, rotary_pct=SHARE,
+        rotary_emb_base=POSITIVE),
+    "llama": _RMS | dict(attention_bias=FLAG, mlp_bias=FLAG),
+    "mistral": _RMS | dict(sliding_window=WINDOW),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | dict(attention_bias=FLAG),
+}
+ROPE_FIELDS = dict(
+    rope_type=NAME, type=NAME, rope_theta=POSITIVE, partial_rotary_factor=SHARE, factor=POSITIVE,
+    low_freq_factor=POSITIVE, high_freq_factor=POSITIVE, original_max_position_embeddings=LENGTH)
+ROPE_NEEDS = {"default": (), "linear": ("factor",), "llama3": (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+ADAPTER_FIELDS = dict(
+    r=(int, 0, 10**6), lora_alpha=(float, 1e-6, 1e6), target_modules=LIST, base_model_name_or_path=NAME)
+# In these null means "not given". In any other field it is refused: transformers would not take it
+# for the default, as we would.
+NULL_IS_FINE = {
+    "n_inner", "num_key_value_heads", "head_dim", "rope_parameters", "rope_scaling", "sliding_window",
+    "max_window_layers", "layer_types", "target_modules", "base_model_name_or_path"}
+IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
+            dict: "an object", list: "a list"}
+
+
+def check_fields(values, rules, where):
+    """Raise BadInput unless each value that is given is what a table such as FIELDS says of it."""
+    for name, (kind, *bounds) in rules.items():
+        value = values.get(name)
+        if name not in values or value is None and name in NULL_IS_FINE:
+            continue
+        # by type(), for to isinstance True is an integer
+        right_type = type(value) is kind or kind is float and type(value) is int
+        if not right_type or bounds and not bounds[0] <= value <= bounds[1]:
+            span = f" from {bounds[0]:g} to {bounds[1]:g}" if bounds else ""
+            raise BadInput(f"{where}: {name} = {shorten(value)}; wanted {IN_WORDS[kind]}{span}")
+
 
 def parse_config(hf, where="config.json"):
     """ModelConfig from the dict of a Hugging Face config.json. Raises BadInput on what we could only get wrong."""
-    family = hf.get("model_type")
+    as_read, family = hf, hf.get("model_type")
     if family not in FAMILIES:
-        raise BadInput(f"{where}: model_type {family!r} is not supported; quartet knows {', '.join(FAMILIES)}")
+        raise BadInput(f"{where}: model_type {shorten(family)} is not supported; quartet knows {', '.join(FAMILIES)}")
+    check_fields(hf, FIELDS[family], where)
+    hf = {name: value for name, value in hf.items() if value is not None}
     get = hf.get
     # what a newer or rarer config could ask for, and we would silently not do
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config"):
         if get(key):
-            raise BadInput(f"{where}: {key} = {get(key)!r} is not supported")
+            raise BadInput(f"{where}: {key} = {shorten(get(key))} is not supported")
+    if family == "gpt2" and not get("scale_attn_weights", True):
+        raise BadInput(f"{where}: scale_attn_weights = false is not supported")
     try:
         if family == "gpt2":
             c = ModelConfig(
@@ -96,6 +155,10 @@ def parse_config(hf, where="config.json"):
                 get("tie_word_embeddings", False), rotary_dim=head_dim, rope=parse_rope(hf, where))
     except KeyError as e:
         raise BadInput(f"{where}: {e.args[0]!r} is missing") from e
+    if c.d_model % c.n_heads and not get("head_dim"):
+        raise BadInput(f"{where}: a width of {c.d_model} does not split into {c.n_heads} attention heads")
+    if c.n_heads % c.n_kv_heads or family == "gpt_neox" and c.n_heads != c.n_kv_heads:
+        raise BadInput(f"{where}: {c.n_heads} attention heads cannot share {c.n_kv_heads} keys and values")
     if family == "gpt_neox":
         c.norm_eps, c.activation = get("layer_norm_eps", 1e-5), get("hidden_act", "gelu")
         c.rms_norm = c.gated_mlp = False
@@ -112,27 +175,38 @@ def parse_config(hf, where="config.json"):
         c.qk_norm = True
     if c.rope:
         c.rotary_dim = int(head_dim * c.rope.get("partial_rotary_factor", 1.0))
-    c.windows = parse_windows(hf, c)
+        if c.rotary_dim < 2 or c.rotary_dim % 2:
+            raise BadInput(f"{where}: {c.rotary_dim} of a head's {head_dim} coordinates would rotate; wanted "
+                           "an even number of them")
+    c.windows = parse_windows(hf, c, where)
     c.score_shift = float(get("score_shift", 0.0))
-    c.hf = hf
+    c.hf = as_read
     if c.activation not in ACTIVATIONS:
-        raise BadInput(f"{where}: activation {c.activation!r} is not supported; one of {', '.join(ACTIVATIONS)}")
+        raise BadInput(f"{where}: activation {shorten(c.activation)} is not supported; one of {', '.join(ACTIVATIONS)}")
     return c
 
 
 def parse_rope(hf, where):
     """Rotary settings: transformers 5 writes one `rope_parameters`; hub configs have `rope_theta` and `rope_scaling`."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    check_fields(rope, ROPE_FIELDS, f"{where}: rotary embedding")
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", hf.get("rope_theta", hf.get("rotary_emb_base", 10000.0)))
     factor = hf.get("partial_rotary_factor", hf.get("rotary_pct", 0.25 if hf["model_type"] == "gpt_neox" else 1.0))
     rope.setdefault("partial_rotary_factor", factor)
-    if rope["rope_type"] not in ("default", "linear", "llama3"):
-        raise BadInput(f"{where}: rope type {rope['rope_type']!r} is not supported; one of default, linear, llama3")
+    kind = rope["rope_type"]
+    by_layer = any(isinstance(value, dict) for value in rope.values())  # one rotation for each kind of layer
+    if kind not in ROPE_NEEDS or by_layer:
+        raise BadInput(f"{where}: rope type {shorten(kind)} is not supported{' by kind of layer' * by_layer}; "
+                       f"one of {', '.join(ROPE_NEEDS)}, the same in all layers")
+    missing = [name for name in ROPE_NEEDS[kind] if name not in rope]
+    if missing or kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise BadInput(f"{where}: rope type {kind!r} needs "
+                       f"{' and '.join(missing) or 'low_freq_factor below high_freq_factor'}")
     return rope
 
 
-def parse_windows(hf, c):
+def parse_windows(hf, c, where):
     """The sliding window of each layer (0 = none): Mistral slides everywhere, Qwen from layer max_window_layers on."""
     window = hf.get("sliding_window") or 0
     if c.family not in ("mistral", "qwen2", "qwen3") or (c.family != "mistral" and not hf.get("use_sliding_window")):
@@ -142,6 +216,11 @@ def parse_windows(hf, c):
     else:
         full = hf.get("max_window_layers", 28)
         types = hf.get("layer_types") or ["full_attention" if i < full else "sliding_attention" for i in range(c.n_layers)]
+        known = ("full_attention", "sliding_attention")
+        fits = len(types) == c.n_layers and all(t in known for t in types)
+        if c.family in ("qwen2", "qwen3") and not fits:
+            raise BadInput(f"{where}: layer_types = {shorten(types)}; wanted {' or '.join(known)} for "
+                           f"each of {c.n_layers} layers")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
@@ -409,6 +488,7 @@ class Transformer(nn.Module):
         """
         folder = find_folder(path)
         model_config = parse_config(read_json(os.path.join(folder, "config.json")), os.path.join(folder, "config.json"))
+        find_tensors(path, folder, model_config, head)  # all are there, before anything is made
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         with torch.device("meta"):  # no memory yet
             model = cls(model_config, head).to(dtype)
@@ -423,36 +503,19 @@ class Transformer(nn.Module):
 
     def load_weights(self, path, folder, seed=0):
         """Fill all parameters from the weights in a folder; path: what messages call it. Raises BadInput."""
-        files = tensor_files(folder)  # name on disk -> file
-        prefix = HF_BASE[self.config.family]
-        if not any(name.startswith(prefix) for name in files):  # a bare trunk, as in the hub's gpt2
-            files = {(prefix + name if name.split(".")[0] not in ("lm_head", "score") else name): (f, name)
-                     for name, (f, _) in files.items()}
-        used = set()
+        found = find_tensors(path, folder, self.config, self.head)
         for name, p in self.named_parameters():
-            disk_name, part = hf_name(self.config.family, name)
-            if name == "score.weight" and disk_name not in files:
+            file, disk_name, part = found[name]
+            if file is None:
                 self.draw_score_head(seed)
                 continue
-            if disk_name not in files:
-                raise BadInput(f"{path}: tensor {disk_name!r} is missing from its weights; is the download complete?")
-            used.add(disk_name)
             # one tensor at a time into memory that is already there: never two copies of a model
-            file, name_in_file = files[disk_name]
-            tensor = read_tensors(file, lambda f, n=name_in_file: f.get_tensor(n))
-            tensor = from_hf(self.config, disk_name, part, tensor)
-            if tensor.shape != p.shape:
-                raise BadInput(f"{path}: tensor {disk_name!r} gives {tuple(tensor.shape)} for {name}, but config.json "
-                               f"says {tuple(p.shape)}")
-            fill(p, tensor)
+            tensor = read_tensors(file, lambda f, n=disk_name: f.get_tensor(n))
+            if part in (None, 0):
+                check_numbers(tensor, p.dtype, file, disk_name)
+            fill(p, from_hf(self.config, hf_name(self.config.family, name)[0], part, tensor))
             del tensor
         open_bin.cache_clear()
-        heads = {"lm_head.weight", "embed_out.weight", "score.weight"}
-        ignored = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
-        extra = [n for n in files if n not in used | heads and not n.endswith(ignored)]
-        if extra:
-            raise BadInput(f"{path}: its weights hold {extra[0]!r} and {len(extra) - 1} more that config.json does not "
-                           "announce; the model would not be the one that was saved")
 
     def weights(self):
         """{our name: parameter}, all that the model is made of."""
@@ -742,7 +805,7 @@ def read_json(file):
     try:
         with open(file, encoding="utf-8") as f:
             value = json.load(f)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:  # RecursionError: nested too deep
         raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
     if not isinstance(value, dict):
         raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
@@ -750,20 +813,107 @@ def read_json(file):
 
 
 def tensor_files(folder):
-    """{tensor name: (file, tensor name)} of a folder's weights, in one file or in shards; safetensors where there are some."""
+    """
+    {tensor name: (file, shape, dtype as the file calls it)} of a folder's weights, in one file or in
+    shards, without reading them; safetensors where there are some. Raises BadInput.
+    """
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = os.path.join(folder, name), os.path.join(folder, f"{name}.index.json")
         if os.path.isfile(index):
             names = read_json(index).get("weight_map")
-            if not isinstance(names, dict):
-                raise BadInput(f"{index}: no weight_map in it; download it again")
+            if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+                raise BadInput(f"{index}: no weight_map in it, from tensors to files; download it again")
+            headers = {}
             for shard in sorted(set(names.values())):
                 if not os.path.isfile(os.path.join(folder, shard)):
                     raise BadInput(f"{folder}: shard {shard} is missing; download it again")
-            return {name: (os.path.join(folder, shard), name) for name, shard in names.items()}
+                headers[shard] = read_headers(os.path.join(folder, shard))
+            absent = [(name, shard) for name, shard in names.items() if name not in headers[shard]]
+            if absent:
+                raise BadInput(f"{index}: tensor {absent[0][0]!r} is not in {absent[0][1]}, as it says; "
+                               "download them again")
+            return {name: (os.path.join(folder, shard), *headers[shard][name])
+                    for name, shard in names.items()}
         if os.path.isfile(single):
-            return {name: (single, name) for name in read_tensors(single, lambda f: list(f.keys()))}
+            return {name: (single, *header) for name, header in read_headers(single).items()}
     raise BadInput(f"{folder}: no model.safetensors here, and no pytorch_model.bin; save or download the model again")
+
+
+def read_headers(file):
+    """{tensor name: (shape, dtype)} of a file of weights."""
+    return read_tensors(file, lambda f: {name: (tuple(piece.get_shape()), str(piece.get_dtype()))
+                                         for name in f.keys() for piece in [f.get_slice(name)]})
+
+
+def find_tensors(path, folder, c, head):
+    """
+    {our name: (file, name in it, which part of the tensor there it is)} of all parameters of a model;
+    a scalar head that is not there has None for its file. path: what messages call the folder. Only
+    the files' headers are read, so a config.json that announces more than the weights hold is found
+    before any memory is taken. Raises BadInput.
+    """
+    files = tensor_files(folder)  # name on disk -> file, shape, dtype
+    bare, prefix = {}, HF_BASE[c.family]
+    if not any(name.startswith(prefix) for name in files):  # a bare trunk, as in the hub's gpt2
+        bare = {prefix + name: name for name in files if name.split(".")[0] not in ("lm_head", "score")}
+    found, used = {}, set()
+    for name, shape in parameter_shapes(c, head):
+        disk_name, part = hf_name(c.family, name)
+        in_file = bare.get(disk_name, disk_name)
+        if in_file not in files:
+            if name != "score.weight":
+                raise BadInput(f"{path}: tensor {disk_name!r} is missing from its weights; is the download "
+                               "complete, and config.json this model's?")
+            found[name] = None, None, None
+            continue
+        file, shape_there, dtype = files[in_file]
+        if part is not None:
+            shape = (3 * shape[0], *shape[1:])
+        if c.family == "gpt2" and len(shape) == 2 and ".h." in disk_name:
+            shape = shape[::-1]
+        if shape_there != shape:
+            raise BadInput(f"{path}: tensor {disk_name!r} is {shape_there} in the file, but config.json says {shape}")
+        check_dtype(dtype, file, in_file)
+        found[name] = file, in_file, part
+        used.add(in_file)
+    heads = {"lm_head.weight", "embed_out.weight", "score.weight"}
+    ignored = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
+    extra = [n for n in files if n not in used | heads and not n.endswith(ignored)]
+    if extra:
+        raise BadInput(f"{path}: its weights hold {extra[0]!r} and {len(extra) - 1} more that config.json does not "
+                       "announce; the model would not be the one that was saved")
+    return found
+
+
+def parameter_shapes(c, head):
+    """(name, shape) of a Transformer's parameters, one by one. Only one layer is built, without memory."""
+    with torch.device("meta"):
+        one = Transformer(dataclasses.replace(c, n_layers=1), head)
+    shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
+    first = "layers.0."
+    yield from ((name, shape) for name, shape in shapes.items() if not name.startswith(first))
+    for i in range(c.n_layers):
+        for name, shape in shapes.items():
+            if name.startswith(first):
+                yield name.replace(first, f"layers.{i}."), shape
+
+
+def check_dtype(dtype, file, name):
+    """Raise BadInput for weights of other types: quantized ones mean nothing without their scales."""
+    good = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
+    if dtype.removeprefix("torch.") not in good:
+        raise BadInput(f"{file}: tensor {name!r} is of type {dtype}, wanted 16-, 32- or 64-bit floating "
+                       "point; get the model as it was before it was quantized")
+
+
+def check_numbers(tensor, dtype, file, name):
+    """Raise BadInput if a tensor holds NaN, or numbers that are infinite in the dtype it shall get."""
+    low, high = (x.item() for x in tensor.aminmax())  # both NaN if there is one; takes no memory
+    limit = torch.finfo(dtype).max
+    if not (-limit <= low and high <= limit):
+        found = "NaN" if math.isnan(low) else f"numbers from {low:g} to {high:g}"
+        raise BadInput(f"{file}: tensor {name!r} holds {found}, not all of them finite in "
+                       f"{str(dtype).removeprefix('torch.')}; save or download the model again")
 
 
 def read_tensors(file, use):
@@ -793,6 +943,10 @@ class BinFile:
         if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
             raise BadInput(f"{file}: not a dict of tensors; get the model as safetensors")
         self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
+
+    def get_slice(self, name):
+        t = self.get_tensor(name)
+        return SimpleNamespace(get_shape=lambda: t.shape, get_dtype=lambda: t.dtype)
 
 
 open_bin = functools.lru_cache(maxsize=1)(BinFile)  # one at a time, for those that cannot be mapped; forgotten after loading
@@ -840,6 +994,7 @@ def load_adapted(base, folder, head="lm", base_path=""):
     if not os.path.isfile(file):
         raise BadInput(f"{folder}: no adapter_config.json in this folder; it is not a LoRA adapter")
     settings = read_json(file)
+    check_fields(settings, ADAPTER_FIELDS, file)
     trained_on = settings.get("base_model_name_or_path")
     here = [path and (os.path.realpath(path) if all(map(os.path.isdir, (trained_on or "", base_path))) else
                       os.path.basename(path.rstrip("/"))) for path in (trained_on, base_path)]
@@ -849,6 +1004,12 @@ def load_adapted(base, folder, head="lm", base_path=""):
         if settings.get(key):
             raise BadInput(f"{file}: {key} = {settings[key]!r} is not supported; its scale would be another")
     modules = settings.get("target_modules") or []
+    if not all(isinstance(m, str) and m for m in modules):
+        raise BadInput(f"{file}: target_modules = {shorten(modules)}; wanted the names of linear maps")
+    weights = os.path.join(folder, "adapter_model.safetensors")
+    for name, (shape, _) in read_headers(weights).items():  # before an adapter of that rank is made
+        if name.endswith("lora_A.weight") and shape[:1] != (settings.get("r"),):
+            raise BadInput(f"{weights}: {name} is {shape}, but {file} says r = {settings.get('r')}")
     names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
         hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]
     model = Adapted(base, head, settings.get("r", 0) if names else 0, settings.get("lora_alpha"), ",".join(names) or "q,k,v")
@@ -868,9 +1029,16 @@ def load_adapter(model, folder):
         raise BadInput(f"{folder}: its lora_alpha is {settings.get('lora_alpha')}, not {model.lora['alpha']}; give this one")
     for name, parts in tensors.items():
         for p, part in parts:
+            check_dtype(str(found[name].dtype), file, name)
+            check_numbers(found[name], p.dtype, file, name)
             t = from_hf(model.config, "", part, found[name])
             if t.shape != p.shape:
                 raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is its rank the same?")
             fill(p, t)
-    model.config.score_shift = float(notes.get("score_shift", 0.0))
+    try:
+        shift = {"score_shift": float(notes.get("score_shift", 0.0))}
+    except ValueError:
+        shift = notes
+    check_fields(shift, {"score_shift": FINITE}, file)
+    model.config.score_shift = shift["score_shift"]
     model.new_head = False

@@ -31,7 +31,7 @@ import torch
 import parallel
 from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
 from configurator import BadConfig, BadInput, configure
-from data import batch_rows, check_tokenizer_fits, encode_prompts, load_tokenizer, micro_batches, permutation, read_jsonl
+from data import batch_rows, check_tokenizer_fits, encode_for_all, load_tokenizer, micro_batches, permutation, read_jsonl
 from gae import compute_gae
 from loss import (adapt_kl_coef, at_least_float32, gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy,
                   masked_sum, masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
@@ -168,15 +168,13 @@ else:
     value_model = load(value_path, place["value"], head="scalar", trained=True, **settings)
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model, value_model=value_model)
 trained = dict(policy=policy, value_model=value_model)
-same_tokens = reward_tokenizer.fingerprint == tokenizer.fingerprint  # otherwise it scores the text, re-tokenized
-if value_init == "reward" and not same_tokens:
+if value_init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
     raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the policy's tokens; type "
                    "--value_init=policy")
 check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
-longest = min(m.config.max_positions for m in models.values() if same_tokens or m is not reward_model) - max_new_tokens
-train_prompts = encode_prompts(train_rows, tokenizer, longest, prompts_path)
-eval_prompts = encode_prompts(eval_rows, tokenizer, longest, eval_path)
+train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
+                               for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})

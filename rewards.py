@@ -251,7 +251,9 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
 def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size, count=0):
     """
     Learned reward of each response, read at its last token (N+ detail 12). A reward model with the policy's tokenizer scores
-    the very ids that were sampled; with another one it gets the text re-tokenized, EOS included where the policy ended.
+    the very ids that were sampled; with another one it gets the text re-tokenized, EOS included where the policy ended. There
+    a response may be longer than its context, though the prompts were checked: it then reads the beginning, as of a response
+    that never ended. One odd response must not stop a run.
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"], micro_batch_size, count)
@@ -260,10 +262,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         sequences = []
         for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
             ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
-            sequences.append(ids if finished else ids[:-1])
-            if len(sequences[-1]) > reward_model.config.max_positions:
-                raise BadInput(f"a response has {len(sequences[-1])} tokens in the reward model's tokenizer, more than its "
-                               f"context of {reward_model.config.max_positions}; lower max_new_tokens")
+            sequences.append((ids if finished else ids[:-1])[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
     tokens, mask = parallel.together(encode)  # a rank that cannot must say so before the others wait for its forwards

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from configurator import BadConfig, configure
-from data import check_tokenizer_fits, load_tokenizer, read_jsonl
+from data import check_text, check_tokenizer_fits, encode_for_all, load_tokenizer, read_jsonl
 from model import Transformer, freeze
 from rewards import reward_model_scores
 from rollout import generate, response_uniforms
@@ -24,11 +24,11 @@ model = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
 prompt = ""  # one prompt; empty: see prompts
 prompts = ""  # JSONL file with "prompt"; empty as well: chat, one prompt a line from standard input
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
-samples = 1  # responses to each prompt [>= 1]
+samples = 1  # responses to each prompt [1..1000000]
 reward_model = ""  # folder or hub name of a reward model; its score is printed beside each response
-max_new_tokens = 48  # longest response [>= 1]
+max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
-batch_size = 64  # responses that decode at once [>= 1]
+batch_size = 64  # responses that decode at once [1..1000000]
 seed = 1  # decides the responses [>= 0]
 device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
@@ -42,21 +42,35 @@ weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 tokenizer = load_tokenizer(model)
 policy = freeze(Transformer.from_pretrained(model, dtype=weights_dtype, device=device))
 check_tokenizer_fits(tokenizer, policy, model)
+models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_model:
     scorer_tokenizer = load_tokenizer(reward_model)
     scorer = freeze(Transformer.from_pretrained(reward_model, head="scalar", dtype=weights_dtype, device=device))
     if scorer.new_head:
         raise BadConfig(f"reward_model {reward_model!r} has no score head, it is a plain language model; train one with rm.py")
+    check_tokenizer_fits(scorer_tokenizer, scorer, reward_model)
+    models["reward_model"] = scorer
 
 
-def answer(rows, first):
-    """Print `samples` responses to each row's prompt; first: the number of the first prompt, which decides its noise."""
-    rows = [row for row in rows for _ in range(samples)]
-    uniforms = response_uniforms(seed, "sample", 0, [first + i // samples for i in range(len(rows))], max_new_tokens,
-                                 [i % samples for i in range(len(rows))])
+def answer(rows, path, first=0):
+    """
+    Print `samples` responses to each row's prompt, as soon as a batch of them is there. path: where the rows are from; first:
+    the number of the first prompt, which decides its noise.
+    """
+    ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, scorer_tokenizer)
+    total = len(rows) * samples
+    for begin in range(0, total, batch_size):
+        picks = [divmod(i, samples) for i in range(begin, min(begin + batch_size, total))]
+        print_batch([(rows[p], ids[p], first + p, sample) for p, sample in picks])
+
+
+def print_batch(picks):
+    """Responses to some [(row, prompt ids, the prompt's number, which of its samples)], which decode together."""
+    rows, ids, numbers, which = zip(*picks, strict=True)
+    uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
     with precision:
-        batch = generate(policy, [tokenizer.encode_prompt(row["prompt"]) for row in rows], max_new_tokens, temperature,
-                         tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms, batch_size=batch_size)
+        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                         tokenizer.vocab_size, uniforms)
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
         scores = [None] * len(rows)
@@ -64,26 +78,29 @@ def answer(rows, first):
             batch |= dict(rows=rows, completions=texts)
             scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size).tolist()
     for i, (row, text, score) in enumerate(zip(rows, texts, scores, strict=True)):
-        if i % samples == 0 and (prompt or prompts):
+        if which[i] == 0 and (prompt or prompts):
             print(f"> {row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']}")
         cut = "" if batch["finished"][i] else " [cut off at max_new_tokens]"
         print((text or "[empty]") + cut + ("" if score is None else f"   (score {score:.2f})"), flush=True)
 
 
-def as_row(text):
-    """A line of text as a data row: a chat message where the model has a chat template."""
+def as_row(text, where):
+    """A line of text as a data row: a chat message where the model has a chat template. Raises BadInput."""
+    check_text(text, "prompt", where)
     chat = getattr(getattr(tokenizer, "backend", None), "chat_template", None)
     return {"prompt": [{"role": "user", "content": text}] if chat else text}
 
 
 if prompts:
     rows = read_jsonl(prompts, ["prompt"])
-    answer(rows[:limit or len(rows)], 0)
+    answer(rows[:limit or len(rows)], prompts)
 elif prompt:
-    answer([as_row(prompt)], 0)
+    answer([as_row(prompt, "command line")], "command line")
 else:
     if sys.stdin.isatty():
         print("type a prompt and press Enter; Ctrl-D ends")
+    sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused as text, not as it is read
     for number, line in enumerate(sys.stdin):
         if line.strip():
-            answer([as_row(line.rstrip("\n"))], number)
+            where = f"line {number + 1} of standard input"
+            answer([as_row(line.rstrip("\n"), where)], where, number)

@@ -18,6 +18,7 @@ from data import (
     HFTokenizer,
     batch_rows,
     check_tokenizer_fits,
+    encode_for_all,
     encode_prompts,
     load_tokenizer,
     permutation,
@@ -461,17 +462,18 @@ def test_special_tokens_in_strings_are_said_once(hf_base, bytes_folder, gpt2_fol
     chat = [dict(role="user", content="<|end|>")]
     rows = [dict(prompt=p) for p in ("hi", "<|start|>user\nhi<|end|>", "a<|start|>b<|start|>c",
                                      chat, "<|start|>", "<s>", "</s>")]
-    ids = encode_prompts(rows, load_tokenizer(str(hf_base)), 100, "some/file")
+    tokenizer, model = load_tokenizer(str(hf_base)), SimpleNamespace(config=SimpleNamespace(max_positions=110))
+    ids = encode_for_all(rows, "some/file", 10, dict(policy=model), tokenizer, tokenizer)
     assert not set(ids[1][1:]) & set(range(5))
     said = capsys.readouterr().out
-    assert said.startswith("some/file: '<|start|>' in 3 of 7 rows, ") and said.count("\n") == 1
+    assert said.startswith("warning: some/file: '<|start|>' in 3 of 7 rows, ") and said.count("\n") == 1
     assert said.count("in 1 of 7 rows") == 2 and " and more: special tokens" in said
     assert 'list of {"role", "content"} messages' in said
     for folder, special in ((bytes_folder, "<eos>"), (gpt2_folder, "<|endoftext|>")):
         rows = [dict(prompt="x<think>", completion="<eos>"),
                 dict(prompt="b", completion="<|endoftext|>")]
         say_special_tokens(rows, ["prompt", "completion"], load_tokenizer(str(folder)), "f")
-        assert capsys.readouterr().out.startswith(f"f: '{special}' in 1 of 2 rows: special")
+        assert capsys.readouterr().out.startswith(f"warning: f: '{special}' in 1 of 2 rows: special")
         say_special_tokens(rows, ["prompt"], load_tokenizer(str(folder)), "f")
         assert capsys.readouterr().out == ""
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from families import make, padded
 
-from configurator import BadInput
 from data import ByteTokenizer
 from model import Transformer, freeze
 from rewards import (accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences,
@@ -211,13 +210,16 @@ def test_reward_with_another_tokenizer(micro_batch_size):
 
 
 def test_too_long_for_the_reward_model():
-    """Its context has 64 positions. 63 letters and the EOS fit; one more does not."""
+    """Its context has 64 positions. 63 letters and the EOS fit; of more it reads the first 64, an EOS not among them."""
     policy_tokenizer, tokenizer = byte_tokenizer(MARKERS), byte_tokenizer(MARKERS[::-1])
     model = scalar_model()
     fits = batch_of([("1=", "x" * 61, True)], policy_tokenizer)
     assert reward_model_scores(fits, model, tokenizer, policy_tokenizer, 4).isfinite().all()
-    with pytest.raises(BadInput, match="65 tokens in the reward model's tokenizer, more than its context of 64"):
-        reward_model_scores(batch_of([("1=", "x" * 62, True)], policy_tokenizer), model, tokenizer, policy_tokenizer, 4)
+    with torch.no_grad():
+        want = alone(model, ids("1=" + "x" * 62))
+    for n in (62, 63, 100):
+        got = reward_model_scores(batch_of([("1=", "x" * n, True)], policy_tokenizer), model, tokenizer, policy_tokenizer, 4)
+        assert got.item() == pytest.approx(want, abs=1e-10)
 
 
 def test_an_unfinished_response_needs_no_room_for_an_eos():

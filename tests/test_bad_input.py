@@ -1,0 +1,603 @@
+"""Bad input of every kind, in one line: messages that leave, config files, data files, model folders, tokenizers."""
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from families import make
+from safetensors.torch import load_file, save_file
+from tiny import build, forked, jsonl, one_run
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+import configurator
+from configurator import BadConfig, BadInput, Stop, one_line, run_config_file, shorten
+from data import (
+    BYTE_LEVEL,
+    ByteTokenizer,
+    check_tokenizer_fits,
+    encode_for_all,
+    encode_prompts,
+    load_tokenizer,
+    read_jsonl,
+)
+from model import FIELDS, Adapted, Transformer, load_adapted, save_adapter
+
+# ---------------------------------------------------------------------------------------------------------------------
+# messages, where they leave
+
+
+def said_and_code(error, monkeypatch, rank="0"):
+    """What report_and_exit writes to stderr for an error, and the exit code it leaves with."""
+    class Left(BaseException):
+        pass
+
+    def leave(code):
+        raise Left(code)
+
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", out)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(configurator.os, "_exit", leave)
+    with pytest.raises(Left) as left:
+        configurator.report_and_exit(type(error), error, None)
+    return out.getvalue(), left.value.args[0]
+
+
+@pytest.mark.parametrize("kind, code", [(BadInput, 2), (BadConfig, 2), (Stop, 1)])
+@pytest.mark.parametrize("text, wanted", [
+    ("a plain line", "a plain line"), ("two\nlines\r\n", "two\\nlines"), ("\x1b[31mred\x07\x00", "\\x1b[31mred\\x07\\x00"),
+    ("half \ud800 a pair", "half \\ud800 a pair"), ("a\u2028b\x85c\u202ed", "a\\u2028b\\x85c\\u202ed"),
+    ("Grüße, 世界 \U0001f600", "Grüße, 世界 \U0001f600"), ("x" * 700, "x" * 700),
+    ("a" * 400 + "\n" * 10**6 + "b" * 400, "a" * 350 + " ... " + "b" * 345)])
+def test_a_message_leaves_on_one_line(kind, code, text, wanted, monkeypatch):
+    said, left_with = said_and_code(kind(text), monkeypatch)
+    assert (said, left_with) == (f"ppo.py: error: {wanted}\n", code)
+    assert len(one_line(text)) <= 700
+
+
+def test_a_row_of_20000_keys(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({f"key {i}": i for i in range(20_000)}) + "\n")
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(str(file), ["prompt"])
+    said, code = said_and_code(caught.value, monkeypatch)
+    assert code == 2 and len(said) < 730 and said.count("\n") == 1
+    assert said.startswith(f"ppo.py: error: {file}, line 1: field 'prompt' is missing") and said.endswith("'key 19999'\n")
+
+
+def test_a_path_with_a_newline_and_an_escape(tmp_path, monkeypatch):
+    """And in a process of its own, where half a surrogate would end the report itself."""
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(f"{tmp_path}/two\nlines\x1b[2J.jsonl", ["prompt"])
+    said, code = said_and_code(caught.value, monkeypatch)
+    assert code == 2 and "/two\\nlines\\x1b[2J.jsonl: No such file" in said and said.count("\n") == 1
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
+                          capture_output=True, env=dict(os.environ, RANK="0", PYTHONIOENCODING="ascii:strict"))
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"/a\\nb\\x1b[2J" in done.stderr, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config files: trusted code, which must only not break the report of its own errors
+
+
+class Weird:
+    def __repr__(self):
+        raise KeyError("no repr either")
+
+
+@pytest.mark.parametrize("text, said", [
+    ("import sys\nsys.setrecursionlimit(60)\nseed = 1 / 0\n", r"line 3: ZeroDivisionError"),
+    ("import sys\nsys.setrecursionlimit(1)\n", r"line 2: RecursionError"),
+    ("def _f():\n    return _f()\n_f()\n", r"line 2: RecursionError"),
+    ("class _E(Exception):\n    def __str__(self):\n        return 1 / 0\nraise _E\n", r"line 4: _E$"),
+    ("raise ValueError('\\ud800')\n", "line 1: ValueError: "), ("seed = " + "-" * 100_000 + "1\n", "line .: "),
+    ("seed = " + "(" * 1000 + "1" + ")" * 1000, "line .: "), ("seed = 1 +" * 10_000 + "1", "line .: ")])
+def test_config_files_that_break(text, said, tmp_path):
+    file, limit = tmp_path / "c.py", sys.getrecursionlimit()
+    file.write_text(text)
+    with pytest.raises(BadConfig, match=said):
+        run_config_file(str(file))
+    assert sys.getrecursionlimit() == limit
+
+
+def test_a_config_file_that_lowers_the_recursion_limit_changes_nothing(tmp_path):
+    (tmp_path / "c.py").write_text("import sys\nsys.setrecursionlimit(60)\nseed = 2\n")
+    limit = sys.getrecursionlimit()
+    assert run_config_file(str(tmp_path / "c.py")) == {"seed": 2}
+    assert sys.getrecursionlimit() == limit
+
+
+def test_values_that_are_no_text_or_cannot_be_printed():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, Weird(), 10**5000):
+        assert "cannot be printed" in shorten(value)
+        with pytest.raises(BadConfig, match="cannot be printed"):
+            configurator.convert("name", value, "text", "c.py")
+    for text in ("\ud800", "a\0b"):
+        with pytest.raises(BadConfig, match="name .c.py.: .* not text"):
+            configurator.convert("name", text, "text", "c.py")
+    assert configurator.convert("name", "\udcff", "text", "c.py") == "\udcff"  # a byte of a path that is not UTF-8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model folders: every field of every JSON bent. `FUZZ=all pytest tests/test_bad_input.py` takes all mutants, not some
+
+ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3"]
+MISSING = object()
+VALUES = [MISSING, None, True, False, "", "x", "\ud800", [], [1], {}, {"x": 1}, 0, 1, -1, 2, 3, 10**6, 10**12, 10**400, 0.0, 0.5,
+          -1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, "default", ["full_attention"] * 3, [[]] * 3]
+DEEP = "[" * 100_000
+
+
+def mutants(value, more=()):
+    """Copies of a JSON object in which one field, at any depth, and each of `more`, has each of VALUES."""
+    if isinstance(value, dict):
+        keys = list(value) if len(value) < 50 else list(value)[::70]  # of a vocabulary, a few
+        for key in [*keys, *(k for k in more if k not in value)]:
+            rest = {k: v for k, v in value.items() if k != key}
+            for new in VALUES:
+                yield rest if new is MISSING else {**rest, key: new}
+            for new in mutants(value.get(key)):
+                yield {**rest, key: new}
+    elif isinstance(value, list):
+        for i in range(min(len(value), 3)):
+            for new in VALUES:
+                yield [*value[:i], *([] if new is MISSING else [new]), *value[i + 1:]]
+            for new in mutants(value[i]):
+                yield [*value[:i], new, *value[i + 1:]]
+
+
+def some_of(cases, n, seed):
+    """n of the cases, always the same ones; all of them where FUZZ=all is set."""
+    cases = list(cases)
+    return cases if os.environ.get("FUZZ") == "all" else random.Random(seed).sample(cases, min(n, len(cases)))
+
+
+def read_or_refused(use):
+    """True where use() succeeds, False where it raises BadInput in a line; whatever else it raises fails the test."""
+    try:
+        use()
+        return True
+    except BadInput as e:
+        assert "\n" not in str(e).strip() and len(str(e)) < 700, str(e)
+        return False
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{variant: a tiny model's folder}, one of each family."""
+    root = tmp_path_factory.mktemp("families")
+    for variant in ONE_OF_EACH:
+        make(variant).save_pretrained(root / variant)
+    return {variant: root / variant for variant in ONE_OF_EACH}
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_any_field_of_config_json(variant, folders, tmp_path):
+    """What is read computes, too."""
+    folder = shutil.copytree(folders[variant], tmp_path / "model")
+    good = json.loads((folder / "config.json").read_text())
+    cases, read = some_of(mutants(good, FIELDS[good["model_type"]]), 50, variant), 0
+    tokens = torch.arange(7)[None]
+
+    def use():
+        model = Transformer.from_pretrained(str(folder))
+        with torch.no_grad():
+            assert model(tokens).shape == (1, 7, 97)
+
+    for case in cases:
+        (folder / "config.json").write_text(json.dumps(case))
+        try:
+            read += read_or_refused(use)
+        except Exception as e:
+            changed = {k: case.get(k, "missing") for k in {*good, *case} if good.get(k, MISSING) is not case.get(k, MISSING)}
+            raise AssertionError({k: v for k, v in changed.items() if v != good.get(k)}) from e
+    print(f"{variant}: {read} of {len(cases)} mutants read, the others refused")
+    assert 0.1 * len(cases) < read < 0.9 * len(cases)
+
+
+@pytest.mark.parametrize("variant, changed, said", [
+    ("llama3-gqa-tied", dict(num_hidden_layers=10**6), "num_hidden_layers = 1000000; wanted an integer from 1 to 10000"),
+    ("llama3-gqa-tied", dict(num_hidden_layers=10**4), "'model.layers.3.input_layernorm.weight' is missing"),
+    ("gpt2", dict(n_positions=10**9), r"'transformer.wpe.weight' is \(64, 32\) in the file, .* \(1000000000, 32\)"),
+    ("gpt2", dict(n_embd=32.0), r"n_embd = 32.0; wanted an integer from 1"),
+    ("gpt2", dict(n_head=5), "a width of 32 does not split into 5 attention heads"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights = false is not supported"),
+    ("gpt2", dict(tie_word_embeddings=None), "tie_word_embeddings = None; wanted true or false"),
+    ("qwen3", dict(num_key_value_heads=3), "4 attention heads cannot share 3 keys and values"),
+    ("qwen3", dict(layer_types=["full_attention"] * 2), "layer_types = .*; wanted .* for each of 3 layers"),
+    ("qwen3", dict(layer_types=["chunked_attention"] * 3), "layer_types"),
+    ("gpt_neox", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.4)), "3 of a head's 8 .* even number"),
+    ("llama3-gqa-tied", dict(rope_parameters=dict(rope_type="linear")), "rope type 'linear' needs factor"),
+    ("llama3-gqa-tied", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "not supported by kind of layer"),
+    ("mistral-window", dict(sliding_window="5"), "sliding_window = '5'; wanted an integer from 0"),
+])
+def test_a_wrong_field_is_named(variant, changed, said, folders, tmp_path):
+    """And no memory is taken: a gigantic model is refused in no time, in a process whose memory is as before."""
+    folder = shutil.copytree(folders[variant], tmp_path / "model")
+    edit(folder / "config.json", **changed)
+    began = time.process_time()
+    with pytest.raises(BadInput, match=said):
+        Transformer.from_pretrained(str(folder))
+    assert time.process_time() - began < 1
+
+
+def edit(file, **changes):
+    """Change entries of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def respoiled(folder, **changes):
+    """Rewrite a folder's weights with some tensors changed: {name: function of the tensor}."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, folder / "model.safetensors")
+
+
+def set_one(value):
+    """A function that sets one number in the middle of a tensor."""
+    def change(t):
+        t = t.clone()
+        t.view(-1)[t.numel() // 2] = value
+        return t
+
+    return change
+
+
+@pytest.mark.parametrize("variant, name", [
+    ("gpt2", "transformer.h.1.attn.c_attn.weight"), ("gpt_neox", "gpt_neox.layers.2.attention.query_key_value.bias"),
+    ("llama3-gqa-tied", "model.embed_tokens.weight"), ("mistral-window", "model.layers.0.mlp.up_proj.weight"),
+    ("qwen2-window-tied", "model.norm.weight"), ("qwen3", "lm_head.weight")])
+def test_weights_that_are_no_numbers(variant, name, folders, tmp_path):
+    for number, (change, said) in enumerate([
+            (set_one(math.nan), "holds NaN, not all of them finite in float32"), (set_one(math.inf), "to inf, not all"),
+            (set_one(-math.inf), "from -inf to"), (lambda t: set_one(1e300)(t.double()), r"to 1e\+300, not all of them finite"),
+            (lambda t: t.to(torch.float8_e4m3fn), "is of type F8_E4M3, wanted 16-, 32- or 64-bit"),
+            (lambda t: t.to(torch.int8), "is of type I8"), (lambda t: t > 0, "is of type BOOL")]):
+        folder = shutil.copytree(folders[variant], tmp_path / str(number))
+        respoiled(folder, **{name: change})
+        with pytest.raises(BadInput, match=f"model.safetensors: tensor '{name}' .*{said}"):
+            Transformer.from_pretrained(str(folder))
+    folder = shutil.copytree(folders[variant], tmp_path / "good")
+    respoiled(folder, **{name: lambda t: set_one(1e5)(t.double())})
+    Transformer.from_pretrained(str(folder))
+    with pytest.raises(BadInput, match="not all of them finite in float16"):  # what is finite in the file need not stay so
+        Transformer.from_pretrained(str(folder), dtype="float16")
+
+
+def test_damaged_weight_files(folders, tmp_path):
+    """A header bent in 300 ways, and an index whose fields are."""
+    folder = shutil.copytree(folders["llama3-gqa-tied"], tmp_path / "model")
+    file, rng, refused = folder / "model.safetensors", random.Random(3), 0
+    good = file.read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    bits = [b"", b"0", b"-", b"}", b'"', b"F8_E5M2", b"9" * 30, b"[", b"\xff", b"null", b"I64"]
+    for _ in range(300):
+        header = bytearray(good[8:8 + size])
+        for _ in range(rng.randrange(1, 3)):
+            at = rng.randrange(size)
+            header[at:at + rng.randrange(4)] = rng.choice(bits)
+        length = len(header) if rng.random() < 0.9 else rng.randrange(2**63)
+        file.write_bytes(length.to_bytes(8, "little") + bytes(header) + good[8 + size:])
+        refused += not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+    assert refused > 250
+    file.unlink()
+    make("llama3-gqa-tied").save_pretrained(folder, max_shard_size="20KB")
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    names = list(index["weight_map"])[:2]
+    values = VALUES[1:]  # without MISSING
+    cases = [dict(index, weight_map=dict(index["weight_map"], **{name: new})) for name in names for new in values]
+    cases += [dict(index, weight_map=new) for new in values]
+    for case in cases:
+        file.write_text(json.dumps(case))
+        assert not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+    file.write_text(DEEP)
+    with pytest.raises(BadInput, match="index.json: maximum recursion"):
+        Transformer.from_pretrained(str(folder))
+
+
+def test_any_field_of_adapter_config_json(folders, tmp_path):
+    base = Transformer.from_pretrained(str(folders["qwen3"]))
+    folder = tmp_path / "adapter"
+    save_adapter(Adapted(base, "lm", 3, 5.0), folder)
+    good, read = json.loads((folder / "adapter_config.json").read_text()), 0
+    cases = some_of(mutants(good), 150, "adapter")
+    for case in cases:
+        (folder / "adapter_config.json").write_text(json.dumps(case))
+        read += read_or_refused(lambda: load_adapted(base, str(folder)))
+    print(f"{read} of {len(cases)} mutants read, the others refused")
+    assert 0 < read < len(cases)
+    for changed, said in ((dict(r=10**6), r"lora_A.weight is \(3, \d+\), but .* says r = 1000000"),
+                          (dict(r=-1), "r = -1; wanted an integer from 0"),
+                          (dict(target_modules="all-linear"), "target_modules = 'all-linear'; wanted a list")):
+        (folder / "adapter_config.json").write_text(json.dumps(good | changed))
+        with pytest.raises(BadInput, match=said):
+            load_adapted(base, str(folder))
+    (folder / "adapter_config.json").write_text(json.dumps(good))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = min(tensors)
+    for bad, said in ((set_one(math.nan)(tensors[name]), "holds NaN"), (tensors[name].to(torch.int8), "is of type torch.int8")):
+        save_file(tensors | {name: bad}, folder / "adapter_model.safetensors")
+        with pytest.raises(BadInput, match=said):
+            load_adapted(base, str(folder))
+    for shift in ("", "one", "nan", "inf"):
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"score_shift": shift})
+        with pytest.raises(BadInput, match="score_shift = "):
+            load_adapted(base, str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers: any field of any of their files, and those of another model
+
+
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}<|start|>{{ m['content'] }}</s>"
+            "{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A BPE of 260 tokens: bytes, three special ones of the first ids and one merge; with a chat template."""
+    folder = tmp_path_factory.mktemp("tokens")
+    names = ["<s>", "</s>", "<|start|>", *sorted(BYTE_LEVEL.values()), "th"]
+    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[("t", "h")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in names[:3]])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", model_max_length=64,
+        clean_up_tokenization_spaces=False)))
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1], "pad_token_id": 1}')
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1, "bos_token_id": 0}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def use_tokenizer(folder):
+    """Everything that a run does with a tokenizer."""
+    tokenizer = load_tokenizer(str(folder))
+    rows = [dict(prompt="the thing"), dict(prompt=[dict(role="user", content="the </s> thing")])]
+    for ids in encode_prompts(rows, tokenizer, 1000, "rows.jsonl"):
+        assert isinstance(tokenizer.decode(ids), str)
+    assert all(type(i) is int and 0 <= i for i in [tokenizer.eos_id, tokenizer.pad_id, *tokenizer.eos_ids])
+    assert len({tokenizer.fingerprint, tokenizer.vocab_size}) == 2
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+                                  "config.json"])
+def test_any_field_of_a_tokenizer(file, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    use_tokenizer(folder)
+    good = json.loads((folder / file).read_text())
+    more = ("pad_token", "chat_template", "extra_special_tokens", "added_tokens_decoder", "additional_special_tokens", "auto_map",
+            "tokenizer_class", "add_bos_token", "padding_side", "unk_token", "split_special_tokens", "eos_token_id")
+    cases = some_of(mutants(good, more), 60, file)
+    read = 0
+    for case in cases:
+        (folder / file).write_text(json.dumps(case))
+        try:
+            read += read_or_refused(lambda: use_tokenizer(folder))
+        except Exception as e:
+            raise AssertionError(json.dumps({k: v for k, v in case.items() if good.get(k) != v})[:1000]) from e
+    print(f"{file}: {read} of {len(cases)} mutants read, the others refused")
+    for text in ("", "{", DEEP, "[]", "null", '{"x": 1', "\ud800".encode("utf-8", "surrogatepass"), b"\xff{}"):
+        (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(BadInput, match=file):
+            use_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name, change, said", [
+    ("tokenizer.json", lambda v: v["model"]["vocab"].update(a=v["model"]["vocab"]["b"]), "'[ab]' and '[ab]' have the same id"),
+    ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokenizer.json: no usable tokenizer"),
+    ("tokenizer.json", lambda v: v["model"].update(continuing_subword_prefix="long"), "tokenizer.json: no usable tokenizer .Pan"),
+    ("special_tokens_map.json", lambda v: v.update(eos_token=7), "special_tokens_map.json: no usable tokenizer"),
+    ("config.json", lambda v: v.update(eos_token_id=50), "eos_token_id = 50 is no special token of .* 260 tokens and ends"),
+    ("config.json", lambda v: v.update(eos_token_id=260), "eos_token_id = 260 is no special token"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=[1, "2"]), "generation_config.json: eos_token_id = '2' is no"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=True), "eos_token_id = True"),
+])
+def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+    with pytest.raises(BadInput, match=said):
+        use_tokenizer(folder)
+
+
+def test_a_tokenizer_that_may_be_anothers_is_a_warning(tokens, tmp_path, capsys, monkeypatch):
+    """Where ids fit and nothing is impossible, one line on rank 0."""
+    monkeypatch.delenv("RANK", raising=False)
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    load_tokenizer(str(folder))
+    assert capsys.readouterr().out == ""
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=2)
+    (folder / "chat_template.jinja").write_text("<|start|>{{ messages[0]['content'] }}<|im_end|>")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_ids == {1, 2}
+    config = make("gpt2").config
+    config.vocab_size = 300
+    check_tokenizer_fits(tokenizer, SimpleNamespace(config=config), "model")
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert [line.split(":")[0] for line in lines] == ["warning"] * 3
+    assert "the model ends with [2], its tokenizer with 1" in lines[1] and "<|im_end|>" in lines[0]
+    assert "the tokenizer has 260 tokens, the model embeddings for 300" in lines[2]
+    monkeypatch.setenv("RANK", "1")
+    load_tokenizer(str(folder))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(eos=None), "wanted markers"), (dict(pad="<eos>"), "all of them different"), (dict(markers=["a", "a"]), "different"),
+    (dict(markers="<think>"), "a list of strings"), (dict(markers=[""]), "strings"), (dict(eos=["x"]), "strings"),
+    (dict(eos="\ud800"), "strings")])
+def test_the_byte_tokenizers_settings(change, said, tmp_path):
+    (tmp_path / "tiktoken.json").write_text(json.dumps(dict(markers=["<think>"], eos="<eos>", pad="<pad>") | change))
+    with pytest.raises(BadInput, match=f"tiktoken.json: .*{said}"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(a=5), "have the same id 5"), (dict(a=-1), "the id of 'a' is -1"), (dict(a=None), "the id of 'a' is None"),
+    (dict(a=10**12), "the id of 'a'"), ({"世": 300}, "'世' is no token of GPT-2's"), ({"": 300}, "'' is no token")])
+def test_gpt2s_vocabulary(change, said, tmp_path):
+    vocab = {ch: b for b, ch in BYTE_LEVEL.items()} | {"<|endoftext|>": 256}
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    assert load_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | change))
+    with pytest.raises(BadInput, match=said):
+        load_tokenizer(str(tmp_path))
+    del vocab["a"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    with pytest.raises(BadInput, match="'a' is no token of GPT-2's, or is missing there"):
+        load_tokenizer(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data files, rows that a template refuses, rows that do not fit
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/dev/null", tmp_path):
+        with pytest.raises(BadInput, match="wanted a file, found something else, such as a directory, a pipe or a device"):
+            read_jsonl(str(path), ["prompt"])
+
+
+@pytest.mark.parametrize("messages, said", [
+    ([("user", "a"), ("user", "b")], "TemplateError: Roles must alternate user/assistant"),
+    ([("assistant", "</s>")], "Roles must alternate")])
+def test_a_row_that_the_template_refuses(messages, said, tokens):
+    good = dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")])
+    rows = [good, good, dict(prompt=[dict(role=role, content=text) for role, text in messages])]
+    with pytest.raises(BadInput, match=f"^rows.jsonl, row 3: the chat template of .*/tokens0 refuses the messages: .*{said}"):
+        encode_prompts(rows, load_tokenizer(str(tokens)), 100, "rows.jsonl")
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 1 / 0 }}", "{{ messages[9].role }}", "{% for %}", "{{ nothing.at.all }}", "{{ 'x' * 'y' }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
+def test_a_template_that_fails(template, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadInput, match="row 1: the chat template of .*/tokens refuses the messages: ") as caught:
+        encode_prompts([dict(prompt=[dict(role="user", content="a")])], load_tokenizer(str(folder)), 100, "rows.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def model_of(context):
+    return SimpleNamespace(config=SimpleNamespace(max_positions=context))
+
+
+def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
+    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit into 14, 14 + 10 need 24."""
+    policy, reward = ByteTokenizer(dict(markers=["<think>"], eos="<eos>", pad="<pad>")), load_tokenizer(str(tokens))
+    rows = [dict(prompt="a"), dict(prompt="<think><think>ab")]
+    fits = dict(policy=model_of(14), reward_model=model_of(24))
+    assert encode_for_all(rows, "rows.jsonl", 10, fits, policy, reward) == [[97], [256, 256, 97, 98]]
+    for short, said in ((dict(fits, reward_model=model_of(23)), "row 2: .* 14 tokens; from 1 to 13 fit .* of the reward model"),
+                        (dict(fits, policy=model_of(13)), "row 2: the prompt has 4 tokens; from 1 to 3 fit")):
+        with pytest.raises(BadInput, match=said):
+            encode_for_all(rows, "rows.jsonl", 10, short, policy, reward)
+    same = dict(fits, reward_model=model_of(14))  # with the policy's tokenizer it reads the policy's tokens
+    assert encode_for_all(rows, "rows.jsonl", 10, same, policy, policy) == [[97], [256, 256, 97, 98]]
+    with pytest.raises(BadInput, match="row 2: the prompt has 4 tokens; from 1 to 3 fit"):
+        encode_for_all(rows, "rows.jsonl", 10, dict(fits, reward_model=model_of(13)), policy, policy)
+    chat = [dict(prompt=[dict(role="assistant", content="a")])]
+    with pytest.raises(BadInput, match="row 1: the chat template"):
+        encode_for_all(chat, "rows.jsonl", 10, fits, reward, load_tokenizer(str(tokens)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripts themselves
+
+COUNT_BATCHES = """
+import sys, rollout
+calls, generate = [], rollout.generate
+
+def counting(policy, prompts, *args, **kwargs):
+    calls.append(len(prompts))
+    if len(calls) == 3:
+        print("batches of", calls)
+        sys.exit(0)
+    return generate(policy, prompts, *args, **kwargs)
+
+rollout.generate = counting
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(cases, results) of runs in a tiny world: name -> (script, what it says in its one line)."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "world").mkdir()
+    world = build(str(folder / "world"))
+    chat = [dict(role="user", content="1+2=")]
+    rows = [dict(prompt="1+2=", answer="3", completion="3", chosen="3", rejected="4")] * 3
+    jsonl(folder / "chat.jsonl", [*rows, rows[0] | dict(prompt=chat)])
+    os.mkfifo(folder / "pipe")
+    nan = shutil.copytree(world.policy, folder / "nan")
+    respoiled(nan, **{"lm_head.weight": set_one(math.nan)})
+    short = shutil.copytree(world.short_reward, folder / "short")
+    edit(short / "tiktoken.json", markers=["</think>", "<think>"])  # another tokenizer than the policy's
+    bad_rows, pipe = str(folder / "chat.jsonl"), str(folder / "pipe")
+    sample = ["--max_new_tokens=4", "--device=cpu"]
+    refused = "row 4: a prompt is a list of messages, but this tokenizer has no chat template"
+    other = "row .: the prompt has .* tokens; from 1 to 2 fit .* reward model, in whose tokenizer"
+    cases = {
+        "sft row": ("sft.py", world.sft("out", train_path=bad_rows), refused),
+        "rm row": ("rm.py", world.rm("out", train_path=bad_rows), refused),
+        "ppo row": ("ppo.py", world.ppo("out", prompts_path=bad_rows), refused),
+        "grpo row": ("grpo.py", world.grpo("out", eval_path=bad_rows), refused),
+        "sample row": ("sample.py", [f"--model={world.policy}", f"--prompts={bad_rows}", *sample], refused),
+        "sft NaN": ("sft.py", world.sft("out", init_from=nan), "'lm_head.weight' holds NaN"),
+        "rm NaN": ("rm.py", world.rm("out", init_from=shutil.copytree(nan, folder / "rm_nan")), "holds NaN"),
+        "ppo NaN": ("ppo.py", world.ppo("out", policy_path=nan), "holds NaN"),
+        "grpo NaN": ("grpo.py", world.grpo("out", policy_path=nan), "holds NaN"),
+        "sample NaN": ("sample.py", [f"--model={nan}", "--prompt=1", *sample], "holds NaN"),
+        "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "wanted a file"),
+        "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
+        "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
+        "sample surrogate": ("sample.py", [f"--model={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
+        "sample many": ("sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
+    }
+    respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
+    jobs = {name: [one_run(script, args)] for name, (script, args, _) in cases.items()}
+    ask = [f"--model={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
+    jobs |= {f"in {n}": [one_run("sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
+    jobs["a million"] = [one_run("sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
+    return cases, forked(str(folder), jobs)
+
+
+def test_scripts_refuse_bad_rows_weights_and_files(runs):
+    cases, results = runs
+    for name, (script, _, said) in cases.items():
+        result, = results[name]
+        assert result["codes"] == [2], (name, result)
+        assert re.fullmatch(rf"{script}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (name, result["stderr"])
+
+
+def test_samples_come_batch_by_batch(runs):
+    """However many are asked for, a batch is all that is computed before it is printed; and no batch changes a text."""
+    result, = runs[1]["a million"]
+    assert result["codes"] == [0] and "batches of [4, 4, 4]" in result["stdout"][0]
+    assert result["stdout"][0].count("> ") == 1
+    texts = [runs[1][f"in {n}"][0]["stdout"][0].split("batch_size", 1)[1].split("\n", 1)[1] for n in (1, 2, 64)]
+    assert texts[0] == texts[1] == texts[2] and texts[0].count("> ") == 3
