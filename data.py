@@ -206,8 +206,8 @@ def micro_batches(batch, rows, size, count=0):
 def load_tokenizer(path):
     """
     The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name.
-    Raises BadInput where a file is broken, or where config.json or generation_config.json names an end
-    that is plain text to this tokenizer: then they are of different models.
+    Raises BadInput where a file is broken, or where all ends that config.json or generation_config.json
+    names are plain text to this tokenizer: then they are of different models.
     """
     folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
     settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
@@ -224,12 +224,15 @@ def load_tokenizer(path):
     named = set()  # by the model's files; the tokenizer has its own
     for file in ("generation_config.json", "config.json"):
         ids = settings.get(file, {}).get("eos_token_id")
-        for i in [] if ids is None else ids if isinstance(ids, list) else [ids]:
-            if type(i) is not int or not 0 <= i < tokenizer.vocab_size or tokenizer.is_plain_text(i):
-                raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(i)} is no special token of "
-                               f"the tokenizer beside it, which has {tokenizer.vocab_size} tokens and ends with "
-                               f"{tokenizer.eos_id}; do they belong together?")
-            named.add(i)
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < tokenizer.vocab_size]
+        if not wrong and all(map(tokenizer.is_plain_text, ids)):
+            wrong = ids  # a newline may be an end, too, but hardly the only one
+        if wrong:
+            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is no special token of "
+                           f"the tokenizer beside it, which has {tokenizer.vocab_size} tokens and ends with "
+                           f"{tokenizer.eos_id}; do they belong together?")
+        named.update(ids)
     if named and tokenizer.eos_id not in named:
         warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with {tokenizer.eos_id}; do they belong "
              "together? A response may end with any of them")

@@ -741,8 +741,8 @@ def test_a_reward_that_fails_on_rank_1_in_ppo(forks):
     assert is_one_line(result["stderr"][0], "error: on rank 1: reward 'raises_on_1' failed"), result
 
 
-def test_a_response_too_long_for_the_reward_model_of_one_rank(forks):
-    """The reward model's refusal reaches all ranks too: they do not wait for one that has left."""
+def test_a_response_that_one_rank_cannot_read(forks):
+    """A refusal within the scoring of one rank reaches all: they do not wait for one that has left."""
     alone, both = forks[1]["too long"][0], forks[1]["too long on 1"][0]
     assert alone["codes"] == [2] and is_one_line(alone["stderr"][0], "error: a response has 99 tokens", "grpo.py")
     assert both["codes"] == [1, 1] and both["stderr"][1] == "", both
