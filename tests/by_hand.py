@@ -559,6 +559,7 @@ def grpo(c, data):
         record |= summary(c, batch, "objective")
         record["objective/flat_groups"] = mean([float(is_flat(group)) for group in groups])
         record["objective/score_std"] = statistics.stdev([r.score for r in batch])
+        seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
         find_group_advantages(c, groups)
 
         lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
@@ -567,7 +568,7 @@ def grpo(c, data):
             rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
             seen["masked response"] += len(minibatch) - len(rows)
             if all(r.advantage == 0 for r in rows):  # nothing to learn
-                seen["idle minibatch"] += 1
+                seen["flat minibatch" if rows else "masked minibatch"] += 1
                 continue
             tokens = sum(len(r.response) for r in rows)
             adam.zero_gradients()

@@ -144,19 +144,21 @@ CASES = {
         max_iters=2, micro_batch_size=7)),
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
-        missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02)),
+        missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
+        grad_clip=1.0)),
     "dapo": ("grpo.py", GRPO | dict(
-        mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, batch_size=8, group_size=2,
-        kl_coef=0.0, grad_clip=0.3, temperature=1.1, num_minibatches=4, policy_model="tied",
-        ema_decay=0.6, eval_size=0, max_new_tokens=5)),
+        mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
+        batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1, num_minibatches=4,
+        policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5)),
     "dr. grpo": ("grpo.py", GRPO | SMALL | dict(
         mix=[(1.0, "sometimes")], scale="none", aggregation="seq-mean-token-sum-norm",
-        dual_clip=1.3, seed=5, num_minibatches=5, kl_estimator="k2", weight_decay=0.1,
-        temperature=1.0, warmup_iters=2, lr_decay="cosine")),
+        dual_clip=1.3, num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
+        warmup_iters=2, lr_decay="cosine", seed=6, max_new_tokens=10)),
     "gspo": ("grpo.py", GRPO | dict(
         importance="sequence", scale="batch", truncated="mask", aggregation="seq-mean-token-mean",
-        kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.1, batch_size=8,
-        group_size=4, reward_model="other", mix=[(1.0, "reward_model")])),
+        kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.4, batch_size=8,
+        group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
+        seed=5)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss="cispo", baseline="others", scale="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
@@ -270,7 +272,8 @@ BRANCHES = {
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
                 "score clipped above", "score clipped below", "early stop", "refill 0", "refill 1",
-                "idle minibatch", "masked response", "long gradient", "short gradient"],
+                "flat minibatch", "masked response", "masked minibatch", "all end early",
+                "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
     "rm.py": ["long gradient", "short gradient"],
 }
