@@ -620,11 +620,12 @@ def sample_groups(c, models, rows, iteration, seen):
     picked = prompts_of(c, iteration, c.batch_size // c.group_size, len(rows))
     groups = [group(slot, "rollout") for slot in range(len(picked))]
     for refill in range(c.max_refills):
-        for slot in range(len(groups)):
-            if is_flat(groups[slot]):
-                picked[slot] = another_prompt(c, picked[slot], len(rows), iteration, refill, slot)
-                groups[slot] = group(slot, f"refill {refill}")
-                seen[f"refill {refill}"] += 1
+        flat_ones = [slot for slot in range(len(groups)) if is_flat(groups[slot])]
+        for i, slot in enumerate(flat_ones):
+            seen["flat by a rule"] += len({r.raw for r in groups[slot]}) > 1
+            picked[slot] = another_prompt(c, picked[slot], len(rows), iteration, refill, slot)
+            groups[slot] = group(slot, f"refill {refill}")
+            seen[f"refill {refill}" + (" behind a full slot" if i < slot else "")] += 1
     return groups
 
 

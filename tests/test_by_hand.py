@@ -148,8 +148,9 @@ CASES = {
         grad_clip=1.0)),
     "dapo": ("grpo.py", GRPO | dict(
         mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
-        batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1, num_minibatches=4,
-        policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5)),
+        reward_clip=0.2, batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
+        num_minibatches=4, policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5,
+        seed=2)),
     "dr. grpo": ("grpo.py", GRPO | SMALL | dict(
         mix=[(1.0, "sometimes")], scale="none", aggregation="seq-mean-token-sum-norm",
         dual_clip=1.3, num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
@@ -176,9 +177,9 @@ RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2}  # these once more, on 
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. In bfloat16 they differ. There, with a policy that stays
-# as it is and no clip range to speak of, no token may be clipped, nor seem to have moved.
-STILL = dict(dtype="bfloat16", learning_rate=1e-20, cliprange=1e-6, num_minibatches=1,
-             micro_batch_size=64)
+# as it is and no clip range to speak of, no token may be clipped, nor seem to have moved. A row at
+# a time, for it must be rounded alike whenever it is computed, on any machine.
+STILL = dict(dtype="bfloat16", learning_rate=1e-20, cliprange=1e-6, micro_batch_size=1)
 IN_16_BITS = {
     "ppo, 16 bits": ("ppo.py", PPO | STILL | dict(value_learning_rate=1e-20)),
     "grpo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6)),
@@ -271,7 +272,8 @@ BRANCHES = {
                "score clipped below", "early stop", "long gradient", "short gradient",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
-                "score clipped above", "score clipped below", "early stop", "refill 0", "refill 1",
+                "score clipped above", "score clipped below", "early stop", "flat by a rule",
+                "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
