@@ -32,7 +32,7 @@ import transformers
 # The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
 MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
 EOS, PAD, TOKENS, VOCABULARY = 258, 259, 260, 264
-ENDS = (EOS, ord("!"))  # generation_config.json names a second token that ends a response
+ENDS = (EOS, 257)  # generation_config.json names a second token that ends a response
 
 
 def encode(text, markers):
