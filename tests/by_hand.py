@@ -1,0 +1,754 @@
+"""
+What ppo.py, grpo.py, sft.py and rm.py compute, worked out once more. Helpers for test_by_hand.py,
+no tests.
+
+Nothing of the repository is imported here, and no line is shared with it. The models are those of
+transformers. They see one sequence at a time and no padding. All that follows is a plain loop over
+responses and tokens, and so is AdamW. It is slow, and it has no purpose but to be read and be seen
+to be right; papers and conventions are named where they are followed.
+
+A run is described by a namespace c of the script's own keys, all of them given. It leaves `log` (a
+dict of figures for each iteration, named as in log.jsonl), the trained `models`, and `seen`, which
+counts how often each branch of a formula was taken: a switch that changes nothing proves nothing.
+
+The scripts draw prompts, noise and minibatches from hashes. That is said again here in a few lines,
+so that their tokens can be sampled again rather than taken from them. Any other permutation or
+noise would be as right, but both sides must know it.
+"""
+import bisect
+import hashlib
+import itertools
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+# The tokenizer: a byte is a token; then come two markers, EOS and padding.
+# The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
+MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
+EOS, PAD, TOKENS, VOCABULARY = 258, 259, 260, 264
+ENDS = (EOS, 257)  # generation_config.json names a second token that ends a response
+
+
+def encode(text, markers):
+    """Text -> ids."""
+    ids = []
+    while text:
+        marker = next((m for m in markers if text.startswith(m)), None)
+        ids += [256 + markers.index(marker)] if marker else text[0].encode()
+        text = text[len(marker or text[0]):]
+    return ids
+
+
+def decode(ids, markers):
+    """Ids -> text, without EOS and padding."""
+    kept = [i for i in ids if i not in (EOS, PAD)]
+    pieces = [markers[i - 256].encode() if i >= 256 else bytes([i]) for i in kept]
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+def number(x):
+    """A number, from a tensor of one element or from a number that no gradient flows to."""
+    return x.item() if isinstance(x, torch.Tensor) else x
+
+
+def mean(numbers):
+    return math.fsum(numbers) / len(numbers) if numbers else 0.0
+
+
+def flat(items):
+    """One list of several."""
+    return list(itertools.chain.from_iterable(items))
+
+
+# --------------------------------------------------------------------------------------------------
+# what is drawn
+
+
+def hashed(text, size):
+    """A number of so many bytes, the smallest byte first."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def permutation(n, key):
+    return torch.randperm(n, generator=generator(hashed(key, 4))).tolist()
+
+
+def prompts_of(c, iteration, count, n):
+    """
+    Which of n rows an iteration sees: the next `count` of an endless walk through the epochs, each
+    of which has an order of its own.
+    """
+    rows = []
+    for place in range(iteration * count, iteration * count + count):
+        epoch, place_in_epoch = divmod(place, n)
+        rows.append(permutation(n, f"{c.seed} epoch {epoch}")[place_in_epoch])
+    return rows
+
+
+def minibatches_of(c, iteration, epochs):
+    """
+    The responses of each optimizer step of an iteration, [[place in the batch, ...], ...]. Where
+    the batch cannot be split evenly, the first minibatches of an epoch have one more.
+    """
+    steps = []
+    for epoch in range(epochs):
+        order = permutation(c.batch_size, f"{c.seed} minibatches {iteration} {epoch}")
+        for i in range(c.num_minibatches):
+            count = c.batch_size // c.num_minibatches + (i < c.batch_size % c.num_minibatches)
+            steps.append([order.pop(0) for _ in range(count)])
+    return steps
+
+
+def another_prompt(c, row, n, iteration, refill, slot):
+    """Which of n rows takes the place of this one in a refill: any but itself."""
+    return (row + 1 + hashed(f"{c.seed} refill {iteration} {refill} {slot}", 8) % (n - 1)) % n
+
+
+def new_head(seed, width):
+    """Weights (1, width) of a value or reward head that has never been trained."""
+    head = torch.empty(1, width).normal_(0, (width + 1) ** -0.5, generator=generator(seed))
+    return torch.nn.Parameter(head.double())
+
+
+# --------------------------------------------------------------------------------------------------
+# models
+
+
+def language_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def scalar_model(folder, seed=None):
+    """
+    A model with one number a token: its trunk, head (1, d) and shift. seed: draw a new head, on a
+    language model's trunk.
+    """
+    if seed is not None:
+        return with_new_head(language_model(folder).base_model, seed)
+    auto = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder, dtype=torch.float64).eval()
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        shift = json.load(f)["score_shift"]
+    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
+
+
+def with_new_head(trunk, seed):
+    head = new_head(seed, trunk.config.hidden_size)
+    return SimpleNamespace(trunk=trunk, head=head, shift=0.0)
+
+
+def scalars(model, ids):
+    """The number at each token, (T,)."""
+    states = model.trunk(torch.tensor([ids])).last_hidden_state[0]  # (T, d)
+    return states @ model.head[0] + model.shift
+
+
+def parameters_of(model):
+    """{name: parameter} of a language model or a scalar one."""
+    if isinstance(model, SimpleNamespace):
+        return dict(model.trunk.named_parameters()) | {"head": model.head}
+    return dict(model.named_parameters())
+
+
+def logprobs_of(model, prompt, response, temperature):
+    """Log-prob of each token of a response, and the entropy of the distribution it came from."""
+    logits = model(torch.tensor([prompt + response])).logits[0, :, :TOKENS] / temperature  # (T, V)
+    logprobs, entropies = [], []
+    for t, token in enumerate(response):
+        # the logits that chose a token are one column before it
+        distribution = torch.log_softmax(logits[len(prompt) + t - 1], 0)
+        logprobs.append(distribution[token])
+        entropies.append(-(distribution.exp() * distribution).sum())
+    return logprobs, entropies
+
+
+# --------------------------------------------------------------------------------------------------
+# optimizer
+
+
+class AdamW:
+    """Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
+
+    def __init__(self, parameters, c):
+        self.parameters, self.c, self.steps = list(parameters), c, 0
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+
+    def zero_gradients(self):
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+
+    def clip(self, seen):
+        """Shorten the gradient to grad_clip, 0 = leave it. Returns the norm that it had."""
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters))
+        if self.c.grad_clip:
+            seen["long gradient" if norm > self.c.grad_clip else "short gradient"] += 1
+        if self.c.grad_clip and norm > self.c.grad_clip:
+            for p in self.parameters:
+                p.grad *= self.c.grad_clip / (norm + 1e-6)
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr):
+        self.steps += 1
+        for p, m, v in zip(self.parameters, self.m, self.v, strict=True):
+            m += (1 - self.c.beta1) * (p.grad - m)
+            v += (1 - self.c.beta2) * (p.grad**2 - v)
+            mean_m = m / (1 - self.c.beta1**self.steps)
+            mean_v = v / (1 - self.c.beta2**self.steps)
+            p -= lr * self.c.weight_decay * p
+            p -= lr * mean_m / (mean_v.sqrt() + self.c.adam_eps)
+
+
+def learning_rate(iteration, peak, warmup, iterations, shape):
+    """Up to the peak in a line, then down to 0, or not."""
+    if iteration < warmup:
+        return peak * (iteration + 1) / warmup
+    share = (iteration - warmup) / (iterations - warmup)
+    if shape == "linear":
+        return peak * (1 - share)
+    if shape == "cosine":
+        return peak * (1 + math.cos(math.pi * share)) / 2
+    return peak
+
+
+def average_into(average, model, decay):
+    """The moving average of a model's weights, {name: tensor}, after a step."""
+    for name, p in model.named_parameters():
+        average[name] = decay * average[name] + (1 - decay) * p.detach()
+
+
+# --------------------------------------------------------------------------------------------------
+# formulas, a token each
+
+
+def kl_estimate(logprob, reference, kind):
+    """
+    KL(the distribution that the token comes from || reference), estimated from this token
+    (Schulman, joschu.net/blog/kl-approx.html).
+    """
+    difference = logprob - reference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
+        return math.e ** -difference - 1 + difference
+    return difference
+
+
+def clipped_surrogate(ratio, advantage, low, high, dual=0.0):
+    """
+    PPO (arXiv 1707.06347, eq. 7) as a loss, and which bound has taken the token's gradient away:
+    "below", "above", or "" if none has. dual: "dual" where the loss of a bad token would be more
+    than this times its advantage (arXiv 1912.09729, eq. 5).
+    """
+    r = ratio.item()
+    nearest = min(max(r, 1 - low), 1 + high)
+    earned = min(r * advantage, nearest * advantage)
+    if dual and advantage < 0 and earned < dual * advantage:
+        return -dual * advantage, "dual"
+    if earned < r * advantage:
+        return -nearest * advantage, "above" if r > nearest else "below"
+    return -ratio * advantage, ""
+
+
+def weighted_logprob(ratio, logprob, advantage, low, high):
+    """CISPO (arXiv 2506.13585, eqs. 4, 5) as a loss, and which bound its weight has met."""
+    r = ratio.item()
+    if r < 1 - low:
+        return -(1 - low) * advantage * logprob, "weight below"
+    if r > 1 + high:
+        return -(1 + high) * advantage * logprob, "weight above"
+    return -r * advantage * logprob, ""
+
+
+def value_loss(value, old, target, reach):
+    """
+    Half the squared error, or that of the value kept within reach of the old one where this is
+    larger (OpenAI baselines, ppo2). reach = 0: the former.
+    """
+    error, moved = (value - target) ** 2 / 2, value.item() - old
+    if reach and abs(moved) > reach:
+        kept = old + math.copysign(reach, moved)
+        if (kept - target) ** 2 / 2 > error.item():
+            return (kept - target) ** 2 / 2, "value clipped"
+    return error, ""
+
+
+def advantages_and_returns(rewards, values, gamma, lam):
+    """GAE of one response (arXiv 1506.02438, eq. 16). After the last token there is nothing."""
+    advantages = []
+    for t in reversed(range(len(rewards))):
+        next_value = values[t + 1] if t + 1 < len(rewards) else 0.0
+        next_advantage = advantages[0] if advantages else 0.0
+        surprise = rewards[t] + gamma * next_value - values[t]
+        advantages.insert(0, surprise + gamma * lam * next_advantage)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# sampling and scoring
+
+
+@torch.no_grad()
+def sample(c, policy, prompt, purpose, iteration, slot, which):
+    """A response to the prompt at this slot: the inverse of the CDF at a uniform a token."""
+    noise = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
+    response = []
+    for uniform in torch.rand(c.max_new_tokens, generator=noise, dtype=torch.float64).tolist():
+        logits = policy(torch.tensor([prompt + response])).logits[0, -1, :TOKENS]
+        probabilities = torch.softmax(logits / c.temperature, 0).tolist()
+        heights = list(itertools.accumulate(probabilities))
+        response.append(bisect.bisect_right(heights, uniform * heights[-1]))
+        if response[-1] in ENDS:
+            break
+    return response
+
+
+@torch.no_grad()
+def respond(c, models, row, purpose, iteration, slot, which=0):
+    """A response to a data row, with all that the models and rules say of it."""
+    prompt = encode(row["prompt"], MARKERS["tokenizer"])
+    response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
+    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
+    r.text = decode(response, MARKERS["tokenizer"])
+    for _, name in c.mix:
+        learned = name == "reward_model"
+        r.each[name] = learned_score(models.reward, row, r) if learned else RULES[name](c, row, r)
+    r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
+    r.old = [x.item() for x in logprobs_of(models.policy, prompt, response, c.temperature)[0]]
+    if models.reference:
+        logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
+        r.reference = [x.item() for x in logprobs]
+    if models.value:  # of the states before each token was chosen
+        r.values = scalars(models.value, prompt + response)[len(prompt) - 1:-1].tolist()
+    return r
+
+
+def learned_score(reward, row, r):
+    """The reward model's number at the last token; of the text, if its tokenizer is another."""
+    ids = r.prompt + r.response
+    if reward.tokenizer != "tokenizer":
+        markers = MARKERS[reward.tokenizer]
+        ids = encode(row["prompt"], markers) + encode(r.text, markers) + [EOS] * r.finished
+    return scalars(reward, ids)[-1].item()
+
+
+def letters(c, row, r):
+    return sum(ch in "abcd" for ch in r.text) / 4
+
+
+def sometimes(c, row, r):
+    """The same for all responses to a prompt of odd length."""
+    return letters(c, row, r) if len(row["prompt"]) % 2 == 0 else 0.3
+
+
+def length(c, row, r):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); a fifth of R is its cache."""
+    cache = c.max_new_tokens / 5
+    return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
+
+
+RULES = dict(letters=letters, sometimes=sometimes, length=length)
+RULES_FILE = """
+def letters(batch):
+    return [sum(ch in "abcd" for ch in completion) / 4 for completion in batch["completions"]]
+
+def sometimes(batch):
+    return [0.3 if len(row["prompt"]) % 2 else n for n, row in zip(letters(batch), batch["rows"])]
+"""
+
+
+def finish_scores(c, batch, seen, deviation=1.0):
+    """What is done to a score: divided; replaced if the response never ended; clipped."""
+    for r in batch:
+        r.score = r.score / deviation
+        if c.missing_eos_penalty and not r.finished:
+            r.score = -c.missing_eos_penalty
+            seen["no end"] += 1
+        if c.reward_clip and abs(r.score) > c.reward_clip:
+            seen["score clipped above" if r.score > 0 else "score clipped below"] += 1
+            r.score = math.copysign(c.reward_clip, r.score)
+
+
+def summary(c, batch, prefix):
+    """Means over responses."""
+    figures = dict(scores=[r.raw for r in batch], length=[len(r.response) for r in batch],
+                   finished=[float(r.finished) for r in batch],
+                   entropy=[-sum(r.old) for r in batch])
+    if hasattr(batch[0], "reference"):
+        figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
+    if len(c.mix) > 1:
+        figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
+    return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
+
+
+def evaluation(c, models, rows, iteration):
+    if iteration % c.eval_interval and iteration < c.max_iters:
+        return {}
+    rows = rows[:c.eval_size] if c.eval_size else rows
+    batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
+    return summary(c, batch, "eval")
+
+
+def reward_model_of(c):
+    """The learned reward, where the run has one."""
+    if "reward_model" not in [name for _, name in c.mix]:
+        return None
+    model = scalar_model(c.reward_path)
+    model.tokenizer = c.reward_tokenizer
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# PPO
+
+
+def ppo(c, data):
+    """A run of ppo.py. data: the rows to train on and those to evaluate on."""
+    models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
+                             reference=language_model(c.policy_path))
+    if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
+        models.value = with_new_head(models.policy.base_model, c.seed)
+        values_own = [models.value.head]
+    else:
+        from_reward = c.value_init == "reward"
+        models.value = (scalar_model(c.reward_path) if from_reward else
+                        scalar_model(c.policy_path, c.seed))
+        values_own = parameters_of(models.value).values()
+    policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
+    ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
+    log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
+
+    for iteration in range(c.max_iters):
+        record = evaluation(c, models, data.val, iteration)
+        log.append(record)
+        rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
+        batch = [respond(c, models, row, "rollout", iteration, slot)
+                 for slot, row in enumerate(rows)]
+        record |= summary(c, batch, "objective")
+        all_scores += [r.raw for r in batch]
+        running = c.scale_scores == "running"
+        finish_scores(c, batch, seen, statistics.pstdev(all_scores) if running else 1.0)
+        record |= find_advantages(c, batch, kl_coef)
+
+        policy_lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters,
+                                  c.lr_decay)
+        value_lr = learning_rate(iteration, c.value_learning_rate, c.value_warmup_iters,
+                                 c.max_iters, c.value_lr_decay)
+        figures, steps = [], 0
+        for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
+            policy_adam.zero_gradients()
+            value_adam.zero_gradients()
+            tokens = sum(len(batch[i].response) for i in minibatch)
+            of_this_step = flat(ppo_losses(c, models, batch[i], kl_coef, tokens, seen)
+                                for i in minibatch)
+            figures += of_this_step
+            record["policy/grad_norm"] = policy_adam.clip(seen)
+            record["val/grad_norm"] = value_adam.clip(seen)
+            if too_far(c, of_this_step, seen):
+                break
+            policy_adam.step(policy_lr)
+            value_adam.step(value_lr)
+            steps += 1
+            if c.ema_decay:
+                average_into(ema, models.policy, c.ema_decay)
+
+        record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
+        record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
+                   "objective/kl_coef": kl_coef}
+        if c.kl_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
+            error = record["objective/kl"] / c.kl_target - 1
+            way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
+            seen[f"kl_coef {way}"] += 1
+            kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / c.kl_horizon
+
+    log.append(evaluation(c, models, data.val, c.max_iters))
+    trained = dict(policy=models.policy, value_model=models.value)
+    if c.ema_decay:
+        trained["ema_policy"] = ema
+    return SimpleNamespace(log=log, models=trained, seen=seen)
+
+
+def find_advantages(c, batch, kl_coef):
+    """
+    Scores and KL -> a reward a token -> returns, and advantages of mean 0 and variance 1 over all
+    tokens of the batch. Returns figures.
+    """
+    penalties = []
+    for r in batch:
+        kls = [kl_estimate(p, q, c.kl_estimator) for p, q in zip(r.old, r.reference, strict=True)]
+        r.rewards = [-kl_coef * kl if c.kl_in == "reward" else 0.0 for kl in kls]
+        penalties.append(sum(r.rewards))
+        r.rewards[-1] += r.score
+        r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
+    every = flat(r.advantages for r in batch)
+    middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+    for r in batch:
+        r.advantages = [(a - middle) / deviation for a in r.advantages]
+    returns = flat(r.returns for r in batch)
+    errors = [x - v for x, v in zip(returns, flat(r.values for r in batch), strict=True)]
+    explained = 1 - statistics.variance(errors) / statistics.variance(returns)
+    return {"objective/non_score_reward": mean(penalties),
+            "objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
+            "val/explained_variance": explained}
+
+
+def ppo_losses(c, models, r, kl_coef, tokens, seen):
+    """
+    Add the gradients of a response's losses to the models'. tokens: how many the whole step has,
+    by which the losses are divided. Returns figures of each of the response's tokens.
+    """
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    values = scalars(models.value, r.prompt + r.response)
+    total, figures = 0.0, []
+    for t, logprob in enumerate(logprobs):
+        ratio = torch.exp(logprob - r.old[t])
+        surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
+        kl = kl_estimate(logprob, r.reference[t], c.kl_estimator)
+        value = values[len(r.prompt) + t - 1]
+        vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
+        seen[bound] += 1
+        seen[vf_bound] += 1
+        total = total + surrogate + c.vf_coef * vf - c.entropy_coef * entropies[t]
+        if c.kl_in == "loss":
+            total = total + kl_coef * kl
+        figures.append({
+            "loss/policy": number(surrogate), "loss/value": number(vf), "loss/kl": number(kl),
+            "policy/clipfrac": bool(bound), "val/clipfrac": bool(vf_bound),
+            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
+    (total / tokens).backward()
+    return figures
+
+
+def too_far(c, figures, seen):
+    """Whether the policy has moved so far that this step is not taken, nor any more."""
+    if c.target_kl and mean([one["policy/approx_kl"] for one in figures]) > c.target_kl:
+        seen["early stop"] += 1
+        return True
+    return False
+
+
+# --------------------------------------------------------------------------------------------------
+# GRPO and its relatives
+
+
+def grpo(c, data):
+    """A run of grpo.py. data: the rows to train on and those to evaluate on."""
+    models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
+                             reference=language_model(c.policy_path) if c.kl_coef else None,
+                             value=None)
+    adam = AdamW(models.policy.parameters(), c)
+    ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
+    log, seen = [], Counter()
+
+    for iteration in range(c.max_iters):
+        record = evaluation(c, models, data.val, iteration)
+        log.append(record)
+        groups = sample_groups(c, models, data.train, iteration, seen)
+        batch = flat(groups)
+        record |= summary(c, batch, "objective")
+        record["objective/flat_groups"] = mean([float(is_flat(group)) for group in groups])
+        record["objective/score_std"] = statistics.stdev([r.score for r in batch])
+        seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
+        find_group_advantages(c, groups)
+
+        lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
+        figures, steps, norm = [], 0, 0.0
+        for minibatch in minibatches_of(c, iteration, c.num_iterations):
+            rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
+            seen["masked response"] += len(minibatch) - len(rows)
+            if all(r.advantage == 0 for r in rows):  # nothing to learn
+                seen["flat minibatch" if rows else "masked minibatch"] += 1
+                continue
+            tokens = sum(len(r.response) for r in rows)
+            adam.zero_gradients()
+            of_this_step = []
+            for r in rows:
+                # what its tokens count: DAPO (arXiv 2503.14476, eq. 12), GRPO (arXiv 2402.03300,
+                # eq. 3), Dr. GRPO (arXiv 2503.20783, listing 1)
+                weight = {"token-mean": 1 / tokens,
+                          "seq-mean-token-mean": 1 / len(rows) / len(r.response),
+                          "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
+                of_this_step += grpo_losses(c, models, r, weight[c.aggregation], seen)
+            figures += of_this_step
+            norm = adam.clip(seen)
+            if too_far(c, of_this_step, seen):
+                break
+            adam.step(lr)
+            steps += 1
+            if c.ema_decay:
+                average_into(ema, models.policy, c.ema_decay)
+
+        names = ("loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac")
+        record |= {name: mean([one[name] for one in figures]) for name in names}
+        record |= {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
+
+    log.append(evaluation(c, models, data.val, c.max_iters))
+    trained = dict(policy=models.policy)
+    if c.ema_decay:
+        trained["ema_policy"] = ema
+    return SimpleNamespace(log=log, models=trained, seen=seen)
+
+
+def is_flat(group):
+    """Whether all its scores are the same, within rounding."""
+    scores = [r.score for r in group]
+    return max(scores) - min(scores) < 1e-9
+
+
+def sample_groups(c, models, rows, iteration, seen):
+    """
+    The groups of an iteration, [[response, ...], ...]. Flat ones are sampled again, for another
+    prompt, max_refills times.
+    """
+    def group(slot, purpose):
+        responses = [respond(c, models, rows[picked[slot]], purpose, iteration, slot, which)
+                     for which in range(c.group_size)]
+        finish_scores(c, responses, seen)
+        return responses
+
+    picked = prompts_of(c, iteration, c.batch_size // c.group_size, len(rows))
+    groups = [group(slot, "rollout") for slot in range(len(picked))]
+    for refill in range(c.max_refills):
+        flat_ones = [slot for slot in range(len(groups)) if is_flat(groups[slot])]
+        for i, slot in enumerate(flat_ones):
+            seen["flat by a rule"] += len({r.raw for r in groups[slot]}) > 1
+            picked[slot] = another_prompt(c, picked[slot], len(rows), iteration, refill, slot)
+            groups[slot] = group(slot, f"refill {refill}")
+            seen[f"refill {refill}" + (" behind a full slot" if i < slot else "")] += 1
+    return groups
+
+
+def find_group_advantages(c, groups):
+    """One number a response, in r.advantage."""
+    units = {"none": 1.0, "batch": statistics.stdev([r.score for r in flat(groups)]) + 1e-4}
+    for group in groups:
+        scores = [r.score for r in group]
+        units["std"] = statistics.stdev(scores) + 1e-4
+        for i, r in enumerate(group):
+            others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
+            r.advantage = 0.0 if is_flat(group) else (r.score - mean(others)) / units[c.scale]
+
+
+def grpo_losses(c, models, r, weight, seen):
+    """
+    Add the gradient of a response's loss to the policy's; each of its tokens counts `weight`.
+    Returns figures of each of its tokens.
+    """
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
+    of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
+    total, figures = 0.0, []
+    for t, logprob in enumerate(logprobs):
+        ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
+        bounds = r.advantage, c.cliprange, c.cliprange_high
+        surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss == "cispo" else
+                            clipped_surrogate(ratio, *bounds, c.dual_clip))
+        seen[bound] += 1
+        kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
+        if c.kl_correction:
+            kl = kl * torch.exp(log_ratios[t])
+        total = total + surrogate + c.kl_coef * kl - c.entropy_coef * entropies[t]
+        figures.append({
+            "loss/policy": number(surrogate), "loss/kl": number(kl), "policy/clipfrac": bool(bound),
+            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
+    (total * weight).backward()
+    return figures
+
+
+# --------------------------------------------------------------------------------------------------
+# SFT
+
+
+def sft(c, data):
+    """A run of sft.py from a model folder. data: the rows to train on, those to evaluate on."""
+    policy = language_model(c.init_from)
+    adam, log, seen = AdamW(policy.parameters(), c), [], Counter()
+
+    def losses_of(rows):
+        """Of each token of the completions and their EOS."""
+        losses = []
+        for row in rows:
+            prompt, completion = (encode(row[field], MARKERS["tokenizer"])
+                                  for field in ("prompt", "completion"))
+            losses += [-x for x in logprobs_of(policy, prompt, completion + [EOS], 1.0)[0]]
+        return losses
+
+    for iteration in range(c.max_iters + 1):
+        record = {}
+        log.append(record)
+        if iteration % c.eval_interval == 0 or iteration == c.max_iters:
+            with torch.no_grad():
+                losses = losses_of(data.val[:c.eval_size or None])
+            record["eval/loss"] = mean([x.item() for x in losses])
+        if iteration == c.max_iters:
+            return SimpleNamespace(log=log, models=dict(policy=policy), seen=seen)
+        adam.zero_gradients()
+        picked = prompts_of(c, iteration, c.batch_size, len(data.train))
+        losses = losses_of([data.train[i] for i in picked])
+        (sum(losses) / len(losses)).backward()
+        record["loss/sft"] = mean([x.item() for x in losses])
+        record["policy/grad_norm"] = adam.clip(seen)
+        record["policy/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
+                                            c.max_iters, c.lr_decay)
+        adam.step(record["policy/lr"])
+
+
+# --------------------------------------------------------------------------------------------------
+# the reward model
+
+
+def rm(c, data):
+    """
+    A run of rm.py. data: pairs to train on and to evaluate on, and the demonstrations that shall
+    score 0 on average.
+    """
+    model = scalar_model(c.init_from, c.seed if c.new_head else None)
+    model.shift = 0.0
+    adam, log, seen = AdamW(parameters_of(model).values(), c), [], Counter()
+
+    def score(row, field):
+        ids = encode(row["prompt"] + row[field], MARKERS["tokenizer"]) + [EOS]
+        return scalars(model, ids)[-1]
+
+    def compare(pairs):
+        """Bradley-Terry (arXiv 2009.01325, section 3.4), and whether the chosen scores higher."""
+        losses, hits = [], []
+        for row in pairs:
+            better, worse = score(row, "chosen"), score(row, "rejected")
+            losses.append(torch.log(1 + torch.exp(worse - better)))
+            hits.append(float(better > worse))
+        return losses, hits
+
+    for iteration in range(c.max_iters + 1):
+        record = {}
+        log.append(record)
+        if iteration % c.eval_interval == 0 or iteration == c.max_iters:
+            with torch.no_grad():
+                losses, hits = compare(data.val[:c.eval_size or None])
+            record |= {"eval/loss": mean([x.item() for x in losses]), "eval/accuracy": mean(hits)}
+        if iteration == c.max_iters:
+            with torch.no_grad():
+                scores = [score(row, "completion").item() for row in data.demonstrations]
+            model.shift = -mean(scores)
+            return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
+        adam.zero_gradients()
+        picked = prompts_of(c, iteration, c.batch_size, len(data.train))
+        losses, hits = compare([data.train[i] for i in picked])
+        (sum(losses) / len(losses)).backward()
+        record["loss/preference"] = mean([x.item() for x in losses])
+        record["train/accuracy"] = mean(hits)
+        record["reward_model/grad_norm"] = adam.clip(seen)
+        record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
+                                                  c.max_iters, c.lr_decay)
+        adam.step(record["reward_model/lr"])

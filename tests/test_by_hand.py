@@ -1,0 +1,296 @@
+"""
+Whole runs of ppo.py, grpo.py, sft.py and rm.py, as a user starts them, against by_hand.py: the same
+runs worked out with transformers' models and plain loops. Their final weights must agree within
+1e-9, and so must every figure that both log.
+
+Only the command line, the keys and what a run leaves are used here, so a script may be rewritten
+from top to bottom. Together the runs take every branch of the losses; a test of its own sees to it.
+
+Prompts, noise and minibatches are drawn by the hashes that the scripts promise to draw them by,
+said again in by_hand.py. Any others would be as right. But a run that gave a response the noise of
+another, or a step the rows of another, would sample other tokens or end in other weights.
+"""
+import json
+import math
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import by_hand
+import pytest
+import tiny
+import torch
+import transformers
+from by_hand import ENDS, EOS, MARKERS, PAD, VOCABULARY
+from tiny import forked, one_run
+
+TOLERANCE = 1e-9
+
+# --------------------------------------------------------------------------------------------------
+# a world of two layers
+
+
+def save_random(folder, kind, tokenizer, seed, shift=None):
+    """
+    A random transformers model in float64, with a tokenizer beside it. kind: gpt2, or neox with the
+    head tied to the embedding. shift: the score_shift of a sequence-classification model; None: a
+    language model that says a few letters most of the time, and ends soon.
+    """
+    kwargs = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+    if shift is not None:
+        kwargs |= dict(num_labels=1, score_shift=shift)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=64,
+                                         tie_word_embeddings=False, **kwargs)
+    else:
+        config = transformers.GPTNeoXConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=64, tie_word_embeddings=True, **kwargs)
+    auto = (transformers.AutoModelForCausalLM if shift is None else
+            transformers.AutoModelForSequenceClassification)
+    model, generator = auto.from_config(config).double(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.empty(p.shape).normal_(0, 0.2, generator=generator))
+            if p.dim() == 1 and name.endswith("weight"):  # of a norm
+                p.add_(1.0)
+        if shift is None:
+            # one coordinate of the last state is always there, and some tokens look for it
+            last_norm = "gpt_neox.final_layer_norm" if kind == "neox" else "transformer.ln_f"
+            model.get_submodule(last_norm).bias[0] = 3.0
+            likely = torch.zeros(VOCABULARY)
+            likely[[*b"abcdxyz", 256, 257]], likely[EOS] = 1.3, 1.4
+            model.get_output_embeddings().weight[:, 0] = likely
+            model.generation_config.eos_token_id = list(ENDS)
+    model.save_pretrained(folder)
+    with open(os.path.join(folder, "tiktoken.json"), "w", encoding="utf-8") as f:
+        json.dump(dict(markers=MARKERS[tokenizer], eos="<eos>", pad="<pad>"), f)
+
+
+PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
+           "12", "é"]
+
+
+def build(folder):
+    """Models, rules and data in a folder: a namespace of their paths, and of the `rows`."""
+    world = SimpleNamespace(root=folder, rules=os.path.join(folder, "rules.py"), rows={})
+    for seed, (name, *what) in enumerate([
+            ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
+            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer")], 1):
+        setattr(world, name, os.path.join(folder, name))
+        save_random(getattr(world, name), *what, seed, {"reward": 0.25, "other": -0.5}.get(name))
+    with open(world.rules, "w", encoding="utf-8") as f:
+        f.write(by_hand.RULES_FILE)
+    kinds = dict(rl=[], sft=[], pairs=[])
+    for i, prompt in enumerate(PROMPTS):
+        right = PROMPTS[5 * i % len(PROMPTS)]
+        wrong = PROMPTS[(7 * i + 3) % len(PROMPTS)] * (1 + i % 2)
+        kinds["rl"].append(dict(prompt=prompt))
+        kinds["sft"].append(dict(prompt=prompt, completion=right * (1 + i % 2)))
+        kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
+    for kind, rows in kinds.items():
+        for part, some in (("train", rows[:9]), ("val", rows[9:])):
+            world.rows[f"{kind}_{part}"] = some
+            tiny.jsonl(os.path.join(folder, f"{kind}_{part}.jsonl"), some)
+    return world
+
+
+# --------------------------------------------------------------------------------------------------
+# the runs: all keys that have a say are given, whatever their defaults are
+
+ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.0,
+            learning_rate=1e-2, warmup_iters=0, lr_decay="constant")
+SAMPLED = ADAM | dict(
+    seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
+    max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
+    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+PPO = SAMPLED | dict(
+    batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
+    kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_target=0.0, kl_horizon=100, gamma=1.0,
+    lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
+    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant")
+GRPO = SAMPLED | dict(
+    batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale="std",
+    loss="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
+    kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2, cliprange_high=0.3,
+    dual_clip=0.0)
+TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
+                    micro_batch_size=2)
+SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
+CASES = {
+    # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
+    # value model starts as the reward model
+    "ppo, learned": ("ppo.py", PPO | dict(
+        scale_scores="running", missing_eos_penalty=2.0, reward_clip=1.5, kl_target=1.6,
+        kl_horizon=40, lr_decay="linear", value_warmup_iters=2, max_iters=4)),
+    # k2 in the loss, early stops, long gradients; the value model is a head on the policy's trunk;
+    # the reward model reads other tokens
+    "ppo, shared": ("ppo.py", PPO | dict(
+        kl_in="loss", kl_estimator="k2", kl_target=0.4, kl_horizon=30, reward_model="other",
+        value_init="shared", gamma=0.9, lam=0.8, cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5,
+        entropy_coef=0.05, temperature=1.2, weight_decay=0.1, warmup_iters=2, target_kl=0.1,
+        value_lr_decay="cosine", batch_size=6, num_minibatches=2, ppo_epochs=3)),
+    # k3 in the reward, several rewards; the value model starts as the policy
+    "ppo, mixed": ("ppo.py", PPO | SMALL | dict(
+        kl_estimator="k3", mix=[(0.7, "reward_model"), (-0.5, "letters"), (1.0, "length")],
+        policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, max_iters=2,
+        value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
+        eval_size=0, max_new_tokens=5)),
+    # k3 in the loss, rules alone
+    "ppo, rules": ("ppo.py", PPO | dict(
+        kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
+        lam=1.0, cliprange=0.1, grad_clip=0.3, adam_eps=1e-3, beta1=0.8, num_minibatches=2,
+        max_iters=2, micro_batch_size=7)),
+    "grpo": ("grpo.py", GRPO | dict(
+        mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
+        missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
+        grad_clip=1.0)),
+    "dapo": ("grpo.py", GRPO | dict(
+        mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
+        reward_clip=0.2, batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
+        num_minibatches=4, policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5,
+        seed=2)),
+    "dr. grpo": ("grpo.py", GRPO | SMALL | dict(
+        mix=[(1.0, "sometimes")], scale="none", aggregation="seq-mean-token-sum-norm",
+        dual_clip=1.3, num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
+        warmup_iters=2, lr_decay="cosine", seed=6, max_new_tokens=10)),
+    "gspo": ("grpo.py", GRPO | dict(
+        importance="sequence", scale="batch", truncated="mask", aggregation="seq-mean-token-mean",
+        kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
+        group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
+        seed=1)),
+    "cispo, rloo": ("grpo.py", GRPO | dict(
+        loss="cispo", baseline="others", scale="none", kl_estimator="k1", kl_correction=True,
+        num_minibatches=1)),
+    "sft": ("sft.py", TUNED | dict(
+        init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
+    "sft, plain": ("sft.py", TUNED | dict(
+        init="tied", micro_batch_size=3, eval_size=2, head_chunk=3, max_iters=3)),
+    "rm": ("rm.py", TUNED | dict(
+        init="policy", new_head=True, warmup_iters=2, lr_decay="linear", weight_decay=0.1,
+        grad_clip=2.0)),
+    "rm, again": ("rm.py", TUNED | dict(
+        init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3)),
+}
+RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2}  # these once more, on so many ranks
+
+# In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
+# tell by which of them a ratio is taken. In bfloat16 they differ. There, with a policy that stays
+# as it is and no clip range to speak of, no token may be clipped, nor seem to have moved. A row at
+# a time, for it must be rounded alike whenever it is computed, on any machine.
+STILL = dict(dtype="bfloat16", learning_rate=1e-20, cliprange=1e-6, micro_batch_size=1)
+IN_16_BITS = {
+    "ppo, 16 bits": ("ppo.py", PPO | STILL | dict(value_learning_rate=1e-20)),
+    "grpo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6)),
+    "cispo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6, loss="cispo")),
+}
+
+FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
+         "sft.py": dict(train_path="sft_train", val_path="sft_val"),
+         "rm.py": dict(train_path="pairs_train", val_path="pairs_val",
+                       demonstrations_path="sft_val")}
+FILES["grpo.py"] = FILES["ppo.py"]
+FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
+NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head")  # said in other words there
+
+
+def command(world, script, keys):
+    """The arguments of a case's run."""
+    given = dict(out_dir="out", checkpoint_interval=0, device="cpu", dtype="float64", timeout=60)
+    given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
+    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in FILES[script].items()}
+    if "mix" in keys:
+        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
+        rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
+        given |= dict(rewards=",".join(rewards), reward_timeout=50)
+    given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
+    return [f"--{key}={value}" for key, value in given.items()]
+
+
+def worked_out(world, script, keys):
+    """The same by hand."""
+    c = SimpleNamespace(**keys)
+    for key, name in FOLDERS.items():
+        if name in keys:
+            setattr(c, key, getattr(world, keys[name]))
+    c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
+    train, val = list(FILES[script].values())[:2]
+    data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
+                           demonstrations=world.rows["sft_val"])
+    return getattr(by_hand, script.removesuffix(".py"))(c, data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them, both ways: {name: (folder of the run, its result, the run by hand)}."""
+    folder = str(tmp_path_factory.mktemp("by_hand"))
+    world = build(folder)
+    cases = {}
+    for name, (script, keys) in (CASES | IN_16_BITS).items():
+        arguments = command(world, script, keys)
+        cases[name] = [one_run(script, arguments)]
+        if name in RANKS:
+            cases[f"{name}, on ranks"] = [one_run(script, *[arguments] * RANKS[name])]
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(forked, folder, cases)
+        expected = {name: worked_out(world, *case) for name, case in CASES.items()}
+    expected |= {f"{name}, on ranks": expected[name] for name in RANKS}
+    return {name: (os.path.join(folder, name, "out"), result, expected.get(name))
+            for name, (result,) in results.result().items()}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}, on ranks" for name in RANKS)])
+def test_a_run_agrees_with_one_by_hand(runs, name):
+    out, result, expected = runs[name]
+    assert set(result["codes"]) == {0}, result["stderr"]
+    records = tiny.read_log(out)
+    assert [record["iteration"] for record in records] == list(range(len(expected.log)))
+    wrong = []
+    for i, (record, figures) in enumerate(zip(records, expected.log, strict=True)):
+        for key, x in figures.items():
+            if not abs(record.get(key, math.inf) - x) <= TOLERANCE * max(1, abs(x)):
+                wrong.append(f"{key} of iteration {i} is {record.get(key)}, by hand {x}")
+    for model_name, model in expected.models.items():
+        folder = os.path.join(out, model_name)
+        scalar = isinstance(model, SimpleNamespace)
+        left = by_hand.scalar_model(folder) if scalar else by_hand.language_model(folder)
+        if scalar and not abs(left.shift - model.shift) <= TOLERANCE:
+            wrong.append(f"the shift of {model_name} is {left.shift}, by hand {model.shift}")
+        parameters = model if isinstance(model, dict) else by_hand.parameters_of(model)
+        found = by_hand.parameters_of(left)
+        assert parameters.keys() == found.keys()
+        far = {key: (p - parameters[key]).abs().max().item() for key, p in found.items()}
+        worst = max(far, key=far.get)
+        if not far[worst] <= TOLERANCE:
+            wrong.append(f"weights of {model_name} differ, {worst} by {far[worst]:.2g}")
+    assert not wrong, "\n".join(wrong)
+
+
+BRANCHES = {
+    "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",
+               "score clipped below", "early stop", "long gradient", "short gradient",
+               "kl_coef up", "kl_coef down", "kl_coef a little"],
+    "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
+                "score clipped above", "score clipped below", "early stop", "flat by a rule",
+                "refill 0 behind a full slot", "refill 1 behind a full slot",
+                "flat minibatch", "masked response", "masked minibatch", "all end early",
+                "long gradient", "short gradient"],
+    "sft.py": ["long gradient", "short gradient"],
+    "rm.py": ["long gradient", "short gradient"],
+}
+
+
+@pytest.mark.parametrize("script", BRANCHES)
+def test_these_runs_take_every_branch(runs, script):
+    seen = sum((runs[name][2].seen for name in CASES if CASES[name][0] == script), Counter())
+    assert not [branch for branch in BRANCHES[script] if not seen[branch]], seen
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_a_ratio_is_to_the_training_forward_and_not_to_the_sampler(runs, name):
+    out, result, _ = runs[name]
+    assert set(result["codes"]) == {0}, result["stderr"]
+    for record in tiny.read_log(out)[:-1]:
+        assert record["policy/sampler_gap"] > 1e-4
+        assert record["policy/clipfrac"] == 0 == record["policy/approx_kl"]
