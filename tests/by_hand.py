@@ -554,19 +554,29 @@ def grpo(c, data):
     for iteration in range(c.max_iters):
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
-        groups = sample_groups(c, models, data.train, iteration, seen)
+        first, groups = sample_groups(c, models, data.train, iteration, seen)
         batch = flat(groups)
-        record |= summary(c, batch, "objective")
-        record["objective/flat_groups"] = mean([float(is_flat(group)) for group in groups])
-        record["objective/score_std"] = statistics.stdev([r.score for r in batch])
+        # what the policy says at first measures it; KL and entropy are of what is trained on
+        trained_on, sampled = summary(c, batch, "objective"), summary(c, flat(first), "objective")
+        inner = {"objective/entropy", "objective/kl"}
+        record |= {key: (trained_on if key in inner else sampled)[key] for key in sampled}
+        record["objective/flat_groups"] = mean([float(is_flat(c, group)) for group in first])
+        record["objective/score_std"] = statistics.stdev([r.score for r in flat(first)])
+        if c.max_refills:
+            record |= summary(c, batch, "trained")
+            record["trained/flat_groups"] = mean([float(is_flat(c, group)) for group in groups])
         seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
         find_group_advantages(c, groups)
+        record["objective/rlhf_reward"] = mean([r.judged for r in batch])
 
         lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
         figures, steps, norm = [], 0, 0.0
         for minibatch in minibatches_of(c, iteration, c.num_iterations):
             rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
             seen["masked response"] += len(minibatch) - len(rows)
+            if c.max_refills:  # what is flat after all refills is as if it had not been sampled
+                seen["left out"] += len([r for r in rows if r.flat and r.advantage])
+                rows = [r for r in rows if not r.flat]
             if all(r.advantage == 0 for r in rows):  # nothing to learn
                 seen["flat minibatch" if rows else "masked minibatch"] += 1
                 continue
@@ -600,16 +610,16 @@ def grpo(c, data):
     return SimpleNamespace(log=log, models=trained, seen=seen)
 
 
-def is_flat(group):
-    """Whether all its scores are the same, within rounding."""
-    scores = [r.score for r in group]
+def is_flat(c, group):
+    """Whether all its scores are the same, within rounding; or those of the reward refill_by."""
+    scores = [r.each[c.refill_by] if c.refill_by else r.score for r in group]
     return max(scores) - min(scores) < 1e-9
 
 
 def sample_groups(c, models, rows, iteration, seen):
     """
-    The groups of an iteration, [[response, ...], ...]. Flat ones are sampled again, for another
-    prompt, max_refills times.
+    The groups of an iteration, [[response, ...], ...], as they were at first and in the end: flat
+    ones are sampled again, for another prompt, max_refills times.
     """
     def group(slot, purpose):
         responses = [respond(c, models, rows[picked[slot]], purpose, iteration, slot, which)
@@ -619,25 +629,35 @@ def sample_groups(c, models, rows, iteration, seen):
 
     picked = prompts_of(c, iteration, c.batch_size // c.group_size, len(rows))
     groups = [group(slot, "rollout") for slot in range(len(picked))]
+    first = list(groups)
     for refill in range(c.max_refills):
-        flat_ones = [slot for slot in range(len(groups)) if is_flat(groups[slot])]
+        flat_ones = [slot for slot in range(len(groups)) if is_flat(c, groups[slot])]
         for i, slot in enumerate(flat_ones):
             seen["flat by a rule"] += len({r.raw for r in groups[slot]}) > 1
             picked[slot] = another_prompt(c, picked[slot], len(rows), iteration, refill, slot)
             groups[slot] = group(slot, f"refill {refill}")
             seen[f"refill {refill}" + (" behind a full slot" if i < slot else "")] += 1
-    return groups
+    for group in groups:
+        for r in group:
+            r.flat = is_flat(c, group)
+    return first, groups
 
 
 def find_group_advantages(c, groups):
     """One number a response, in r.advantage."""
-    units = {"none": 1.0, "batch": statistics.stdev([r.score for r in flat(groups)]) + 1e-4}
+    for r in flat(groups):
+        r.judged = r.score
+        if c.kl_coef and c.kl_in == "reward":  # RLOO (arXiv 2402.14740, section 2.1)
+            r.judged -= c.kl_coef * sum(kl_estimate(p, q, c.kl_estimator)
+                                        for p, q in zip(r.old, r.reference, strict=True))
+    units = {"none": 1.0, "batch": statistics.stdev([r.judged for r in flat(groups)]) + 1e-4}
     for group in groups:
-        scores = [r.score for r in group]
+        scores = [r.judged for r in group]
         units["std"] = statistics.stdev(scores) + 1e-4
         for i, r in enumerate(group):
             others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
-            r.advantage = 0.0 if is_flat(group) else (r.score - mean(others)) / units[c.scale]
+            equal = max(scores) - min(scores) < 1e-9
+            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale]
 
 
 def grpo_losses(c, models, r, weight, seen):
@@ -658,7 +678,9 @@ def grpo_losses(c, models, r, weight, seen):
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         if c.kl_correction:
             kl = kl * torch.exp(log_ratios[t])
-        total = total + surrogate + c.kl_coef * kl - c.entropy_coef * entropies[t]
+        total = total + surrogate - c.entropy_coef * entropies[t]
+        if c.kl_in == "loss":
+            total = total + c.kl_coef * kl
         figures.append({
             "loss/policy": number(surrogate), "loss/kl": number(kl), "policy/clipfrac": bool(bound),
             "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})

@@ -113,8 +113,8 @@ PPO = SAMPLED | dict(
 GRPO = SAMPLED | dict(
     batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale="std",
     loss="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
-    kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2, cliprange_high=0.3,
-    dual_clip=0.0)
+    kl_in="loss", kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2,
+    cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
@@ -163,6 +163,11 @@ CASES = {
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss="cispo", baseline="others", scale="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
+    # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
+    "rloo": ("grpo.py", GRPO | dict(
+        baseline="others", scale="none", aggregation="token-mean", kl_in="reward",
+        kl_estimator="k1", kl_coef=0.4, mix=[(1.0, "sometimes"), (0.7, "reward_model")],
+        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2)),
     "sft": ("sft.py", TUNED | dict(
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
     "sft, plain": ("sft.py", TUNED | dict(
@@ -274,7 +279,8 @@ BRANCHES = {
     "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
-                "flat minibatch", "masked response", "masked minibatch", "all end early",
+                "flat minibatch", "masked response", "masked minibatch", "left out",
+                "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
     "rm.py": ["long gradient", "short gradient"],
