@@ -69,7 +69,12 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for old in set(folders) - set(kept):
             remove(old)
 
-    if alone(lambda: damage(final)) is not None:  # else we have resumed from it, and nothing has happened since
+    def is_there():  # then we have resumed from it, and nothing has happened since but, perhaps, an evaluation
+        if damage(final) is not None:
+            return False
+        return json.loads(patiently(read_bytes, os.path.join(final, "state.json"))) == {**state, "iteration": iteration}
+
+    if not alone(is_there):
         put_in_place([*pieces, (None, close)], final)
     alone(drop_old)
 

@@ -278,17 +278,18 @@ def sample_and_judge(rows, prompts, purpose, noise):
         batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
     batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
     parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
+    return batch
 
+
+def shape_scores(batch):
+    """What the settings make of the scores; raw_scores remain what they were."""
     batch["raw_scores"] = batch["scores"]
     if scale_scores == "running":
-        if purpose == "rollout":
-            state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
         batch["scores"] = batch["scores"] / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
         batch["scores"] = torch.where(batch["finished"], batch["scores"], -missing_eos_penalty)
     if reward_clip > 0:
         batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
-    return batch
 
 
 def run_models(batch, minibatches):
@@ -368,6 +369,7 @@ for iteration in range(start, max_iters + 1):
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
         run_models(batch, [batch["index"]])
+        shape_scores(batch)
         record |= summarize(batch, "eval", each_reward)
         # by what PPO maximises, in the units of the raw scores: a response that never ends is no good one
         mean = batch["scores"].mean().item()
@@ -391,6 +393,10 @@ for iteration in range(start, max_iters + 1):
     batch = sample_and_judge([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration)
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(ppo_epochs)]
     run_models(batch, orders[0].tensor_split(num_minibatches))
+    # only now, when this iteration cannot be left any more: a checkpoint has the state before it
+    if scale_scores == "running":
+        state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
+    shape_scores(batch)
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
                                       "the sampler", iteration, models)

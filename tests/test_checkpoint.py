@@ -180,13 +180,15 @@ def test_keep(tmp_path):
     assert checkpoints(tmp_path) == ["checkpoint-100001"]
     (tmp_path / "checkpoint-100001" / "state.json").write_text("{}")
     save(tmp_path, 100_001, keep=1, seed=4, state={"again": True})  # the same number once more: the damaged one is replaced
-    save(tmp_path, 100_001, keep=1, seed=5, state={"again": False})  # but a whole one is what we resumed from, and stays
+    save(tmp_path, 100_001, keep=1, seed=5, state={"again": True})  # but a whole one is what we resumed from, and stays
     assert checkpoints(tmp_path) == ["checkpoint-100001"]
     folder, state = find_checkpoint(str(tmp_path))
     assert state["again"] and listing(tmp_path) == ["checkpoint-100001"]
     model = tiny(seed=1)
     load_checkpoint(folder, {"policy": model}, {"policy": adamw(model)})
     assert torch.equal(model.embed.weight, tiny(seed=4).embed.weight)
+    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True, "best_score": 0.5})  # an evaluation has been made up for
+    assert find_checkpoint(str(tmp_path))[1]["best_score"] == 0.5 and listing(tmp_path) == ["checkpoint-100001"]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
