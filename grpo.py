@@ -24,25 +24,32 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-# before torch, whose OpenMP may pin this thread: it notes which CPUs there are
-import sandbox  # noqa: F401
+import engine  # noqa: F401, first: it notes which CPUs there are, before torch's OpenMP may pin this thread
+
 import torch
 
 import parallel
-from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadConfig, BadInput, configure
-from data import (batch_rows, check_tokenizer_fits, encode_for_all, hashed_row, load_tokenizer, micro_batches, permutation,
-                  read_jsonl, replace_rows)
-from loss import (cispo_loss, flat_groups, gap, gap_limit, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
-                  masked_sum, policy_loss, token_weights)
-from memory import predicted_mib
-from model import freeze, load_adapted
-from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, parse_rewards,
-                     reward_model_scores, thinks)
-from report import is_better, print_models, print_samples, progress, summarize
+from configurator import configure
+from data import batch_rows, encode_for_all, hashed_row, micro_batches, permutation, read_jsonl, replace_rows
+from engine import audit, launch, report, together
+from engine.adapters import load_adapted
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.memory import predicted_mib
+from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
+from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
+from engine.report import is_better, print_models, print_samples, progress, summarize
+from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadConfig, BadInput
+from loss import gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum, policy_loss
+from model import freeze
+from relatives import cispo_loss, flat_groups, group_advantages, token_weights
+from rewards import RULES, accuracy, alike_for_equal_texts, reward_model_scores, thinks
 from rollout import generate, response_uniforms
-from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
-                  sampler, sharded, step)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -134,7 +141,7 @@ if kl_correction and kl_in == "reward":
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
@@ -173,7 +180,7 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
 train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
@@ -236,7 +243,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
             parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
                                   tokenizer.pad_id, tokenizer.vocab_size,
                                   response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
-                                                    [i % G for i in part]), prompt_width=width, stop=parallel.stop_asked))
+                                                    [i % G for i in part]), prompt_width=width, stop=launch.stop_asked))
         responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
         said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
                     completions=[tokenizer.decode(r) for r in responses])
@@ -249,7 +256,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
     if learned:
         forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
         with precision, on_device(reward_model, device):
@@ -286,7 +293,7 @@ def run_models(batch, minibatches):
     said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
     with torch.no_grad(), on_device(ref_policy, device):
         for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
-            if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
+            if launch.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
                 break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
             said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
@@ -318,18 +325,18 @@ def enter(phase):
 def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
-    parallel.audit(models, frozen_sums, iteration)
+    audit.audit(models, frozen_sums, iteration)
     save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
     """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if parallel.stop_agreed():
+    if launch.stop_agreed():
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
         threads.shutdown(wait=False, cancel_futures=True)
-        parallel.finish()
+        launch.finish()
         sys.exit(0)
 
 
@@ -346,7 +353,7 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % sync_check_interval == 0 or iteration == start:
-        parallel.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
@@ -391,10 +398,10 @@ for iteration in range(start, max_iters + 1):
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(num_iterations)]
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
+    sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
                                       "the sampler", iteration, models)
     if iteration == 0 and ref_policy:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
+        audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
                             models)
 
     # 3) advantages: one number a response, for all of its tokens
@@ -457,7 +464,7 @@ for iteration in range(start, max_iters + 1):
         parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, limit, "the training forward", iteration, models)
+            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
@@ -494,7 +501,7 @@ for iteration in range(start, max_iters + 1):
     enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record |= {"mem/peak_mib": parallel.peak_memory_mib(device), "mem/predicted_mib": predicted}
+    record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
     write_log(out_dir, record)
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
@@ -505,4 +512,4 @@ if ema:
         save_final(out_dir, "ema_policy", policy, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-parallel.finish()
+launch.finish()

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
+
 # The tokenizer: a byte is a token; then come two markers, EOS and padding.
 # The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
 MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
@@ -356,7 +357,6 @@ def length(c, row, r):
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); a fifth of R is its cache."""
     cache = c.max_new_tokens / 5
     return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
-
 
 RULES = dict(letters=letters, sometimes=sometimes, length=length)
 RULES_FILE = """

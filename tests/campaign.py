@@ -38,29 +38,29 @@ import sys
 import tempfile
 import time
 
+
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
 import safetensors.torch  # noqa: E402
 import tiktoken  # noqa: E402, F401  (imported here, so that no child has to)
-import tiny  # noqa: E402
 import tokenizers  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process imports it, which takes over a second)
+import torch.distributed as dist  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402, F401
 import torch.distributed.optim  # noqa: E402, F401
-import torch.distributed as dist  # noqa: E402
 
-import checkpoint  # noqa: E402
-import configurator  # noqa: E402
-import data  # noqa: E402, F401
+import configurator
+import errors
 import gae  # noqa: E402, F401
-import loss  # noqa: E402, F401
-import model  # noqa: E402
-import parallel  # noqa: E402, F401
-import rewards  # noqa: E402, F401
+import model
 import rollout  # noqa: E402, F401
+from engine import checkpoint
+
+import tiny  # noqa: E402
+
 
 torch.set_num_threads(1)  # a forked child has none of its parent's threads, so the parent must never start any
 
@@ -852,7 +852,7 @@ def corrupt(out_dir, seed=0):
     os.truncate(os.path.join(folder, "state.json"), 3)
     try:
         wrong.append(f"the only checkpoint, damaged: found {checkpoint.find_checkpoint(out_dir)}")
-    except configurator.BadInput as e:
+    except errors.BadInput as e:
         if os.path.basename(folder) not in str(e):
             wrong.append(f"the only checkpoint, damaged: it said {e}")
     return tried + 1, wrong
@@ -1000,7 +1000,6 @@ def main():
         if not failed and not options.folder:
             shutil.rmtree(work, ignore_errors=True)
     sys.exit(failed)
-
 
 if __name__ == "__main__":
     main()

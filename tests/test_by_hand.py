@@ -17,11 +17,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import by_hand
 import pytest
-import tiny
 import torch
 import transformers
+
+import by_hand
+import tiny
 from by_hand import ENDS, EOS, MARKERS, PAD, VOCABULARY
 from tiny import forked, one_run
 
@@ -63,10 +64,9 @@ def save_random(folder, kind, tokenizer, seed, shift=None):
             likely[[*b"abcdxyz", 256, 257]], likely[EOS] = 1.3, 1.4
             model.get_output_embeddings().weight[:, 0] = likely
             model.generation_config.eos_token_id = list(ENDS)
-    model.save_pretrained(folder)
+    pretrained.save_pretrained(folder)
     with open(os.path.join(folder, "tiktoken.json"), "w", encoding="utf-8") as f:
         json.dump(dict(markers=MARKERS[tokenizer], eos="<eos>", pad="<pad>"), f)
-
 
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
            "12", "é"]
@@ -270,7 +270,6 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
         if not far[worst] <= TOLERANCE:
             wrong.append(f"weights of {model_name} differ, {worst} by {far[worst]:.2g}")
     assert not wrong, "\n".join(wrong)
-
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",

@@ -13,23 +13,17 @@ import time
 
 import pytest
 import torch
+
+from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final
+from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from engine.run_folder import open_run
+from engine.run_log import cut_log, write_log
+from engine.tokenizers import ByteTokenizer, load_tokenizer
+from errors import BadInput, Stop
+
 from conftest import ROOT
 from families import make
 from tiny import run
-
-import checkpoint
-from checkpoint import (
-    cut_log,
-    find_checkpoint,
-    load_checkpoint,
-    open_run,
-    save_checkpoint,
-    save_final,
-    write_log,
-)
-from configurator import BadInput, Stop
-from data import ByteTokenizer, load_tokenizer
-from model import Transformer
 
 TOKENIZER = ByteTokenizer({"markers": ["<a>"], "eos": "<eos>", "pad": "<pad>"})
 CONFIG = dict(out_dir="x", max_iters=9, seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
@@ -38,7 +32,7 @@ TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=
 
 
 def tiny(head="lm", seed=0):
-    return Transformer.from_scratch(TINY, head=head, seed=seed)
+    return from_scratch(TINY, head=head, seed=seed)
 
 
 def adamw(model):
@@ -107,7 +101,7 @@ def test_resuming_changes_no_bit(variant, dtype, tmp_path):
     else:
         make(variant).save_pretrained(tmp_path / "lm")
         lm = str(tmp_path / "lm")
-        fresh = {head: lambda seed, head=head: Transformer.from_pretrained(lm, head=head, dtype=dtype, seed=seed)
+        fresh = {head: lambda seed, head=head: from_pretrained(lm, head=head, dtype=dtype, seed=seed)
                  for head in ("lm", "scalar")}
         start = {head: fresh[head](0).state_dict() for head in fresh}
     models, ends = {}, {}
@@ -259,7 +253,7 @@ def test_save_final(tmp_path):
     for seed in (1, 2):  # the second replaces the first
         save_final(str(tmp_path), "policy", tiny(seed=seed), TOKENIZER)
         assert os.listdir(tmp_path) == ["policy"]
-        got = Transformer.from_pretrained(str(tmp_path / "policy"))
+        got = from_pretrained(str(tmp_path / "policy"))
         assert torch.equal(got.embed.weight, tiny(seed=seed).embed.weight)
     generation = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [257], "pad_token_id": 258}
@@ -282,7 +276,6 @@ def two(tmp_path_factory):
         train(model, optimizer, [iteration])
         save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
     return out_dir
-
 
 FILES = ["manifest.json", "config.json", "state.json", "policy_optimizer.safetensors", "policy/config.json",
          "policy/generation_config.json", "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json",
@@ -485,7 +478,7 @@ def test_other_contents_are_refused(tmp_path):
     """A data file, or a model folder, that is not what it was when the run began."""
     data, model = tmp_path / "rows.jsonl", tmp_path / "model"
     data.write_text("{}\n")
-    tiny().save_pretrained(model)
+    save_pretrained(tiny(), model)
     config = CONFIG | dict(train_path=str(data), policy_path=str(model))
     match = dict(must_match=["seed", "train_path", "policy_path"], sources=["train_path", "policy_path"])
     out_dir = tmp_path / "run"
@@ -499,12 +492,12 @@ def test_other_contents_are_refused(tmp_path):
     with pytest.raises(BadInput, match="train_path .*rows.jsonl.* other contents"):
         open_run(str(out_dir), config, **match)
     data.write_text("{}\n{}\n")
-    tiny(seed=1).save_pretrained(model)
+    save_pretrained(tiny(seed=1), model)
     before = {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()}
     with pytest.raises(BadInput, match="policy_path .*model.* other contents"):
         open_run(str(out_dir), config, **match)
     assert {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()} == before
-    tiny().save_pretrained(model)
+    save_pretrained(tiny(), model)
     assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
 
 
@@ -536,7 +529,7 @@ def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
         write_log(str(tmp_path), {"iteration": iteration})
     save(tmp_path, 4)
     folder, _ = open_run(str(tmp_path), CONFIG, MATCH)
-    wide = Transformer.from_scratch(TINY | dict(hidden_size=16), seed=0)
+    wide = from_scratch(TINY | dict(hidden_size=16), seed=0)
     with pytest.raises(BadInput):
         load_checkpoint(folder, {"policy": wide}, {"policy": adamw(wide)})
     assert len(log_lines(tmp_path)) == 6
@@ -577,7 +570,7 @@ def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
     elif name == "log.jsonl":
         (tmp_path / name).write_text("not ours")
     else:
-        tiny().save_pretrained(tmp_path / name)
+        save_pretrained(tiny(), tmp_path / name)
     before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
     with pytest.raises(BadInput, match=f"{name}.*choose another --out_dir"):
         open_run(str(tmp_path), CONFIG, MATCH)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+
+from engine.sandbox import check_sandbox, run_tests
+
 import tiny
 from tiny import forked, one_run
 
-from sandbox import check_sandbox, run_tests
 
 try:
     check_sandbox()

@@ -10,16 +10,18 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
-from conftest import ROOT
 from test_grpo_loss import PLAIN, paper_advantages, paper_divisor, paper_kl, paper_step, paper_token
 from test_ppo import alike, measured, succeeded
 from test_reliability import OPEN, contents, forked, is_one_line, one_run
 
 from configurator import read_keys
-from data import load_tokenizer, permutation
-from model import Transformer
+from data import permutation
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+
+import tiny
+from conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_transformers_loads_what_it_leaves(real, world):
 
     policy, tokens = f"{real[0]}/out/policy", torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(policy).eval()(tokens).logits
-    assert theirs.std() > 0.1 and (theirs - Transformer.from_pretrained(policy)(tokens)).abs().max() < 1e-4
+    assert theirs.std() > 0.1 and (theirs - from_pretrained(policy)(tokens)).abs().max() < 1e-4
     assert tiny.distance(world.policy, policy) > 1e-3
     assert hf.AutoTokenizer.from_pretrained(policy)("<think>1")["input_ids"] == [256, 49]
 
@@ -187,7 +189,7 @@ def by_hand(world, batch, words, keys):
     keys = dict(beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.0, grad_clip=1.0, entropy_coef=0.0, missing_eos_penalty=0,
                 reward_clip=0, target_kl=0) | G4 | keys
     k = SimpleNamespace(**(PLAIN | words))
-    policy = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    policy = from_pretrained(world.policy, dtype=torch.float64)
     with torch.no_grad():
         old = [logprobs for logprobs, _ in each_alone(policy, batch)]
     case = []
@@ -244,9 +246,9 @@ def test_an_iteration_is_the_papers(forks, world, name):
     assert results[name][0]["codes"] == [0], results[name]
     batch, record = dumped(folder, name)[1], log_of(folder, name)[0]
     policy, taken, tokens = by_hand(world, batch, words, keys)
-    ours = Transformer.from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
+    ours = from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
     worst = max((p - q).abs().max().item() for p, q in zip(policy.parameters(), ours.parameters(), strict=True))
-    start = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    start = from_pretrained(world.policy, dtype=torch.float64)
     moved = max((p - q).abs().max().item() for p, q in zip(start.parameters(), ours.parameters(), strict=True))
     assert worst < 1e-9 < 1e-3 < moved, (worst, moved)
     assert record["policy/steps"] == taken and record["policy/clipfrac"] > 0
@@ -340,7 +342,7 @@ def test_bfloat16_stays_on_policy(ranks):
 def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     """"other" has a reward model whose markers have each other's ids: each text, tokenized anew and alone, has the same score."""
     ours, theirs = load_tokenizer(world.policy), load_tokenizer(world.other_reward)
-    model = Transformer.from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
+    model = from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
     batch = dumped(ranks[0], "other-2")[1]
     assert len(batch["scores"]) == 15
     for (prompt, response), finished, score in zip(texts(batch, ours), batch["finished"], batch["reward/reward_model"],
@@ -660,7 +662,7 @@ loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK 
 TOO_LONG = """
 import configurator, rewards
 def too_long(*args):
-    raise configurator.BadInput("a response has 99 tokens in the reward model's tokenizer")
+    raise errors.BadInput("a response has 99 tokens in the reward model's tokenizer")
 rewards.right_pad = too_long
 """
 
@@ -818,10 +820,10 @@ def test_every_key_is_listed():
 @pytest.fixture(scope="module")
 def turned(world, tmp_path_factory):
     """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
-    from checkpoint import save_model
+    from engine.checkpoint import save_model
 
     folder = str(tmp_path_factory.mktemp("knobs"))
-    other = Transformer.from_pretrained(world.policy)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", other, load_tokenizer(world.policy))

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loss import cispo_loss, flat_groups, group_advantages, kl_estimate, policy_loss, token_weights
+from loss import kl_estimate, policy_loss
+from relatives import cispo_loss, flat_groups, group_advantages, token_weights
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 G, R = 4, 8
@@ -34,7 +35,6 @@ def make_case(seed=0):
             finished=(g, i) not in UNFINISHED))
     responses[-1].new[0] = responses[-1].old[0] + 1.5  # a bad token that has become 4.5 times as likely
     return responses
-
 
 CASE = make_case()
 CASE[10].score, CASE[11].score = 0.5, 0.0  # the bad token's response is a bad one
@@ -176,7 +176,6 @@ def flattened(rows):
 def close(a, b, tolerance=1e-13):
     assert len(a) == len(b)
     return max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
-
 
 SURROGATES = dict(clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
                   sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss="cispo", high=0.5))
@@ -374,7 +373,6 @@ def test_nothing_to_learn_is_exactly_nothing(surrogate):
 # ---------------------------------------------------------------------------------------------------------------------
 # expectations, by enumeration
 
-
 OUTCOMES = [(1,), (0, 1), (0, 0, 1), (0, 0, 0)]  # token 1 is the EOS; at most three tokens
 REWARDS = [0.3, 1.0, -0.5, 2.0]
 
@@ -526,7 +524,6 @@ def trl_advantages(kind, scores, size, **keys):
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (torch.zeros(n, 1), torch.zeros(n, 1), None)
     trainer._calculate_rewards = lambda *args: torch.tensor(scores)[:, None]
     return trainer._generate_and_score_completions([dict(prompt="") for _ in range(n)])["advantages"]
-
 
 AGREE = {  # TRL's keys -> ours
     "grpo": (dict(loss_type="grpo"), {}),

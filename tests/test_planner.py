@@ -10,16 +10,22 @@ import tempfile
 import time
 
 import pytest
-import tiny
 import torch
 import transformers
-from conftest import ROOT
-from families import VARIANTS
 from test_configurator import CONFIGS, script_of
 
-import memory
-from configurator import BadConfig, BadInput
-from model import Adapted, Transformer, parse_config
+from engine import memory
+from engine.adapters import Adapted
+from engine.hf_config import parse_config
+from engine.pretrained import from_scratch
+from errors import BadConfig, BadInput
+from model import Transformer
+
+import tiny
+from conftest import ROOT
+from families import VARIANTS
+from tools import memory
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # worlds and runs
@@ -37,7 +43,6 @@ def neox(d, layers, heads, ff, **more):
 
 def gpt2(d, layers, heads, **more):
     return dict(model_type="gpt2", n_embd=d, n_layer=layers, n_head=heads, n_positions=256) | more
-
 
 PPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, ppo_epochs=2)
 GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, num_iterations=2, group_size=4,
@@ -101,7 +106,7 @@ for script, *args in json.load(open(sys.argv[1])):
     results.append(dict(
         parameters=held([p for model in g["models"].values() for p in model.parameters()]),
         gradients=held([p.grad for model in g["trained"].values() for p in model.parameters() if p.grad is not None]),
-        optimizer=held([t for o in optimizers for state in zero.inner(o).state.values() for t in state.values()]),
+        optimizer=held([t for o in optimizers for state in optimizers.inner(o).state.values() for t in state.values()]),
         average=held(g["ema"].averages) if g["ema"] else 0,
         peak=tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
     del g, optimizers
@@ -111,17 +116,17 @@ json.dump(results, open(OUT + os.environ.get("RANK", "0"), "w"))
 
 def build(folder, shape, more_embeddings):
     """A random policy, reward model and reward adapter of this architecture, with prompts of 20 to 28 bytes."""
-    from checkpoint import save_model
-    from data import ByteTokenizer
-    from model import save_adapter
+    from engine.adapters import save_adapter
+    from engine.checkpoint import save_model
+    from engine.tokenizers import ByteTokenizer
 
     tokenizer = ByteTokenizer(dict(markers=[f"<{i}>" for i in range(1000)], eos="<eos>", pad="<pad>"))
     hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                       pad_token_id=tokenizer.pad_id)
     path = {name: os.path.join(folder, name) for name in ("policy", "reward", "adapter", "prompts.jsonl")}
-    policy = Transformer.from_scratch(hf, seed=1)
+    policy = from_scratch(hf, seed=1)
     save_model(path["policy"], policy, tokenizer)
-    save_model(path["reward"], Transformer.from_scratch(hf, head="scalar", seed=2), tokenizer)
+    save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
     tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (20 + i % 9)) for i in range(64)])
@@ -337,7 +342,6 @@ def test_one_trunk_is_a_third_of_four_models():
     full, trunk = (memory.predict(config | more, c, c, 24, device="cpu")["peak_mib"] for more in (
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
-
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,12 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny
 import torch
-from tiny import forked, one_run
 
 from configurator import read_keys
-from model import Transformer
+from engine.pretrained import from_pretrained
+
+import tiny
+from tiny import forked, one_run
+
 
 FROZEN, TRAINED = ("ref_policy", "reward_model"), ("policy", "value_model")
 
@@ -85,7 +87,7 @@ def test_sft_and_rm_leave_models_and_logs(chain):
     log = tiny.read_log(f"{chain}/rm")
     assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= log[0].keys()
     assert {"eval/loss", "eval/accuracy"} <= log[-1].keys() and log[-1]["iteration"] == 3
-    reward_model = Transformer.from_pretrained(f"{chain}/rm/reward_model", head="scalar")
+    reward_model = from_pretrained(f"{chain}/rm/reward_model", head="scalar")
     assert not reward_model.new_head and reward_model.config.score_shift != 0
 
 
@@ -111,11 +113,11 @@ def test_transformers_loads_what_ppo_leaves(chain, world):
 
     tokens = torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(f"{chain}/ppo/policy").eval()(tokens).logits
-    ours = Transformer.from_pretrained(f"{chain}/ppo/policy")
+    ours = from_pretrained(f"{chain}/ppo/policy")
     assert theirs.std() > 0.1 and (theirs - ours(tokens)).abs().max() < 1e-4
     values = hf.AutoModelForSequenceClassification.from_pretrained(f"{chain}/ppo/value_model").eval()
     theirs = values.score(values.base_model(tokens).last_hidden_state)[..., 0]
-    ours = Transformer.from_pretrained(f"{chain}/ppo/value_model", head="scalar")
+    ours = from_pretrained(f"{chain}/ppo/value_model", head="scalar")
     assert (theirs - ours(tokens)).abs().max() < 1e-4
     backend = hf.AutoTokenizer.from_pretrained(f"{chain}/ppo/policy")
     assert backend("<think>1</think>2=é")["input_ids"] == [256, 49, 257, 50, 61, 0xC3, 0xA9]
@@ -217,7 +219,7 @@ def test_those_runs_had_something_to_get_wrong(ranks, world):
 
 def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     """IN_LOSS has a reward model whose markers have each other's ids; the policy's text is tokenized anew for it."""
-    from data import load_tokenizer
+    from engine.tokenizers import load_tokenizer
 
     tokenizers = [load_tokenizer(path) for path in (world.policy, world.other_reward)]
     assert tokenizers[0].fingerprint != tokenizers[1].fingerprint
@@ -425,11 +427,11 @@ def test_every_key_is_listed():
 def turned(world, tmp_path_factory):
     """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
     out = str(tmp_path_factory.mktemp("knobs"))
-    other = Transformer.from_pretrained(world.policy)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
-    from checkpoint import save_model
-    from data import load_tokenizer
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
 
     save_model(f"{out}/other_policy", other, load_tokenizer(world.policy))
     others = {"policy_path": f"{out}/other_policy", "reward_path": world.other_reward, "prompts_path": world.rl_val,

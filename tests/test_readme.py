@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+
 from conftest import ROOT
 
 with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as _f:

@@ -17,15 +17,17 @@ import sys
 import time
 
 import pytest
-import tiny
 import torch
+
+from configurator import configure, read_keys
+from data import encode_prompts, read_jsonl
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+from errors import BadConfig, BadInput
+
+import tiny
 from conftest import ROOT
 from tiny import forked, one_run
-
-import configurator
-from configurator import BadConfig, BadInput, configure, read_keys
-from data import encode_prompts, load_tokenizer, read_jsonl
-from model import Transformer
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,9 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
     "no model on rank 1": (("policy", None), "policy_path", "rank 1 could not start"),
 }
 
-
 NOT_SHARED = """
 import checkpoint, os
-checkpoint.SEEN_WAIT, open_run = 1, checkpoint.open_run
+run_folder.SEEN_WAIT, open_run = 1, run_folder.open_run
 def elsewhere(*args):
     os.mkdir("there")
     os.chdir("there")
@@ -65,10 +66,10 @@ def elsewhere(*args):
 
 @pytest.fixture(scope="module")
 def starts(world, tmp_path_factory):
-    from checkpoint import save_model
+    from engine.checkpoint import save_model
 
     folder = str(tmp_path_factory.mktemp("starts"))
-    policy = Transformer.from_pretrained(world.policy)
+    policy = from_pretrained(world.policy)
     save_model(f"{folder}/other_tokens", policy, load_tokenizer(world.other_tokenizer))
     with torch.no_grad():
         policy.lm_head.weight[0, 0] += 1e-6
@@ -212,22 +213,22 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
 }
 NUDGE = """
 import torch, zero
-take = zero.step
+take = optimizers.step
 def step(optimizer, lr):
     take(optimizer, lr)
     if now == 1:
         with torch.no_grad():
             optimizer.param_groups[0]["params"][-1].mul_(1.01)
-zero.step = step
+optimizers.step = step
 """
 DISK = """
 import checkpoint
-sync, rested = checkpoint.sync, []
+sync, rested = disk.sync, []
 def slow(path):
     if not rested:
         rested.append(time.sleep(5))  # longer than the timeout of 3 s
     sync(path)
-checkpoint.sync = slow
+disk.sync = slow
 """
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
@@ -529,7 +530,6 @@ def test_bad_input_is_one_line_with_code_2_and_nothing_written(bad):
         assert is_one_line(result["stderr"][0], pattern, script), (name, pattern, result["stderr"])
         assert not os.path.exists(f"{folder}/{name}/out"), name
     assert len(cases) > 50
-
 
 NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", "1e999", "nan", "None", "True", "[]", "{}", "()",
          "'", '"', "9" * 30, "9" * 5000, "1_0", "0x10", "1+1", "lambda: 0", "é", "\u2028", "none", "loss", "policy", "linear",

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from answers import evaluate_arithmetic, same_answer
-from configurator import BadInput, Stop
-from rewards import (NEEDS, RULES, accuracy, call_rewards, check_rows, collect, countdown, final_answer, format, length,
-                     parse_rewards, soft_overlong, thinks)
-
+from engine.answers import evaluate_arithmetic, same_answer
+from engine.reward_mix import NEEDS, call_rewards, check_rows, collect, parse_rewards
+from errors import BadInput, Stop
+from rewards import RULES, accuracy, countdown, final_answer, format, length, soft_overlong, thinks
 
 
 def mix(rewards, batch):
@@ -245,7 +244,6 @@ def test_the_bounds():
     assert not same_answer("0" * 190 + "x" * 20, "1")
     assert same_answer(",".join("1" * 20), ", ".join(["1.0"] * 20))
     assert not same_answer(",".join("1" * 21), ", ".join(["1.0"] * 21))
-
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\dfrac", "\\frac{", "\\boxed{", "\\boxed", "\\text{",
           "\\left",
@@ -480,7 +478,6 @@ def test_parse_rewards():
     assert parse_rewards("1.0*accuracy,0.1*format", RULES, ".") == [(1.0, "accuracy", accuracy), (0.1, "format", format)]
     assert parse_rewards(" 2 * length , -0.5*thinks,1e-1*countdown ", RULES, ".") == [
         (2.0, "length", length), (-0.5, "thinks", thinks), (0.1, "countdown", countdown)]
-
 
 MINE = """
 from dataclasses import dataclass

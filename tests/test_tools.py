@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT
 from tiny import arguments, forked, one_run
 

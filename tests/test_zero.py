@@ -1,7 +1,7 @@
 """
 zero.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
 run on the same ranks, or a formula on paper; and runs that are stopped go on at other stages, as if they had not been.
-zero.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
+placement.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
 """
 import glob
 import itertools
@@ -11,16 +11,18 @@ import random
 import re
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
-from tiny import forked, one_run
 
-import zero
-from checkpoint import save_model
-from configurator import BadConfig, BadInput, Stop
-from data import load_tokenizer
-from model import Transformer, parse_config
+from engine import optimizers, placement
+from engine.checkpoint import save_model
+from engine.hf_config import parse_config
+from engine.pretrained import from_pretrained, from_scratch
+from engine.tokenizers import load_tokenizer
+from errors import BadConfig, BadInput, Stop
+
+import tiny
+from tiny import forked, one_run
 
 TRAINED = ("policy", "value_model")
 QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
@@ -48,7 +50,7 @@ def broadcast(models):
     seen.update(zip(names, models) if len(models) > 3 else {"policy": models[0]})
     original_broadcast(models)
     facts = dict(dtypes=[sorted({(p.dim(), str(p.dtype)) for p in m.parameters()}) for m in models],
-                 sums=[parallel.checksums({"": m}).tolist() for m in models],
+                 sums=[audit.checksums({"": m}).tolist() for m in models],
                  places={p.data_ptr(): p.numel() for m in models for p in m.parameters() if not parallel.is_shard(p)})
     with open(f"facts-{RANK}.json", "w") as f:
         json.dump(facts, f)
@@ -63,8 +65,8 @@ def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
     tokenizer = load_tokenizer(world.tokenizer)
     config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    save_model(f"{world.root}/qwen", Transformer.from_scratch(config, seed=5), tokenizer)
-    other = Transformer.from_pretrained(world.policy)
+    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
     for name in ("other_policy", "elsewhere/policy"):  # the second one has the name of the first
@@ -82,8 +84,8 @@ def ppo(world, ranks=2, code="", only=None, **keys):
 ROW = """
 import contextlib, io, runpy
 import data, loss, parallel, rewards, rollout, zero
-meeting, run_path, modules = parallel.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
-parallel.meet = lambda *args: dist.is_initialized() or meeting(*args)
+meeting, run_path, modules = launch.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
+launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 
 def row(*_, **__):
     home, outcomes = os.getcwd(), {}
@@ -112,7 +114,6 @@ def row(*_, **__):
 
 runpy.run_path = row
 """
-
 
 calls = itertools.count()
 
@@ -252,8 +253,8 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    place = zero.Place(optimizer="adafactor")
-    optimizer = zero.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
+    place = placement.Place(optimizer="adafactor")
+    optimizer = optimizers.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
     want = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -272,7 +273,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
             update = p.grad / variance.sqrt()
             update /= max(1.0, update.square().mean().sqrt().item())
             want[name] = want[name] * (1 - 0.1 * lr) - lr * update
-        zero.step(optimizer, lr)
+        optimizers.step(optimizer, lr)
         for name, p in model.named_parameters():
             assert torch.allclose(p, want[name], rtol=1e-12, atol=1e-15)
 
@@ -313,11 +314,10 @@ def checksum(t):
 @pytest.mark.parametrize("name, ranks, path", [("single (3, 'none', 64, True, 5)", 2, "policy"), ("grpo 3", 3, "qwen")])
 def test_checksums_of_shards_add_up(stages, world, name, ranks, path):
     each = [facts(f"{stages[0]}/{name}", rank)["sums"][0] for rank in range(ranks)]
-    model = Transformer.from_pretrained(getattr(world, path), dtype=torch.float64 if name == "grpo 3" else torch.float32)
+    model = from_pretrained(getattr(world, path), dtype=torch.float64 if name == "grpo 3" else torch.float32)
     want = [checksum(p.detach()) for p in model.parameters()]
     assert [(sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*each, strict=True)] == want
     assert len(want) > 10 and each[0] != each[1]
-
 
 FLIP = """
 def at(iteration):
@@ -453,31 +453,31 @@ def test_sigterm_at_stage_3_loses_nothing(stopped, name):
 
 
 def test_next_loss_scale_by_hand():
-    halves, counts, doubles = zero.next_loss_scale(65536.0, 7, True), zero.next_loss_scale(65536.0, 7, False), \
-        zero.next_loss_scale(65536.0, 199, False)
+    halves, counts, doubles = optimizers.next_loss_scale(65536.0, 7, True), optimizers.next_loss_scale(65536.0, 7, False), \
+        optimizers.next_loss_scale(65536.0, 199, False)
     assert halves == (32768.0, 0) and counts == (65536.0, 8) and doubles == (131072.0, 0)
-    assert zero.next_loss_scale(1.0, 0, True) == (1.0, 0) and zero.next_loss_scale(1.5, 0, True) == (1.0, 0)
-    assert zero.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and zero.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
-    assert zero.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
+    assert optimizers.next_loss_scale(1.0, 0, True) == (1.0, 0) and optimizers.next_loss_scale(1.5, 0, True) == (1.0, 0)
+    assert optimizers.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and optimizers.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
+    assert optimizers.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
     scale, clean = 1.0, 0
     for _ in range(1000):  # 1000 = 5 x 200
-        scale, clean = zero.next_loss_scale(scale, clean, False)
+        scale, clean = optimizers.next_loss_scale(scale, clean, False)
     assert (scale, clean) == (32.0, 0)
 
 
 def test_twenty_overflows_are_skipped_and_one_more_stops(capsys):
     state = dict(loss_scale=2.0**16, clean_steps=5, skipped=0)
     good, bad = torch.tensor(1.0), torch.tensor(torch.inf)
-    assert not zero.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
+    assert not optimizers.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
     for i in range(20):
-        assert zero.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
+        assert optimizers.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
     assert state["loss_scale"] == 1.0 and state["skipped"] == 20  # 2**16 has been halved to 1, and stays there
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 20 and "iteration 3: a float16 gradient overflowed at loss scale 65536; step skipped" == lines[0]
     with pytest.raises(Stop, match="20 steps in a row"):
-        zero.overflowed(state, (bad, good), 3)
+        optimizers.overflowed(state, (bad, good), 3)
     state = dict(loss_scale=2.0**16, clean_steps=0, skipped=19)
-    assert zero.overflowed(state, (bad,), 0) and not zero.overflowed(state, (good,), 0) and state["skipped"] == 0
+    assert optimizers.overflowed(state, (bad,), 0) and not optimizers.overflowed(state, (good,), 0) and state["skipped"] == 0
 
 
 @pytest.mark.parametrize("name", SKIPS)
@@ -542,12 +542,12 @@ def test_the_kl_is_zero_until_the_first_step(precise, world, kind, way):
 
 
 def test_frozen_matrices_alone_are_stored_in_16_bits(world):
-    for name, place in (("frozen", zero.Place()), ("adapted", zero.Place(lora=dict(rank=2)))):
-        model = zero.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")
-        kinds = {p.dim(): p.dtype for p in zero.trunk_of(model).parameters()}
+    for name, place in (("frozen", placement.Place()), ("adapted", placement.Place(lora=dict(rank=2)))):
+        model = placement.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")
+        kinds = {p.dim(): p.dtype for p in placement.trunk_of(model).parameters()}
         assert kinds == {1: torch.float32, 2: torch.bfloat16}
-        assert not any(p.requires_grad for p in zero.trunk_of(model).parameters())
-    model = zero.load(world.policy, zero.Place(), torch.device("cpu"), matrices=torch.bfloat16, trained=True)
+        assert not any(p.requires_grad for p in placement.trunk_of(model).parameters())
+    model = placement.load(world.policy, placement.Place(), torch.device("cpu"), matrices=torch.bfloat16, trained=True)
     assert {p.dtype for p in model.parameters()} == {torch.float32} and all(p.requires_grad for p in model.parameters())
 
 
@@ -628,7 +628,6 @@ def trunk(world, tmp_path_factory):
     cases |= {f"bad {name}": ppo(world, 1, **BASE | one | keys) for name, keys in bad.items()}
     return folder, in_a_row(folder, cases)
 
-
 GOOD = ["rule", "rule, one", "merged", "adapter", "adapter, split", "shared", "valued"]
 
 
@@ -645,7 +644,7 @@ def test_one_trunk_is_as_good_as_four(trunk):
 
 
 def test_one_trunk_is_in_memory_once(trunk, world):
-    c = Transformer.from_pretrained(world.policy).config
+    c = from_pretrained(world.policy).config
     d, ff, V, P = c.d_model, c.d_ff, c.vocab_size, c.max_positions
     base = 2 * V * d + P * d + 4 * (d * d + d) + (2 * d * ff + ff + d) + 3 * 2 * d  # one layer, three norms
     adapter = 2 * ((d + 3 * d) + (d + d) + (d + ff) + (ff + d))  # rank 2: q, k and v share A
@@ -708,7 +707,7 @@ def test_the_shared_trunk_learns_from_both_losses(both, world):
     batch = both[0]
     ours = {n.removeprefix("gradient/"): g for n, g in batch.items() if n.startswith("gradient/")}
     model = hf.AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
-    head = Transformer.from_scratch(parse_config(json.load(open(f"{world.policy}/config.json"))).hf, "scalar", seed=1,
+    head = from_scratch(parse_config(json.load(open(f"{world.policy}/config.json"))).hf, "scalar", seed=1,
                                     dtype=torch.float64).score.weight.detach().requires_grad_()
     V, count, loss = load_tokenizer(world.policy).vocab_size, batch["response_mask"].sum(), 0
     R = batch["response_mask"].shape[1]
@@ -759,7 +758,7 @@ def train(model, optimizer, steps=5):
     for i in range(steps):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        zero.step(optimizer, 1e-2 / (i + 1))
+        optimizers.step(optimizer, 1e-2 / (i + 1))
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -769,8 +768,8 @@ def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
     results = []
     for offload in ("none", "optimizer"):
         model = small(dtype)
-        optimizer = zero.make_optimizer(model, zero.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
-        assert isinstance(optimizer, zero.OffloadedAdamW) == (offload == "optimizer")
+        optimizer = optimizers.make_optimizer(model, placement.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
+        assert isinstance(optimizer, optimizers.OffloadedAdamW) == (offload == "optimizer")
         results.append(train(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(results[0], small(dtype).parameters(), strict=True))
@@ -779,37 +778,37 @@ def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
 def test_offloaded_adamw_is_the_paper():
     """Adam (arXiv 1412.6980, algorithm 1) with decoupled decay (arXiv 1711.05101), on one number, in Python's floats."""
     p = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
-    optimizer = zero.OffloadedAdamW([p], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    optimizer = optimizers.OffloadedAdamW([p], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
     x, m, v = 1.5, 0.0, 0.0
     for t, (g, lr) in enumerate([(0.3, 0.1), (-2.0, 0.05), (0.0, 0.2), (1.0, 0.0)], 1):
         p.grad = torch.tensor([g], dtype=torch.float64)
-        zero.step(optimizer, lr)
+        optimizers.step(optimizer, lr)
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
         x = x * (1 - lr * 0.2) - lr * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)) ** 0.5 + 1e-3)
         assert abs(p.item() - x) < 1e-12
     p.grad = None
-    zero.step(optimizer, 1.0)
+    optimizers.step(optimizer, 1.0)
     assert abs(p.item() - x) < 1e-12
 
 
 def test_optimizer_states_by_name_come_back():
     """optimizer_tensors -> fill_optimizer, between an offloaded optimizer and a plain one, then two more steps."""
     whole, first, second = small(), small(), small()
-    kinds = [zero.make_optimizer(m, zero.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
+    kinds = [optimizers.make_optimizer(m, placement.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
              for m, o in ((whole, "none"), (first, "none"), (second, "optimizer"))]
     want = train(whole, kinds[0], 4)
     train(first, kinds[1], 2)
     second.load_state_dict(first.state_dict())
-    tensors = zero.optimizer_tensors(first, kinds[1])
+    tensors = optimizers.optimizer_tensors(first, kinds[1])
     assert tensors.keys() == {f"{i}.{kind}.{key}" for i in (0, 1) for kind in ("weight", "bias")
                               for key in ("step", "exp_avg", "exp_avg_sq")}
-    zero.fill_optimizer(second, kinds[2], tensors)
+    optimizers.fill_optimizer(second, kinds[2], tensors)
     generator = torch.Generator().manual_seed(1)
     for i in range(4):
         for p in second.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
         if i >= 2:
-            zero.step(kinds[2], 1e-2 / (i + 1))
+            optimizers.step(kinds[2], 1e-2 / (i + 1))
     assert all(torch.equal(a, b) for a, b in zip(want, second.parameters(), strict=True))
 
 
@@ -817,7 +816,7 @@ def test_optimizer_states_by_name_come_back():
 def test_the_moving_average_by_hand(dtype):
     model = small(dtype)
     model[0].bias.requires_grad_(False)
-    ema = zero.MovingAverage(model, 0.75)
+    ema = optimizers.MovingAverage(model, 0.75)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     want = {n: p.detach().double().clone() for n, p in model.named_parameters() if p.requires_grad}
     for i in range(4):
@@ -840,7 +839,7 @@ def test_the_moving_average_by_hand(dtype):
     with pytest.raises(KeyError), ema.in_place():
         raise KeyError
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    other = zero.MovingAverage(small(dtype), 0.5)
+    other = optimizers.MovingAverage(small(dtype), 0.5)
     model[0].bias.requires_grad_(True)
     other.fill(averages | {"0.bias": torch.ones(5)})
     assert all(torch.equal(t, (averages | {"0.bias": torch.ones(5)})[n]) for n, t in other.tensors().items())
@@ -850,7 +849,7 @@ def test_the_moving_average_by_hand(dtype):
 # the keys
 
 ALL = ("policy", "ref", "reward", "value")
-P = zero.Place
+P = placement.Place
 PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places that are not as usual
     (("", "", "", "adamw"), {}),
     (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
@@ -870,16 +869,15 @@ PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places t
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    assert zero.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+    assert placement.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
 
 
 def test_places_without_a_value_model():
-    assert zero.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
+    assert placement.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
         policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
     with pytest.raises(BadConfig, match="value"):
-        zero.placements(("policy",), "value=3", "", "", "adamw")
-    assert zero.only_lora("").lora is None and zero.only_lora("3").lora == dict(rank=3, alpha=6.0)
-
+        placement.placements(("policy",), "value=3", "", "", "adamw")
+    assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
 
 BAD = [  # as above -> the key that is named
     (("4", "", "", "adamw"), "zero"), (("policy=-1", "", "", "adamw"), "zero"), (("policy", "", "", "adamw"), "zero"),
@@ -905,7 +903,7 @@ CONFLICTS = [  # as above -> the key that is named; all of them parse
 @pytest.mark.parametrize("keys, named", BAD + CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
-        zero.placements(("policy", "value"), *keys)
+        placement.placements(("policy", "value"), *keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
     assert (keys, named) not in BAD or "wanted NAME=VALUE" in message, message
@@ -921,7 +919,7 @@ def test_no_text_makes_a_traceback():
         for i in rng.sample(range(4), 2):
             keys[i] = "".join(rng.choice(bits) for _ in range(rng.randrange(5)))
         try:
-            places = zero.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
+            places = placement.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
             assert set(places) == set(ALL)
             for place in places.values():
                 assert place.stage in range(4) and (place.lora is None or 0 < place.lora["alpha"] < float("inf"))
@@ -936,16 +934,16 @@ def test_precisions():
     for dtype, master, wanted, under in (("float32", True, (f32, None), None), ("float64", True, (torch.float64, None), None),
                                          ("bfloat16", True, (f32, b16), b16), ("float16", True, (f32, f16), f16),
                                          ("bfloat16", False, (b16, None), None)):
-        context, *kinds = zero.precisions(dtype, master, cpu)
+        context, *kinds = placement.precisions(dtype, master, cpu)
         assert tuple(kinds) == wanted
         with context:
             assert torch.is_autocast_enabled("cpu") == (under is not None)
             assert under is None or torch.get_autocast_dtype("cpu") == under
     for dtype in ("float32", "float16", "float64"):
         with pytest.raises(BadConfig, match=f"^master_weights = False .*not in {dtype}; type --dtype=bfloat16"):
-            zero.precisions(dtype, False, cpu)
+            placement.precisions(dtype, False, cpu)
 
 
 def test_adapters_for_names_that_a_model_lacks(world):
     with pytest.raises(BadInput, match="LoRA targets"):
-        zero.load(world.policy, P(lora=dict(rank=2, alpha=4.0, targets="q,v")), torch.device("cpu"), trained=True)
+        placement.load(world.policy, P(lora=dict(rank=2, alpha=4.0, targets="q,v")), torch.device("cpu"), trained=True)

@@ -14,10 +14,13 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import BadInput, configure  # noqa: E402
-from data import batch_rows, load_tokenizer, read_jsonl  # noqa: E402
-from model import Transformer, freeze  # noqa: E402
-from rewards import accuracy  # noqa: E402
+from configurator import configure
+from data import batch_rows, read_jsonl
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+from errors import BadInput
+from model import freeze
+from rewards import accuracy
 from rollout import generate, response_uniforms  # noqa: E402
 
 policy = "out/arithmetic_sft/policy"  # the model whose answers are compared
@@ -28,7 +31,7 @@ seed = 1  # decides problems and answers [>= 0]
 config = configure(globals())
 
 tokenizer = load_tokenizer(policy)
-model = freeze(Transformer.from_pretrained(policy))
+model = freeze(from_pretrained(policy))
 problems = read_jsonl(os.path.join(HERE, "rl_train.jsonl"), ["prompt", "answer"])
 wanted = pairs + pairs // 10
 found = []

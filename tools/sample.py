@@ -13,11 +13,15 @@ import sys
 
 import torch
 
-from configurator import BadConfig, configure
-from data import check_text, check_tokenizer_fits, encode_for_all, load_tokenizer, read_jsonl
-from model import Transformer, freeze
+from configurator import configure
+from data import check_text, encode_for_all, read_jsonl
+from engine.pretrained import from_pretrained
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadConfig
+from model import freeze
 from rewards import reward_model_scores
 from rollout import generate, response_uniforms
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 model = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
@@ -40,12 +44,12 @@ device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" el
 precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 tokenizer = load_tokenizer(model)
-policy = freeze(Transformer.from_pretrained(model, dtype=weights_dtype, device=device))
+policy = freeze(from_pretrained(model, dtype=weights_dtype, device=device))
 check_tokenizer_fits(tokenizer, policy, model)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_model:
     scorer_tokenizer = load_tokenizer(reward_model)
-    scorer = freeze(Transformer.from_pretrained(reward_model, head="scalar", dtype=weights_dtype, device=device))
+    scorer = freeze(from_pretrained(reward_model, head="scalar", dtype=weights_dtype, device=device))
     if scorer.new_head:
         raise BadConfig(f"reward_model {reward_model!r} has no score head, it is a plain language model; train one with rm.py")
     check_tokenizer_fits(scorer_tokenizer, scorer, reward_model)
@@ -89,7 +93,6 @@ def as_row(text, where):
     check_text(text, "prompt", where)
     chat = getattr(getattr(tokenizer, "backend", None), "chat_template", None)
     return {"prompt": [{"role": "user", "content": text}] if chat else text}
-
 
 if prompts:
     rows = read_jsonl(prompts, ["prompt"])

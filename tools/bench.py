@@ -19,11 +19,14 @@ import time
 
 import torch
 
-from checkpoint import save_model
-from configurator import BadConfig, Stop, configure
-from data import ByteTokenizer
-from model import Transformer, freeze
+from configurator import configure
+from engine.checkpoint import save_model
+from engine.pretrained import from_scratch
+from engine.tokenizers import ByteTokenizer
+from errors import BadConfig, Stop
+from model import freeze
 from rollout import generate
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 d_model = 256  # width of the Llama [>= 2]
@@ -54,7 +57,7 @@ shape = dict(batch=batch_size, prompt=prompt_length, new=max_new_tokens)
 
 def build(head):
     """A random Llama that never samples EOS: its logits are large, except for EOS and padding, whose are always 0."""
-    model = Transformer.from_scratch(dict(
+    model = from_scratch(dict(
         model_type="llama", vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=n_layer,
         num_attention_heads=n_head, num_key_value_heads=n_kv_head, max_position_embeddings=prompt_length + max_new_tokens,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None), head)
@@ -80,7 +83,6 @@ def report(name, seconds, **more):
     rate = batch_size * max_new_tokens / statistics.median(seconds)
     print(f"{name:<28} {statistics.median(seconds):8.3f} s (min {min(seconds):.3f}, max {max(seconds):.3f}) {rate:9.0f} tokens/s"
           + "".join(f"  {k} {v}" for k, v in more.items()), flush=True)
-
 
 with tempfile.TemporaryDirectory() as folder:
     tokenizer = ByteTokenizer({"markers": [f"<x{i}>" for i in range(vocab_size - 258)], "eos": "<eos>", "pad": "<pad>"})

@@ -7,7 +7,9 @@ python plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=overo
 import json
 import os
 
-from configurator import BadConfig, BadInput, configure
+from configurator import configure
+from errors import BadConfig, BadInput
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
@@ -36,7 +38,6 @@ def read_log(folder):
     if not records:
         raise BadInput(f"{file}: nothing is logged yet")
     return records
-
 
 folders = [folder for folder in runs.split(",") if folder]
 if not folders:
