@@ -10,7 +10,6 @@ import os
 
 import torch
 
-from engine.tokenizers import BYTE_LEVEL
 from errors import BadInput, warn
 
 
@@ -194,9 +193,6 @@ def micro_batches(batch, rows, size, count=0):
             used[T - R - 1:T - R + 1] = True  # one token of the prompt, one of the response
         columns = {T: used, R: used[T - R:]}
         yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
-
-
-BYTE_LEVEL |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
 
 
 def prompt_text(row):

@@ -13,7 +13,7 @@ the policy; 5) add up the metrics; 6) print and log them.
     model          output                       trained   starts as
     policy         logprobs (B, R)              yes       policy_path, the SFT model
     ref_policy     ref_logprobs (B, R)          no        the same; none when kl_coef = 0
-    reward_model   scores (B,)                  no        reward_path, where rewards uses it
+    reward_model   scores (B,)                  no        reward_path, where reward_functions uses it
 
 B responses of an iteration, a prompt's group_size side by side; P prompt length, R response length, T = P + R, V vocabulary.
 Masks are True where it counts.
@@ -62,7 +62,7 @@ keep_best = False  # also leave out_dir/best_policy: the highest held-out score 
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
@@ -75,14 +75,14 @@ max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores -> advantages
-rewards = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
+reward_functions = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
 reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 missing_eos_penalty = 0.0  # a response that never ended scores minus this, 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # what a score is compared with: its group's mean, or that of the others in it (RLOO) [mean | others]
-scale = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
+scale_by = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
 # 4) GRPO
-loss = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
+loss_type = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
 importance = "token"  # the ratio is each token's, or the whole response's (GSPO) [token | sequence]
 aggregation = "seq-mean-token-mean"  # what a token counts [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
@@ -110,13 +110,13 @@ adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see zero.py
+zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
 offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
 lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
 share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optimizer = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
+optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
 ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
@@ -129,8 +129,8 @@ if batch_size % group_size:
     raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
-if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
-    raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
+if loss_type == "cispo" and (importance == "sequence" or dual_clip > 0):
+    raise BadConfig("loss_type = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
 if 0 < dual_clip <= 1:
     raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; wanted 0 or more than 1")
 if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
@@ -141,9 +141,9 @@ if kl_correction and kl_in == "reward":
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
-rank, world_size, device = launch.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
-terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
 if refill_by and refill_by not in each_reward:
@@ -153,7 +153,7 @@ if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
 master = rank == 0
-place = placements(("policy",), zero, offload, lora, optimizer, share_base)
+place = placements(("policy",), zero_stage, offload, lora, optim, share_base)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -180,7 +180,7 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
 train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
@@ -189,7 +189,7 @@ adam = (beta1, beta2), adam_eps, weight_decay
 optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, *adam))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optimizer", *sources],
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optim", *sources],
                              sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
@@ -409,7 +409,7 @@ for iteration in range(start, max_iters + 1):
     if ref_policy and kl_in == "reward":  # the KL of the whole response, whose gradient is that of the sampled KL
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         judged = alike_for_equal_texts(judged - kl_coef * kl.sum(1), batch)
-    advantages = group_advantages(judged, group_size, scale, baseline)  # (B,)
+    advantages = group_advantages(judged, group_size, scale_by, baseline)  # (B,)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
     batch["counted"] = mask & batch["finished"][:, None] if truncated == "mask" else mask  # (B, R): what is trained on
     batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, R): what each token counts in its step, filled below
@@ -438,7 +438,7 @@ for iteration in range(start, max_iters + 1):
             logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
                 ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype))
-            if loss == "cispo":
+            if loss_type == "cispo":
                 pg_losses, clipped = cispo_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high)
             else:
                 pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high,

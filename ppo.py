@@ -64,7 +64,7 @@ keep_best = False  # also leave out_dir/best_policy: the highest held-out score 
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
 value_init = "reward"  # value model: starts as reward model or policy; shared: is a head on the policy [reward | policy | shared]
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
@@ -75,15 +75,15 @@ max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
-rewards = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
+reward_functions = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
 reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # weight of the KL to the reference; where it begins, if kl_target moves it [>= 0]
+kl_coef = 0.05  # weight of the KL to the reference; where it begins, if kl_coef_target moves it [>= 0]
 kl_in = "reward"  # where the KL enters: the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's estimators; in the loss choose k2, whose gradient is the KL's [k1 | k2 | k3]
-kl_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
+kl_coef_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
 kl_horizon = 10000  # responses in which an adapted kl_coef changes by at most 20 % [>= 1]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
@@ -111,13 +111,13 @@ adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see zero.py
+zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
 offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
 lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
 share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optimizer = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
+optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
 ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
@@ -131,23 +131,23 @@ if num_minibatches > batch_size:
 if kl_in == "loss" and kl_estimator == "k1":
     raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
                     "and not the KL's in any other; type --kl_estimator=k2")
-if kl_target > 0 and batch_size >= 5 * kl_horizon:
+if kl_coef_target > 0 and batch_size >= 5 * kl_horizon:
     raise BadConfig(f"kl_horizon = {kl_horizon} is no more than a fifth of batch_size = "
                     f"{batch_size}: a single iteration could make kl_coef 0 or negative; type "
                     f"--kl_horizon={batch_size} or more")
 
-rank, world_size, device = launch.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
-terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
 if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 if value_init == "reward" and not learned:
-    raise BadConfig("value_init = 'reward', but rewards does not use reward_model; type --value_init=policy")
+    raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; type --value_init=policy")
 
 master = rank == 0
-place = placements(("policy", "value"), zero, offload, lora, optimizer, share_base, value_init)
+place = placements(("policy", "value"), zero_stage, offload, lora, optim, share_base, value_init)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -184,7 +184,7 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
 train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
@@ -194,11 +194,11 @@ optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, 
                   value_model=make_optimizer(value_model, place["value"], value_learning_rate, *adam))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", "share_base", "value_init", "optimizer", *sources],
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", "share_base", "value_init", "optim", *sources],
                              sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
-    if kl_target == 0:
+    if kl_coef_target == 0:
         state["kl_coef"] = kl_coef  # which may be another one now
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
     state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None,
@@ -492,8 +492,8 @@ for iteration in range(start, max_iters + 1):
         "val/explained_variance": (1 - residual.var() / returns.var().clamp(min=1e-8)).item(),
         "policy/lr": policy_lr, "val/lr": value_lr,
     }
-    if kl_target > 0:
-        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_target, kl_horizon, batch_size)
+    if kl_coef_target > 0:
+        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target, kl_horizon, batch_size)
 
     # 6) timing and logging
     enter("log")

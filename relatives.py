@@ -17,12 +17,12 @@ def cispo_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cli
     return -weight * advantages * logprobs, response_mask & (weight != ratio)
 
 
-def group_advantages(scores, group_size, scale="std", baseline="mean"):
+def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
     """
     scores (B,), the group_size responses to a prompt side by side -> advantages (B,): a score minus what its prompt gives.
 
     baseline: "mean" of the group (GRPO, arXiv 2402.03300, section 4.1.2), or "others", the mean of the other responses (RLOO,
-    arXiv 2402.14740, eq. 7). scale: "std" divides by the group's standard deviation (GRPO), "batch" by that of all scores,
+    arXiv 2402.14740, eq. 7). scale_by: "std" divides by the group's standard deviation (GRPO), "batch" by that of all scores,
     "none" leaves the difference (Dr. GRPO, arXiv 2503.20783). The deviations are unbiased (n - 1) and plus 1e-4, as in TRL.
     Exactly 0 where all scores of a group are equal: their mean need not be, in floating point.
     """
@@ -30,9 +30,9 @@ def group_advantages(scores, group_size, scale="std", baseline="mean"):
     advantages = groups - groups.mean(1, keepdim=True)
     if baseline == "others":
         advantages = advantages * group_size / (group_size - 1)
-    if scale == "std":
+    if scale_by == "std":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
-    elif scale == "batch":
+    elif scale_by == "batch":
         advantages = advantages / (groups.std() + 1e-4)
     return advantages.masked_fill(flat_groups(scores, group_size)[:, None], 0).flatten().to(scores.dtype)
 

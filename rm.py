@@ -61,14 +61,14 @@ adam_eps = 1e-5  # AdamW's epsilon (N+ detail 10) [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides the new head and the order of the pairs [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
-rank, world_size, device = launch.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
 precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
 place = only_lora(lora)

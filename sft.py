@@ -64,7 +64,7 @@ adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides initial weights and the order of the data [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
@@ -78,7 +78,7 @@ if init_from == "scratch" and d_model % (2 * n_head):
 if init_from == "scratch" and lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type --init_from=FOLDER, or leave lora out")
 
-rank, world_size, device = launch.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
 precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
 place = only_lora(lora)

@@ -1,4 +1,4 @@
-"""
+r"""
 When two answers are the same, and what an arithmetic expression is worth. Both read a model's
 text, so nothing is evaluated as code, every size is bounded, and no text raises an exception.
 

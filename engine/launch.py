@@ -35,7 +35,7 @@ def init(device, timeout, deterministic=False):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when torchrun alone dies, do not live on without it
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadConfig("device = 'cuda', but torch sees no GPU here; type --device=cpu")
+        raise BadConfig("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -343,7 +343,7 @@ def the_models(config, policy, reward, world_size, reward_rank=0):
     from engine.placement import placements
 
     get, grpo, dtype = config.get, "group_size" in config, config["dtype"]
-    keys = (config[key] for key in ("zero", "offload", "lora", "optimizer", "share_base"))
+    keys = (config[key] for key in ("zero_stage", "offload", "lora", "optim", "share_base"))
     place = placements(("policy",) if grpo else ("policy", "value"), *keys, get("value_init"))
     mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
     e = 8 if dtype == "float64" else 4 if dtype == "float32" or mixed else 2
@@ -360,7 +360,7 @@ def the_models(config, policy, reward, world_size, reward_rank=0):
     models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
     if not adapted and not (grpo and config["kl_coef"] == 0):  # with LoRA the reference is the policy's bare trunk
         models["ref_policy"] = make("ref", policy, "lm")
-    if any(part.rpartition("*")[2].strip() == "reward_model" for part in config["rewards"].split(",")):
+    if any(part.rpartition("*")[2].strip() == "reward_model" for part in config["reward_functions"].split(",")):
         models["reward_model"] = make("reward", policy if shared else reward, "scalar", "adapter" if shared else "model")
         if shared:
             models["reward_model"].rank = reward_rank or place["policy"].lora["rank"]

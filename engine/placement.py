@@ -84,30 +84,30 @@ def only_lora(text):
     return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
 
 
-def placements(trained, zero, offload, lora, optimizer, share_base=False, value_init=None):
+def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
     """
     {name: Place} of policy, ref, reward and, where it is trained, value, from the keys of the same names. The reference follows
     the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
     """
     names = ("policy", "ref", "reward", *trained[1:])
-    stages = parse_compound("zero", zero, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
+    stages = parse_compound("zero_stage", zero_stage, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
     with_own = trained[:1] if value_init == "shared" else trained  # what `lora=16` and `offload=optimizer` mean by everybody
     offload = parse_compound("offload", offload, with_own if offload.strip() == "optimizer" else names,
                              one_of("none", "optimizer", "params"), "none, optimizer or params")
     lora = parse_compound("lora", lora, trained if "=" in lora else with_own, parse_lora, LORA)
-    optimizer = parse_compound("optimizer", optimizer, trained, one_of("adamw", "adafactor"), "adamw or adafactor")
-    result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optimizer.get(name, "adamw"))
+    optim = parse_compound("optim", optim, trained, one_of("adamw", "adafactor"), "adamw or adafactor")
+    result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optim.get(name, "adamw"))
               for name in names}
     for name, place in result.items():
         if name not in trained and place.offload == "optimizer":
             raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params")
         if name in trained and place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
-            raise BadConfig(f"optimizer: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
-                            "offloaded; change zero or offload, or type --optimizer=adamw")
+            raise BadConfig(f"optim: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
+                            "offloaded; change zero_stage or offload, or type --optim=adamw")
         if name in trained and place.offload == "params" and (place.stage < 2 or place.lora):
             raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
-                            f"--zero={name}=3 (without LoRA), or --offload={name}=optimizer")
+                            f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
     if result["policy"].lora and result["ref"].offload != "none":
         raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be moved away; leave out ref")
     if share_base:

@@ -35,7 +35,7 @@ def parse_rewards(spec, known, base_folder):
     known: {name: function}. FILE.py:FUNCTION is a function of the user's, called `FUNCTION` from then on; the file, relative to
     base_folder, is imported, so it is trusted like the rest of the code. Raises BadConfig; BadInput where it is the file's fault.
     """
-    where = f"rewards = {spec!r}"
+    where = f"reward_functions = {spec!r}"
     if not spec.strip():
         raise BadConfig(f"{where}: wanted at least one reward, such as '1.0*accuracy,0.1*format'")
     rewards, modules = [], {}
@@ -68,7 +68,7 @@ def parse_rewards(spec, known, base_folder):
 
 
 def files_of(spec):
-    """The files of the user's functions in rewards = spec, as they are written there."""
+    """The files of the user's functions in reward_functions = spec, as they are written there."""
     names = [part.rpartition("*")[2].strip() for part in spec.split(",")]
     return sorted({name.rpartition(":")[0] for name in names if ":" in name})
 
@@ -101,7 +101,7 @@ def load_function(path, name, where, modules):
 
 def check_rows(rewards, rows, path):
     """Raise BadInput, with file, row and field, unless the rows of a data file have what the chosen rewards need."""
-    for _, name, function in rewards:
+    for _, name, _ in rewards:
         if name == "code":
             check_sandbox()
         for field in NEEDS.get(name, ()):

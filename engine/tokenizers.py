@@ -152,6 +152,7 @@ class Tokenizer:
         return self.encode(completion) + [self.eos_id]
 
 BYTE_LEVEL = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}  # GPT-2's printable names of bytes
+BYTE_LEVEL |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
 
 
 class ByteTokenizer(Tokenizer):

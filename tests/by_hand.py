@@ -466,8 +466,8 @@ def ppo(c, data):
         record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
         record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
                    "objective/kl_coef": kl_coef}
-        if c.kl_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
-            error = record["objective/kl"] / c.kl_target - 1
+        if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
+            error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
             seen[f"kl_coef {way}"] += 1
             kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / c.kl_horizon

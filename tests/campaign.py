@@ -52,12 +52,12 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402, F401
 import torch.distributed.optim  # noqa: E402, F401
 
-import configurator
-import errors
+import configurator  # noqa: E402
+import errors  # noqa: E402
 import gae  # noqa: E402, F401
-import model
+import model  # noqa: E402
 import rollout  # noqa: E402, F401
-from engine import checkpoint
+from engine import checkpoint  # noqa: E402
 
 import tiny  # noqa: E402
 
@@ -70,7 +70,7 @@ LONGEST = 180  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_target=1.0, kl_horizon=20),
+        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, kl_horizon=20),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}

@@ -82,7 +82,7 @@ def test_a_path_with_a_newline_and_an_escape(tmp_path, monkeypatch):
         read_jsonl(f"{tmp_path}/two\nlines\x1b[2J.jsonl", ["prompt"])
     said, code = said_and_code(caught.value, monkeypatch)
     assert code == 2 and "/two\\nlines\\x1b[2J.jsonl: No such file" in said and said.count("\n") == 1
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools/plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
                           capture_output=True, env=dict(os.environ, RANK="0", PYTHONIOENCODING="ascii:strict"))
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"/a\\nb\\x1b[2J" in done.stderr, done.stderr
 
@@ -556,7 +556,7 @@ def runs(tmp_path_factory):
     short = shutil.copytree(world.short_reward, folder / "short")
     edit(short / "tiktoken.json", markers=["</think>", "<think>"])  # another tokenizer than the policy's
     bad_rows, pipe = str(folder / "chat.jsonl"), str(folder / "pipe")
-    sample = ["--max_new_tokens=4", "--device=cpu"]
+    sample = ["--max_new_tokens=4", "--device_type=cpu"]
     refused = "row 4: a prompt is a list of messages, but this tokenizer has no chat template"
     other = "row .: the prompt has .* tokens; from 1 to 2 fit .* reward model, in whose tokenizer"
     cases = {
@@ -564,23 +564,23 @@ def runs(tmp_path_factory):
         "rm row": ("rm.py", world.rm("out", train_path=bad_rows), refused),
         "ppo row": ("ppo.py", world.ppo("out", prompts_path=bad_rows), refused),
         "grpo row": ("grpo.py", world.grpo("out", eval_path=bad_rows), refused),
-        "sample row": ("sample.py", [f"--model={world.policy}", f"--prompts={bad_rows}", *sample], refused),
+        "sample row": ("tools/sample.py", [f"--policy_path={world.policy}", f"--prompts={bad_rows}", *sample], refused),
         "sft NaN": ("sft.py", world.sft("out", init_from=nan), "'lm_head.weight' holds NaN"),
         "rm NaN": ("rm.py", world.rm("out", init_from=shutil.copytree(nan, folder / "rm_nan")), "holds NaN"),
         "ppo NaN": ("ppo.py", world.ppo("out", policy_path=nan), "holds NaN"),
         "grpo NaN": ("grpo.py", world.grpo("out", policy_path=nan), "holds NaN"),
-        "sample NaN": ("sample.py", [f"--model={nan}", "--prompt=1", *sample], "holds NaN"),
+        "sample NaN": ("tools/sample.py", [f"--policy_path={nan}", "--prompt=1", *sample], "holds NaN"),
         "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "wanted a file"),
         "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
         "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
-        "sample surrogate": ("sample.py", [f"--model={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
-        "sample many": ("sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
+        "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
+        "sample many": ("tools/sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
     }
     respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
     jobs = {name: [one_run(script, args)] for name, (script, args, _) in cases.items()}
-    ask = [f"--model={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
-    jobs |= {f"in {n}": [one_run("sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
-    jobs["a million"] = [one_run("sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
+    ask = [f"--policy_path={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
+    jobs |= {f"in {n}": [one_run("tools/sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
+    jobs["a million"] = [one_run("tools/sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
     return cases, forked(str(folder), jobs)
 
 

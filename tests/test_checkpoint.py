@@ -236,7 +236,7 @@ def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             def die(*args):
                 raise KeyboardInterrupt
-            patch.setattr(checkpoint, name, die)
+            patch.setattr(disk, name, die)
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 6, keep=1)
         assert checkpoints(tmp_path) == ["checkpoint-000003"]
@@ -350,7 +350,7 @@ def broken_disk(file):
 @pytest.mark.parametrize("name", ["manifest.json", "policy/model.safetensors"])
 def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatch, name):
     """Neither skipped, though there is an older one, nor deleted: what cannot be read now may be read tomorrow."""
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir = shutil.copytree(two, tmp_path / "run")
     write_log(str(out_dir), {"iteration": 0})
     broken_disk(out_dir / "checkpoint-000002" / name)
@@ -363,7 +363,7 @@ def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatc
 
 
 def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir = shutil.copytree(two, tmp_path / "run")
     broken_disk(out_dir / "log.jsonl")
     with pytest.raises(Stop, match="log.jsonl cannot be read .Input/output error."):
@@ -373,7 +373,7 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("fails", ["listdir", "open"])
 def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir, left = shutil.copytree(two, tmp_path / "run"), [2]
 
     def flaky(function):
@@ -384,7 +384,7 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatc
             return function(path, *args, **kwargs)
         return call
 
-    owner = os if fails == "listdir" else checkpoint
+    owner = os if fails == "listdir" else disk
     monkeypatch.setattr(owner, fails, flaky(getattr(owner, fails, open)), raising=False)
     assert find_checkpoint(str(out_dir)) == (str(out_dir / "checkpoint-000002"), {"iteration": 2})
     assert left == [0]
@@ -555,7 +555,7 @@ def test_plot_copes_with_null(tmp_path):
     records = [{"eval/kl": 0.25, "loss/policy": None}, {"eval/kl": None, "loss/policy": 0.5}]
     for iteration, record in enumerate(records):
         write_log(str(tmp_path), {"iteration": iteration, **record})
-    done = run("plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
+    done = run("tools/plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(tmp_path.name)]
     assert [row[1] for row in rows] == ["0", "1"] and ["0.25" in row for row in rows] == [True, False], done.stdout
@@ -601,12 +601,12 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
     try:
         assert holder.stdout.readline() == b"locked\n"
         before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 0.3)
+        monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.3)
         with pytest.raises(BadInput, match=f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on "):
             open_run(str(tmp_path), CONFIG, MATCH)
         assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
         assert f"in use by process {holder.pid}" in capsys.readouterr().out  # said while it waited
-        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 30)
+        monkeypatch.setattr(run_folder, "LOCK_WAIT", 30)
         threading.Timer(0.5, holder.kill).start()
         began = time.monotonic()
         open_run(str(tmp_path), CONFIG, MATCH)
@@ -670,7 +670,7 @@ def test_no_pickle_anywhere():
                 "torch.save(x, f)", "dist.all_gather_object(a, b)", "np.load(f, allow_pickle=True)"):
         assert pickles(f"x = 1\n{bad}\n") == [2], bad
     assert pickles("'''No pickle.'''\ntorch.load(f, weights_only=True)") == []
-    scripts = glob.glob(os.path.join(ROOT, "*.py"))
+    scripts = [p for where in ("", "engine", "tools") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
     assert len(scripts) >= 10
     for script in scripts:
         with open(script, encoding="utf-8") as f:

@@ -410,7 +410,7 @@ def test_every_default_is_in_its_range(name):
 def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
     script_name, file = script_of(name), os.path.join(ROOT, "config", name)
     doc = ast.get_docstring(ast.parse(source_of(file))) or ""
-    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "memory.py")
+    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "tools/memory.py")
               and f"{s} config/{name}" in doc]
     assert not others, f"{name} is for {script_name} by its name, for {others} by its docstring"
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -100,7 +100,7 @@ def forks(world, tmp_path_factory):
 def real(world, tmp_path_factory):
     """By python, not forked, with rules that the tiny model cannot please and one that it can."""
     out = str(tmp_path_factory.mktemp("real"))
-    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", rewards=f"accuracy,0.1*format,{world.rule('letters')}",
+    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", reward_functions=f"accuracy,0.1*format,{world.rule('letters')}",
                                                           max_refills=1)))
 
 
@@ -143,19 +143,19 @@ G4 = dict(dtype="float64", max_iters=1, batch_size=12, group_size=4, num_iterati
           adam_eps=1e-3, kl_coef=0.0)  # the sizes of test_grpo_loss.py; such steps that clipping has something to do
 NAMES = dict(low="cliprange", high="cliprange_high", dual="dual_clip", estimator="kl_estimator", correction="kl_correction")
 STEPS = {  # in the words of test_grpo_loss.py
-    "GRPO": dict(kl_coef=0.2), "Dr. GRPO": dict(scale="none", aggregation="seq-mean-token-sum-norm"),
+    "GRPO": dict(kl_coef=0.2), "Dr. GRPO": dict(scale_by="none", aggregation="seq-mean-token-sum-norm"),
     "DAPO": dict(high=0.28, aggregation="token-mean", truncated="mask"),
     "GSPO": dict(importance="sequence", low=0.02, high=0.03, kl_coef=0.2, estimator="k2"),
-    "RLOO": dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
-    "CISPO": dict(loss="cispo", low=1.0, high=0.1, aggregation="token-mean"),
+    "RLOO": dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
+    "CISPO": dict(loss_type="cispo", low=1.0, high=0.1, aggregation="token-mean"),
     "V3": dict(kl_coef=0.2, correction=True, truncated="mask", dual=1.2),
     "k1": dict(kl_coef=0.2, estimator="k1", correction=True),
-    "batch": dict(scale="batch", baseline="others", aggregation="token-mean"),
+    "batch": dict(scale_by="batch", baseline="others", aggregation="token-mean"),
 }
 MORE = {  # beside the loss: name -> (words, keys of grpo.py)
     "minibatches": (dict(kl_coef=0.2), dict(num_minibatches=5, num_iterations=2)),
     "entropy": (dict(aggregation="token-mean", truncated="mask"), dict(entropy_coef=0.2)),
-    "optimizer": (dict(kl_coef=0.2), dict(grad_clip=0.05, weight_decay=0.3, beta1=0.5, beta2=0.9, adam_eps=1e-2)),
+    "optim": (dict(kl_coef=0.2), dict(grad_clip=0.05, weight_decay=0.3, beta1=0.5, beta2=0.9, adam_eps=1e-2)),
     "scores": (dict(), dict(missing_eos_penalty=1.0, reward_clip=0.4)),
     "target_kl": (dict(), dict(target_kl=0.02)),
 }
@@ -263,13 +263,13 @@ def test_an_iteration_is_the_papers(forks, world, name):
 # any number of ranks, any memory knob
 
 RULES = dict(dtype="float64", num_minibatches=6, max_refills=2, truncated="mask", eval_interval=1)  # steps of 3 or 2 rows
-OTHER = dict(dtype="float64", importance="sequence", baseline="others", scale="batch", aggregation="token-mean", dual_clip=1.5,
+OTHER = dict(dtype="float64", importance="sequence", baseline="others", scale_by="batch", aggregation="token-mean", dual_clip=1.5,
              kl_estimator="k1", kl_correction=True, entropy_coef=0.05, target_kl=0.05, cliprange=0.05, cliprange_high=0.07,
              missing_eos_penalty=0.5, reward_clip=0.7, temperature=1.2, weight_decay=0.1, warmup_iters=2, lr_decay="linear")
-CISPO = dict(dtype="float64", loss="cispo", aggregation="seq-mean-token-sum-norm", kl_estimator="k2", max_refills=1)
+CISPO = dict(dtype="float64", loss_type="cispo", aggregation="seq-mean-token-sum-norm", kl_estimator="k2", max_refills=1)
 # nearly greedy, so that the responses of most groups are the same text: a learned score must not tell them apart
-ALIKE = dict(dtype="float64", temperature=0.05, rewards="reward_model", kl_in="reward", kl_estimator="k1", max_iters=4,
-             scale="std", num_iterations=1, adam_eps=1e-8, max_refills=1)
+ALIKE = dict(dtype="float64", temperature=0.05, reward_functions="reward_model", kl_in="reward", kl_estimator="k1", max_iters=4,
+             scale_by="std", num_iterations=1, adam_eps=1e-8, max_refills=1)
 MEMORY = dict(micro_batch_size=64, rollout_batch_size=4, head_chunk=5, gradient_checkpointing=True)  # four of groups of three
 RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules": ("2", "1", "memory"),
         "alike": ("3", "2", "1")}  # of all others: four
@@ -281,7 +281,7 @@ def variants(world):
     return {"rules": ("grpo.py", dict(RULES, rewards=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
             "cispo": ("grpo.py", dict(CISPO, rewards=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
             "half": ("grpo.py", dict(dtype="bfloat16")), "alike": ("grpo.py", ALIKE),
-            "ppo": ("ppo.py", dict(dtype="float64", rewards=f"{world.rule('letters')},0.5*reward_model,accuracy")),
+            "ppo": ("ppo.py", dict(dtype="float64", reward_functions=f"{world.rule('letters')},0.5*reward_model,accuracy")),
             "ppo-rules": ("ppo.py", dict(dtype="float64", rewards=world.rule("letters"), value_init="policy",
                                          scale_scores="running", reward_path="nowhere"))}
 
@@ -425,8 +425,8 @@ def sampling_cases(world):
     runs = {
         "refilled": (dict(REFILLED, rewards=odd), DUMP + NOISE),
         "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
-        "never flat": (dict(REFILLED, rewards="reward_model"), DUMP),
-        "never flat, not refilled": (dict(REFILLED, rewards="reward_model", max_refills=0), DUMP),
+        "never flat": (dict(REFILLED, reward_functions="reward_model"), DUMP),
+        "never flat, not refilled": (dict(REFILLED, reward_functions="reward_model", max_refills=0), DUMP),
         "always flat": (dict(rewards=world.rule("flat"), max_refills=3), DUMP),
         "later flat": (dict(rewards=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
         "all cut": (dict(rewards=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
@@ -434,7 +434,7 @@ def sampling_cases(world):
         "no KL": (dict(rewards=letters, kl_coef=0), DUMP),
         "still": (dict(STILL, rewards=letters), UNEVEN),
         "prompts": (dict(rewards=world.rule("prompts"), max_iters=1), ""),
-        "KL in the score": (dict(dtype="float64", rewards=letters, kl_in="reward", kl_estimator="k1", scale="none"), DUMP),
+        "KL in the score": (dict(dtype="float64", rewards=letters, kl_in="reward", kl_estimator="k1", scale_by="none"), DUMP),
         "ends": (dict(rewards=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
     }
     found = {name: [one_run("grpo.py", (world.grpo("out", **keys), code))] for name, (keys, code) in runs.items()}
@@ -614,18 +614,18 @@ BAD = {  # name -> (keys, what is said)
     "groups": (dict(group_size=4), r"batch_size = 15 is not a multiple of group_size = 4; it counts responses, not prompts"),
     "one a group": (dict(group_size=1, batch_size=15), r"group_size = 1 .*out of range"),
     "minibatches": (dict(num_minibatches=16), r"num_minibatches = 16 would leave"),
-    "unknown reward": (dict(rewards="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
-    "misspelt": (dict(rewards="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
-    "misspelt model": (dict(rewards="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
-    "no rewards": (dict(rewards=" "), r"wanted at least one reward"),
-    "no such file": (dict(rewards="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
-    "no answer": (dict(rewards="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
-    "no held-out answer": (dict(rewards="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
-    "no score head": (dict(rewards="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
+    "unknown reward": (dict(reward_functions="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
+    "misspelt": (dict(reward_functions="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
+    "misspelt model": (dict(reward_functions="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
+    "no rewards": (dict(reward_functions=" "), r"wanted at least one reward"),
+    "no such file": (dict(reward_functions="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
+    "no answer": (dict(reward_functions="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
+    "no held-out answer": (dict(reward_functions="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
+    "no score head": (dict(reward_functions="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
     "no reward model": (dict(reward_path="nowhere"), r"nowhere: no such folder"),
     "short reward model": (dict(reward_path="SHORT"), r"the prompt has \d tokens; from 1 to 2 fit"),
-    "cispo of sequences": (dict(loss="cispo", importance="sequence"), r"loss = 'cispo' has a weight a token"),
-    "cispo with dual clip": (dict(loss="cispo", dual_clip=3.0), r"loss = 'cispo' .*dual_clip = 0"),
+    "cispo of sequences": (dict(loss_type="cispo", importance="sequence"), r"loss = 'cispo' has a weight a token"),
+    "cispo with dual clip": (dict(loss_type="cispo", dual_clip=3.0), r"loss = 'cispo' .*dual_clip = 0"),
     "dual clip of 1": (dict(dual_clip=1.0), r"dual_clip = 1\.0 would stop bad tokens"),
     "k2 times the ratio": (dict(kl_estimator="k2", kl_correction=True), r"kl_correction is for k1 and k3"),
     "k1 as a loss": (dict(kl_estimator="k1"), r"kl_in = 'loss' with kl_estimator = 'k1' is no penalty: .*--kl_estimator=k2"),
@@ -679,12 +679,12 @@ def failing_cases(world, folder):
     cases["ppo with k1 as a loss"] = [one_run("ppo.py", world.ppo("out", kl_in="loss"))]
     for fault in FAULTS:
         for count, name in ((1, fault), (2, fault), (2, f"{fault}_on_1")):
-            args = world.grpo("out", rewards=f"accuracy,{world.rule(name)}", reward_timeout=1)
+            args = world.grpo("out", reward_functions=f"accuracy,{world.rule(name)}", reward_timeout=1)
             cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
-    args = world.ppo("out", rewards=f"reward_model,{world.rule('raises_on_1')}")
+    args = world.ppo("out", reward_functions=f"reward_model,{world.rule('raises_on_1')}")
     cases["ppo: raises_on_1"] = [one_run("ppo.py", args, args)]
     args = world.grpo("out")
-    mine = world.grpo("out", rewards="/proc/self/fd/99/mine.py:mine")  # another folder on each rank
+    mine = world.grpo("out", reward_functions="/proc/self/fd/99/mine.py:mine")  # another folder on each rank
     for name, number in (("here", 1), ("there", 2)):
         os.makedirs(f"{folder}/{name}")
         with open(f"{folder}/{name}/mine.py", "w", encoding="utf-8") as f:
@@ -790,21 +790,21 @@ TWO = dict(max_iters=2)
 # key -> its other value, what else is set before and after
 KNOBS = {
     "policy_path": ("OTHER", {}), "reward_path": ("OTHER", {}), "prompts_path": ("OTHER", {}),
-    "batch_size": (18, {}), "group_size": (5, {}), "max_refills": (1, dict(rewards="ODD")), "max_new_tokens": (9, {}),
-    "temperature": (1.2, {}), "rewards": ("0.5*reward_model,length", {}), "missing_eos_penalty": (3.0, {}),
-    "reward_clip": (0.1, {}), "baseline": ("others", {}), "scale": ("none", {}), "loss": ("cispo", {}),
+    "batch_size": (18, {}), "group_size": (5, {}), "max_refills": (1, dict(reward_functions="ODD")), "max_new_tokens": (9, {}),
+    "temperature": (1.2, {}), "reward_functions": ("0.5*reward_model,length", {}), "missing_eos_penalty": (3.0, {}),
+    "reward_clip": (0.1, {}), "baseline": ("others", {}), "scale_by": ("none", {}), "loss_type": ("cispo", {}),
     "importance": ("sequence", {}), "aggregation": ("token-mean", {}), "truncated": ("mask", {}), "kl_coef": (0.5, {}),
-    "kl_in": ("reward", {}), "refill_by": ("odd", dict(max_refills=1, rewards="ODD,reward_model")),
+    "kl_in": ("reward", {}), "refill_by": ("odd", dict(max_refills=1, reward_functions="ODD,reward_model")),
     "kl_estimator": ("k2", {}), "kl_correction": (True, {}), "num_iterations": (3, {}), "num_minibatches": (3, {}),
     "cliprange": (0.02, {}), "cliprange_high": (0.02, {}), "dual_clip": (1.01, dict(num_iterations=4, learning_rate=1e-2)),
     "entropy_coef": (0.1, {}), "target_kl": (0.001, {}), "max_iters": (2, {}), "learning_rate": (1e-3, {}),
     "warmup_iters": (2, {}), "lr_decay": ("cosine", TWO), "weight_decay": (0.1, {}), "beta1": (0.5, {}),
     "beta2": (0.9, {}), "adam_eps": (1e-2, {}), "grad_clip": (0.05, dict(adam_eps=1e-2)), "seed": (2, {}),
     "dtype": ("float32", {}), "master_weights": (False, dict(dtype="bfloat16")), "lora": ("4", {}),
-    "optimizer": ("adafactor", {}),
+    "optim": ("adafactor", {}),
 }
 # only memory, files or prints depend on these; the first two change nothing beyond rounding, which has tests above
-UNMOVING = {"zero": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+UNMOVING = {"zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
             "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True,
             "device": "auto", "timeout": 61, "reward_timeout": 61,
             "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1,

@@ -20,7 +20,7 @@ G, R = 4, 8
 LENGTHS = [[5, 1, 3, 8], [8, 2, 8, 1], [4, 6, 7, 2]]  # of the responses to three prompts
 SCORES = [[1.0, 0.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [-0.5, 2.0, 0.0, 0.5]]
 UNFINISHED = [(0, 3), (1, 0), (2, 2)]  # (group, response); the last one was cut short of R tokens, as a context might
-PLAIN = dict(baseline="mean", scale="std", loss="clip", importance="token", aggregation="seq-mean-token-mean", truncated="keep",
+PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token", aggregation="seq-mean-token-mean", truncated="keep",
              low=0.2, high=0.2, dual=0.0, kl_coef=0.0, estimator="k3", correction=False)
 
 
@@ -178,16 +178,16 @@ def close(a, b, tolerance=1e-13):
     return max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
 
 SURROGATES = dict(clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
-                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss="cispo", high=0.5))
+                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss_type="cispo", high=0.5))
 KLS = [{}] + [dict(kl_coef=0.3, estimator=e, correction=c) for e in ("k1", "k2", "k3") for c in (False, True)]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NAMED = {  # what the papers' names mean in grpo.py's keys
-    "GRPO": dict(kl_coef=0.04), "Dr. GRPO": dict(scale="none", aggregation="seq-mean-token-sum-norm"),
+    "GRPO": dict(kl_coef=0.04), "Dr. GRPO": dict(scale_by="none", aggregation="seq-mean-token-sum-norm"),
     "DAPO": dict(high=0.28, aggregation="token-mean", truncated="mask"),
     "GSPO": dict(importance="sequence", low=3e-4, high=4e-4),
-    "RLOO": dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
-    "CISPO": dict(loss="cispo", low=1.0, high=2.0, aggregation="token-mean"),
-    "DeepSeek-V3.2": dict(kl_coef=0.1, correction=True), "whole batch's deviation": dict(scale="batch", baseline="others"),
+    "RLOO": dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
+    "CISPO": dict(loss_type="cispo", low=1.0, high=2.0, aggregation="token-mean"),
+    "DeepSeek-V3.2": dict(kl_coef=0.1, correction=True), "whole batch's deviation": dict(scale_by="batch", baseline="others"),
 }
 
 
@@ -216,7 +216,7 @@ def test_every_combination(surrogate):
 def test_what_clipping_reports(surrogate):
     """A clipped token has no gradient, though its advantage is not 0; CISPO's has, with the weight at its bound."""
     k = SimpleNamespace(**(PLAIN | SURROGATES[surrogate]))
-    gradient = our_gradient(CASE, **SURROGATES[surrogate], scale="none", aggregation="token-mean")[2]
+    gradient = our_gradient(CASE, **SURROGATES[surrogate], scale_by="none", aggregation="token-mean")[2]
     advantages = group_advantages(torch.tensor([response.score for response in CASE], dtype=torch.float64), G, "none")
     new, old = (padded([getattr(response, name) for response in CASE]) for name in ("new", "old"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in CASE])
@@ -540,7 +540,7 @@ AGREE = {  # TRL's keys -> ours
                            dict(aggregation="seq-mean-token-sum-norm", truncated="mask")),
     "dapo": (dict(loss_type="dapo", epsilon_high=0.28, truncated="mask"),
              dict(high=0.28, aggregation="token-mean", truncated="mask")),
-    "cispo": (dict(loss_type="cispo", epsilon_high=1.5), dict(loss="cispo", low=1.0, high=0.5, aggregation="token-mean")),
+    "cispo": (dict(loss_type="cispo", epsilon_high=1.5), dict(loss_type="cispo", low=1.0, high=0.5, aggregation="token-mean")),
 }
 
 
@@ -570,7 +570,7 @@ def test_trl_counts_masked_responses_in_its_means(trl, advantages):
 def test_trls_cispo_has_one_absolute_cap(trl, advantages):
     """TRL (and ScaleRL) cap the weight at epsilon_high itself and not below; the paper has 1 + eps_high, and 1 - eps_low."""
     loss, gradient = trl_loss(CASE, advantages, dict(loss_type="cispo", epsilon_high=0.5))
-    paper = dict(loss="cispo", aggregation="token-mean", low=1.0)
+    paper = dict(loss_type="cispo", aggregation="token-mean", low=1.0)
     assert not close(gradient, flattened(our_gradient(CASE, **paper, high=0.5)[1]), 1e-3)
     assert close(gradient, flattened(our_gradient(CASE, **paper, high=-0.5)[1]), 1e-15)
     assert not close(flattened(our_gradient(CASE, **paper, high=0.5)[1]), flattened(our_gradient(CASE, **(paper | dict(
@@ -667,7 +667,7 @@ def test_trls_rloo_has_one_ratio_a_response(trl):
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     advantages = group_advantages(torch.tensor([response.score for response in CASE], dtype=torch.float64), G, "none", "others")
-    keys = dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm")
+    keys = dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm")
     on_policy = [SimpleNamespace(**{**vars(response), "new": response.old}) for response in CASE]
     for case, same in ((on_policy, True), (CASE, False)):
         leaf = padded([response.new for response in case]).requires_grad_()

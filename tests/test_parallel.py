@@ -253,6 +253,7 @@ WORKER = """
 import json, os, sys
 import torch
 import parallel
+from engine import audit, launch, together
 from configurator import Stop
 from test_parallel import two_layers
 

@@ -14,7 +14,6 @@ import torch
 import transformers
 from test_configurator import CONFIGS, script_of
 
-from engine import memory
 from engine.adapters import Adapted
 from engine.hf_config import parse_config
 from engine.pretrained import from_scratch
@@ -46,7 +45,7 @@ def gpt2(d, layers, heads, **more):
 
 PPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, ppo_epochs=2)
 GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, num_iterations=2, group_size=4,
-            rewards="reward_model", kl_coef=0.04)
+            reward_functions="reward_model", kl_coef=0.04)
 SHORT = dict(max_new_tokens=20, eval_size=1)
 SMALL = llama(64, 3, 4, 2, 176)
 # name: (script, ranks, architecture, how many more embeddings than tokens, keys). FAST is the suite's part of the campaign
@@ -59,7 +58,7 @@ FAST = {
 }
 CAMPAIGN = FAST | {
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
-        optimizer="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
+        optim="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
     "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
     "ppo, neox, chunks, recomputed": ("ppo", 1, neox(64, 3, 4, 256), 0, PPO | dict(gradient_checkpointing=True, head_chunk=64)),
     "ppo, llama, recomputed": ("ppo", 1, llama(64, 6, 4, 4, 176), 0, PPO | dict(gradient_checkpointing=True)),
@@ -79,17 +78,18 @@ CAMPAIGN = FAST | {
     "grpo, no reference": ("grpo", 1, SMALL, 0, GRPO | dict(kl_coef=0.0)),
     "ppo, 125M llama": ("ppo", 1, llama(768, 12, 12, 12, 2048), 32_000, PPO | dict(
         micro_batch_size=2, batch_size=4, max_new_tokens=64)),
-    "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero="1")),
+    "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero_stage="1")),
     "ppo, stage 2": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(
-        micro_batch_size=1, batch_size=4, zero="2", head_chunk=8)),
+        micro_batch_size=1, batch_size=4, zero_stage="2", head_chunk=8)),
     "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
-        micro_batch_size=1, zero="3", dtype="bfloat16")),
+        micro_batch_size=1, zero_stage="3", dtype="bfloat16")),
 }
 DRIVER = """
 import json, os, runpy, sys
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-import parallel, zero
+import parallel
+from engine import memory, optimizers
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -139,7 +139,7 @@ def runs(cases, folder):
     for i, (name, (script, ranks, shape, more, keys)) in enumerate(cases.items()):
         path = build(os.path.join(folder, str(i)), shape, more)
         keys = dict(policy_path=path["policy"], reward_path=path["reward"], prompts_path=path["prompts.jsonl"], timeout=60,
-                    eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device="cpu",
+                    eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device_type="cpu",
                     reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
         keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
         args = tiny.arguments(keys)
@@ -238,7 +238,7 @@ def tool(capsys, monkeypatch, *argv):
 
 
 def test_a_table_for_70b_and_six_ways_to_train_it(capsys, monkeypatch):
-    out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero=3")
+    out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero_stage=3")
     assert all(f"\n{row}" in out for row in (*memory.ROWS, *memory.PHASES)) and "predicted peak" in out
     assert "planned with the shape of llama-3.2-1b" in out  # the reward model's: the hub is out of reach
     out = tool(capsys, monkeypatch, "config/llama.py", "--compare", "--gpu-gb", "80")
@@ -281,7 +281,7 @@ def test_bad_input_is_one_line(argv, what, capsys, monkeypatch):
 
 
 def test_bad_input_ends_with_code_2():
-    done = tiny.run("memory.py", "--cuont=4")
+    done = tiny.run("tools/memory.py", "--cuont=4")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("memory.py: error: unknown key 'cuont'")
 
 

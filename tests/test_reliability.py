@@ -55,7 +55,8 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
 }
 
 NOT_SHARED = """
-import checkpoint, os
+import os
+from engine import disk, optimizers, run_folder
 run_folder.SEEN_WAIT, open_run = 1, run_folder.open_run
 def elsewhere(*args):
     os.mkdir("there")
@@ -133,10 +134,10 @@ def test_a_rank_with_a_mistake_of_its_own_is_heard(starts):
                                          (dict(RANK="9", LOCAL_RANK="1"), False), (dict(RANK="1"), True)])
 def test_a_host_with_a_config_of_its_own_is_heard(where, said):
     """Before the ranks have met, the first one of each host speaks, and whoever has been started by hand."""
-    done = tiny.run("plot.py", "nowhere.py", env=where)
+    done = tiny.run("tools/plot.py", "nowhere.py", env=where)
     assert done.returncode == 2 and bool(done.stderr) == said
     if said:
-        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "plot.py", f" (rank {where['RANK']})")
+        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "tools/plot.py", f" (rank {where['RANK']})")
 
 
 def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
@@ -177,6 +178,7 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
 AT = """
 import os, signal, threading, time
 import data, loss, parallel, rewards, rollout
+from engine import disk, optimizers, run_folder
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -212,7 +214,8 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
-import torch, zero
+import torch
+from engine import disk, optimizers, run_folder
 take = optimizers.step
 def step(optimizer, lr):
     take(optimizer, lr)
@@ -222,7 +225,7 @@ def step(optimizer, lr):
 optimizers.step = step
 """
 DISK = """
-import checkpoint
+from engine import disk, optimizers, run_folder
 sync, rested = disk.sync, []
 def slow(path):
     if not rested:
@@ -342,7 +345,7 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 
 
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
-    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_target=1.0, kl_horizon=20)
+    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_coef_target=1.0, kl_horizon=20)
     env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
     for done in tiny.run_all([(("ppo.py", *world.ppo(tmp_path / name / "out", **keys)), dict(env=env)) for name in "ab"]):
         assert done.returncode == 0, done.stderr
@@ -471,7 +474,7 @@ def bad(world, tmp_path_factory):
         "twice": (["--seed=2", "--lam=1.0", "--lam=0.9"], "--lam is given twice"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
-        "a short horizon": (["--batch_size=100", "--kl_target=1.0", "--kl_horizon=20"],
+        "a short horizon": (["--batch_size=100", "--kl_coef_target=1.0", "--kl_horizon=20"],
                             "kl_horizon = 20 is no more than a fifth .*type --kl_horizon=100"),
     }
     base = world.ppo("out")
@@ -498,7 +501,7 @@ def bad(world, tmp_path_factory):
         "another tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
         "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tiktoken__json=None, tokenizer__json=None,
                                                  tokenizer_config__json=None)), "no tokenizer in this folder"),
-        "no such device": (dict(device="cuda"), "torch sees no GPU"),
+        "no such device": (dict(device_type="cuda"), "torch sees no GPU"),
         "out_dir under a file": (dict(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
         "out_dir is a file": (dict(out_dir=world.rl_val), "cannot be written"),
         "out_dir is a model": (dict(out_dir=policy), "config.json is not the configuration of a run"),
@@ -545,7 +548,7 @@ def defaults_of(script):
     return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "sample.py"])
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "tools/sample.py"])
 def test_no_value_of_any_key_makes_a_traceback(script, monkeypatch):
     """Every key with nasty values, in configure alone: it takes it, or says one line."""
     monkeypatch.setattr(configurator, "read_keys", functools.cache(read_keys))  # or this would read the script 120 times

@@ -1137,7 +1137,7 @@ def wait_for_none():
 CHILD = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
-import sandbox
+from engine import sandbox
 sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 

@@ -31,7 +31,8 @@ QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attenti
 # what every run here leaves beside its product: each rank's dtypes, checksums and memory of its models, before the first step
 WATCH = """
 import json, os, torch
-import data, parallel, zero
+import data, parallel
+from engine import audit, launch, optimizers, placement
 now, seen = -1, {}
 original_rows, original_broadcast = data.batch_rows, parallel.broadcast_parameters
 
@@ -83,7 +84,8 @@ def ppo(world, ranks=2, code="", only=None, **keys):
 # many runs in one process a rank, which forks less, and looks at each operation of sharded tensors for the first time once
 ROW = """
 import contextlib, io, runpy
-import data, loss, parallel, rewards, rollout, zero
+import data, loss, parallel, rewards, rollout
+from engine import audit, launch, optimizers, placement
 meeting, run_path, modules = launch.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
 launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 
@@ -161,7 +163,7 @@ def apart(folder, other, models=TRAINED):
 # ---------------------------------------------------------------------------------------------------------------------
 # stages, offload, and what of a batch is computed at once
 
-EACH = dict(none="", optimizer="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
+EACH = dict(none="", optim="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
 TABLE = [  # stage, offload, micro_batch_size, gradient_checkpointing, head_chunk: every two of them meet in every combination
     (1, "none", 1, True, 0), (1, "optimizer", 2, True, 0), (1, "params", 64, False, 5), (2, "none", 2, False, 5),
     (2, "optimizer", 64, False, 0), (2, "params", 1, True, 0), (3, "none", 64, True, 5), (3, "optimizer", 1, False, 5),
@@ -188,7 +190,7 @@ def test_the_table_has_all_pairs():
 
 def settings(stage, offload, micro, again, chunk):
     offload = "ref=params,reward=params" if (stage, offload) == (1, "params") else EACH[offload]
-    return dict(zero=str(stage), offload=offload, micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk)
+    return dict(zero_stage=str(stage), offload=offload, micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk)
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +207,13 @@ def stages(world, tmp_path_factory):
         cases[f"double {row}"] = ppo(world, dtype="float64", **SMALL, **settings(*row))
     for name, keys in uneven.items():
         cases[name] = ppo(world, ranks=1, **keys)
-        cases[f"{name} split"] = ppo(world, zero=STAGES[name], **keys)
+        cases[f"{name} split"] = ppo(world, zero_stage=STAGES[name], **keys)
     for ranks, stage in ((1, ""), (3, "3")):
         # as much as a tiny model has: a layer's norm of 2 numbers for 3 ranks
         cases[f"grpo {ranks}"] = one_run("grpo.py", *[(world.grpo(
-            "out", dtype="float64", zero=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
+            "out", dtype="float64", zero_stage=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
     for name, stage in (("adafactor 1", ""), ("adafactor 2", "1")):  # whose steps, too, are of one size for noise: the same ranks
-        cases[name] = ppo(world, 2, dtype="float64", zero=stage, optimizer="adafactor", max_iters=2)
+        cases[name] = ppo(world, 2, dtype="float64", zero_stage=stage, optim="adafactor", max_iters=2)
     return folder, succeeded(in_a_row(folder, cases))
 
 
@@ -253,7 +255,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    place = placement.Place(optimizer="adafactor")
+    place = placement.Place(optim="adafactor")
     optimizer = optimizers.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
@@ -335,6 +337,7 @@ parallel.all_reduce_metrics = after
 """
 DIE = """
 import loss, rewards, rollout, signal, time
+from engine import audit, launch, optimizers, placement
 def once(owner, name, action):
     f = getattr(owner, name)
     def changed(*args, **kwargs):
@@ -361,11 +364,11 @@ parallel.all_reduce_gradients = spoiled
 """
 AUDITED = dict(sync_check_interval=1, timeout=20, batch_size=4, ppo_epochs=1)
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
-    "a bit of ref_policy": (FLIP, dict(zero="ref=3"), r"iteration 2: the frozen ref_policy has "
+    "a bit of ref_policy": (FLIP, dict(zero_stage="ref=3"), r"iteration 2: the frozen ref_policy has "
                             r"changed: parameter layers\.0\.up\.weight is not what it was at the start \(on rank 1\)"),
-    "a NaN in the policy": (POISON, dict(zero="policy=3"),
+    "a NaN in the policy": (POISON, dict(zero_stage="policy=3"),
                             r"iteration 2: policy's layers\.0\.up\.weight is not finite \(on rank 1\); the last checkpoint"),
-    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero="policy=3", ppo_epochs=21, num_minibatches=1,
+    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21, num_minibatches=1,
                                                             micro_batch_size=64),
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
@@ -376,8 +379,8 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
 RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step": (1, dict(max_iters=1, num_minibatches=1)),
-    "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero="3")),
-    "one of many": (4, dict(zero="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
+    "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
+    "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
 SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
              "update": "once(loss, 'policy_loss', term)"}
 
@@ -386,10 +389,10 @@ SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
 def hurt(world, tmp_path_factory):
     folder, cases = str(tmp_path_factory.mktemp("hurt")), {}
     for name, (action, _, _) in LOST.items():
-        cases[name] = [ppo(world, code=DIE + action, only=1, zero="3", timeout=4 if "hangs" in name else 20,
+        cases[name] = [ppo(world, code=DIE + action, only=1, zero_stage="3", timeout=4 if "hangs" in name else 20,
                            reward_timeout=3, **SMALL)]
     for name, (rule, _) in RULED.items():
-        cases[name] = [ppo(world, zero="reward=3", rewards=f"{world.rule(rule)},reward_model", timeout=6,
+        cases[name] = [ppo(world, zero_stage="reward=3", reward_functions=f"{world.rule(rule)},reward_model", timeout=6,
                            reward_timeout=3, **SMALL)]
     return folder, forked(folder, cases, at_once=6)
 
@@ -401,7 +404,7 @@ def stopped(world, tmp_path_factory):
         jobs[name] = ppo(world, code=code, only=1, **AUDITED | keys)
     for name, (step, keys) in SKIPS.items():
         jobs[name] = ppo(world, code=OVERFLOW.replace("WHEN", f"steps == {step}"), only=1, dtype="float16", **AUDITED | keys)
-    keys = SMALL | dict(zero="3", dtype="float64", max_iters=2)
+    keys = SMALL | dict(zero_stage="3", dtype="float64", max_iters=2)
     for name, action in SIGNALLED.items():
         code = DIE + f"def term():\n    os.kill(os.getpid(), signal.SIGTERM)\n{action}"
         jobs[f"SIGTERM in the {name}"] = ppo(world, code=code, only=1, **keys)
@@ -511,7 +514,7 @@ PRECISE = {
     "pure": dict(dtype="bfloat16", master_weights=False)}
 FROZEN = {"float32": ("float32", "float32"), "bfloat16": ("float32", "bfloat16"), "float16": ("float32", "float16"),
           "pure": ("bfloat16", "bfloat16")}  # of vectors and of matrices
-WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero="3"), "shared": dict(value_init="shared")}
+WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero_stage="3"), "shared": dict(value_init="shared")}
 
 
 @pytest.fixture(scope="module")
@@ -572,7 +575,7 @@ def resumed(world, tmp_path_factory):
         for kind, (keys, chains) in kinds.items():
             for name, parts in chains.items():
                 stage, _, offload = parts[part][0].partition(" ")
-                jobs[name] = ppo(world, parts[part][1], zero=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
+                jobs[name] = ppo(world, parts[part][1], zero_stage=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
             if part == 1:
                 jobs[kind] = ppo(world, 1, max_iters=2, **CONSTANT | keys)
         outcomes = in_a_row(folder, jobs)
@@ -615,14 +618,14 @@ def trunk(world, tmp_path_factory):
                              ("elsewhere", f"{world.root}/elsewhere/policy"))}
     succeeded(in_a_row(folder, rm))
     adapter, merged = (f"{folder}/rm policy/out/reward_model{end}" for end in ("_adapter", ""))
-    rule, one = dict(rewards="length") | BASE, dict(share_base=True)
+    rule, one = dict(reward_functions="length") | BASE, dict(share_base=True)
     bad = dict(wrong=dict(reward_path=world.reward), other=dict(reward_path=f"{folder}/rm other/out/reward_model_adapter"),
                elsewhere=dict(reward_path=f"{folder}/rm elsewhere/out/reward_model_adapter"),
                nowhere=dict(reward_path=f"{folder}/nowhere"), plain=dict(reward_path=adapter, lora=""),
                value=dict(reward_path=adapter, lora="policy=2"))
     cases = {"rule": ppo(world, 1, **rule), "rule, one": ppo(world, 1, **rule | one),
              "merged": ppo(world, 1, **BASE, reward_path=merged), "adapter": ppo(world, 1, **BASE | one, reward_path=adapter),
-             "adapter, split": ppo(world, 2, **BASE | one, reward_path=adapter, zero="policy=3", ema_decay=0.5),
+             "adapter, split": ppo(world, 2, **BASE | one, reward_path=adapter, zero_stage="policy=3", ema_decay=0.5),
              "shared": ppo(world, 1, **BASE | one | dict(value_init="shared", lora="policy=2:4"), reward_path=adapter),
              "valued": ppo(world, 1, **BASE | one | dict(value_init="reward"), reward_path=adapter)}
     cases |= {f"bad {name}": ppo(world, 1, **BASE | one | keys) for name, keys in bad.items()}
@@ -861,7 +864,7 @@ PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places t
     (("", "", "16", "adamw"), {n: P(lora=dict(rank=16, alpha=32.0)) for n in ("policy", "value")}),
     (("", "", "policy=4:1,value=8:3:q+v", "adamw"), dict(policy=P(lora=dict(rank=4, alpha=1.0)), value=P(
         lora=dict(rank=8, alpha=3.0, targets="q,v")))),
-    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optimizer="adafactor"), ref=P(1), reward=P(1), value=P(1))),
+    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optim="adafactor"), ref=P(1), reward=P(1), value=P(1))),
     (("", "", "2", "adamw", True, "policy"), {n: P(lora=dict(rank=2, alpha=4.0)) for n in ("policy", "value")}),
     (("", "", "policy=2", "adamw", True, "shared"), dict(policy=P(lora=dict(rank=2, alpha=4.0)))),
 ]

@@ -1,13 +1,13 @@
 """
 How much memory a run of ppo.py or grpo.py will take, per GPU and before anything is loaded: arithmetic on the config alone.
 
-python memory.py config/llama.py --world-size=8                                # a table: each model's rows, each phase's peak
-python memory.py config/llama.py --compare --gpu-gb=80                         # PPO, GRPO, LoRA ... and the largest micro-batch
-python memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json  # keys of the script; a config.json from anywhere
+python tools/memory.py config/llama.py --world-size=8                                # a table: each model's rows, each phase's peak
+python tools/memory.py config/llama.py --compare --gpu-gb=80                         # PPO, GRPO, LoRA ... and the largest micro-batch
+python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json  # keys of the script; a config.json from anywhere
 
 The script is told from the config's keys or its name; --script=grpo says it. Where a model's folder is not here, its
 config.json comes from --policy-config and --reward-config, which also take the name of a well-known shape (KNOWN, below).
-Prompts are measured where data and tokenizer are here, else --prompt-tokens=512. device = "auto" means this machine, or a GPU
+Prompts are measured where data and tokenizer are here, else --prompt-tokens=512. device_type = "auto" means this machine, or a GPU
 where --gpu-gb or --compare is given.
 
 Every number is a formula below, one function each. A run's peak is what always lies there (weights, gradients, optimizer
@@ -26,11 +26,13 @@ import os
 import sys
 from types import SimpleNamespace
 
-from configurator import configure, read_keys, run_config_file
-from engine.memory import FORMULAS, ROWS, predict
-from errors import BadConfig, BadInput, report_and_exit
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+from configurator import configure, read_keys, run_config_file  # noqa: E402
+from engine.memory import FORMULAS, ROWS, predict  # noqa: E402
+from errors import BadConfig, BadInput, report_and_exit  # noqa: E402
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _shape(kind, d, ff, layers, heads, kv_heads, vocab, tied, context, **more):
@@ -94,7 +96,7 @@ def which_script(argv, wanted):
         raise BadConfig(f"--script={wanted}: memory.py plans ppo and grpo")
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}.union(*map(run_config_file, files))
-    fits = {name: given <= script_keys(os.path.join(HERE, f"{name}.py")).keys() for name in ("ppo", "grpo", "sft", "rm")}
+    fits = {name: given <= script_keys(os.path.join(ROOT, f"{name}.py")).keys() for name in ("ppo", "grpo", "sft", "rm")}
     others = [name for name in ("sft", "rm") if fits[name]]
     if not wanted and others and not (fits["ppo"] or fits["grpo"]):
         raise BadConfig(f"these keys are {others[0]}.py's; memory.py plans ppo and grpo")
@@ -106,7 +108,7 @@ def which_script(argv, wanted):
 
 def read_config(script, argv):
     """The configuration that the script would have with these arguments, checked alike. Raises BadConfig."""
-    file = os.path.join(HERE, f"{script}.py")
+    file = os.path.join(ROOT, f"{script}.py")
     with contextlib.redirect_stdout(io.StringIO()):  # configure prints what was given
         return configure(script_keys(file) | dict(__file__=file), argv)
 
@@ -178,16 +180,16 @@ def largest_micro_batch(config, plan, limit, world_size):
 
 def variants(config):
     """{column: configuration} for --compare: what both scripts know is the given run's, the rest their defaults."""
-    given = {k: v for k, v in config.items() if k not in ("lora", "share_base", "rewards")}
+    given = {k: v for k, v in config.items() if k not in ("lora", "share_base", "reward_functions")}
     ppo, grpo = (read_config(name, []) for name in ("ppo", "grpo"))
-    ppo |= {k: v for k, v in given.items() if k in ppo} | dict(rewards="reward_model", value_init="reward")
-    grpo |= {k: v for k, v in given.items() if k in grpo} | dict(rewards="1.0*accuracy", kl_coef=config["kl_coef"] or 0.04)
+    ppo |= {k: v for k, v in given.items() if k in ppo} | dict(reward_functions="reward_model", value_init="reward")
+    grpo |= {k: v for k, v in given.items() if k in grpo} | dict(reward_functions="1.0*accuracy", kl_coef=config["kl_coef"] or 0.04)
     grpo |= {key: ",".join(part for part in grpo[key].split(",") if not part.strip().startswith("value="))
-             for key in ("zero", "offload", "optimizer")}  # there is no value model
+             for key in ("zero_stage", "offload", "optim")}  # there is no value model
     rank = config["lora"].split(",")[0].rpartition("=")[2] or "16"
     adapters = dict(lora=rank, offload="")  # what is the reference's trunk cannot be moved away
     return {"PPO": ppo, "PPO + LoRA": ppo | adapters, "PPO one trunk": ppo | adapters | dict(share_base=True), "GRPO": grpo,
-            "GRPO + LoRA": grpo | adapters, "GRPO + reward model": grpo | dict(rewards="reward_model")}
+            "GRPO + LoRA": grpo | adapters, "GRPO + reward model": grpo | dict(reward_functions="reward_model")}
 
 
 def print_table(first, columns, rows):
@@ -239,13 +241,13 @@ def main(argv):
     from engine.hf_files import read_json
     from engine.placement import precisions
 
-    device = config["device"]
+    device = config["device_type"]
     if device == "auto":
         import torch
 
         device = "cuda" if options["gpu_gb"] or options["compare"] or torch.cuda.is_available() else "cpu"
     policy = architecture(config["policy_path"], options["policy_config"], "--policy-config")
-    reward, learned = policy, "reward_model" in config["rewards"] and not config["share_base"]
+    reward, learned = policy, "reward_model" in config["reward_functions"] and not config["share_base"]
     if learned or options["compare"] and (options["reward_config"] or os.path.isdir(config["reward_path"])):
         reward = architecture(config["reward_path"], options["reward_config"], "--reward-config")
     P, longest = options["prompt_tokens"], policy.max_positions - config["max_new_tokens"]

@@ -14,24 +14,24 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import configure
-from data import batch_rows, read_jsonl
-from engine.pretrained import from_pretrained
-from engine.tokenizers import load_tokenizer
-from errors import BadInput
-from model import freeze
-from rewards import accuracy
+from configurator import configure  # noqa: E402
+from data import batch_rows, read_jsonl  # noqa: E402
+from engine.pretrained import from_pretrained  # noqa: E402
+from engine.tokenizers import load_tokenizer  # noqa: E402
+from errors import BadInput  # noqa: E402
+from model import freeze  # noqa: E402
+from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
 
-policy = "out/arithmetic_sft/policy"  # the model whose answers are compared
+policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
 pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
 seed = 1  # decides problems and answers [>= 0]
 config = configure(globals())
 
-tokenizer = load_tokenizer(policy)
-model = freeze(from_pretrained(policy))
+tokenizer = load_tokenizer(policy_path)
+model = freeze(from_pretrained(policy_path))
 problems = read_jsonl(os.path.join(HERE, "rl_train.jsonl"), ["prompt", "answer"])
 wanted = pairs + pairs // 10
 found = []
