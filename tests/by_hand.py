@@ -657,7 +657,7 @@ def find_group_advantages(c, groups):
         for i, r in enumerate(group):
             others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
             equal = max(scores) - min(scores) < 1e-9
-            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale]
+            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale_by]
 
 
 def grpo_losses(c, models, r, weight, seen):
@@ -672,7 +672,7 @@ def grpo_losses(c, models, r, weight, seen):
     for t, logprob in enumerate(logprobs):
         ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
         bounds = r.advantage, c.cliprange, c.cliprange_high
-        surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss == "cispo" else
+        surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                             clipped_surrogate(ratio, *bounds, c.dual_clip))
         seen[bound] += 1
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0

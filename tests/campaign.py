@@ -87,7 +87,7 @@ def command(world, script, **keys):
     known = configurator.read_keys(os.path.join(ROOT, script))[0]
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
     if script == "grpo.py":
-        keys["rewards"] = world.rule("odd")  # flat groups, for refills
+        keys["reward_functions"] = world.rule("odd")  # flat groups, for refills
     return getattr(world, script.removesuffix(".py"))("out", **keys)
 
 

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from engine import checkpoint, disk, run_folder
 from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final
 from engine.pretrained import from_pretrained, from_scratch, save_pretrained
 from engine.run_folder import open_run
@@ -236,7 +237,8 @@ def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             def die(*args):
                 raise KeyboardInterrupt
-            patch.setattr(disk, name, die)
+            for room in (disk, checkpoint):
+                patch.setattr(room, name, die, raising=False)
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 6, keep=1)
         assert checkpoints(tmp_path) == ["checkpoint-000003"]
@@ -595,7 +597,7 @@ def test_leftovers_are_swept(tmp_path):
 
 def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, capsys):
     """The lock is a process's: it goes when the process goes, however that happens."""
-    script = "import sys, time; sys.path.insert(0, sys.argv[1]); from checkpoint import open_run; import json; " \
+    script = "import sys, time; sys.path.insert(0, sys.argv[1]); from engine.run_folder import open_run; import json; " \
              "open_run(sys.argv[2], json.loads(sys.argv[3]), ['seed']); print('locked', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", script, ROOT, str(tmp_path), json.dumps(CONFIG)], stdout=subprocess.PIPE)
     try:

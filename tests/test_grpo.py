@@ -200,7 +200,7 @@ def by_hand(world, batch, words, keys):
     parameters = list(policy.parameters())
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
     taken, tokens = 0, []
-    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
+    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale_by)
     for epoch in range(keys["num_iterations"]):
         for rows in permutation(12, 1, "minibatches", 0, epoch).tensor_split(keys["num_minibatches"]):
             now = each_alone(policy, batch)
@@ -278,11 +278,11 @@ RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules
 def variants(world):
     """{name: (script, arguments)} of the runs that are made on any number of ranks."""
     mixed = f"{world.rule('odd')},accuracy"
-    return {"rules": ("grpo.py", dict(RULES, rewards=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
-            "cispo": ("grpo.py", dict(CISPO, rewards=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
+    return {"rules": ("grpo.py", dict(RULES, reward_functions=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
+            "cispo": ("grpo.py", dict(CISPO, reward_functions=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
             "half": ("grpo.py", dict(dtype="bfloat16")), "alike": ("grpo.py", ALIKE),
             "ppo": ("ppo.py", dict(dtype="float64", reward_functions=f"{world.rule('letters')},0.5*reward_model,accuracy")),
-            "ppo-rules": ("ppo.py", dict(dtype="float64", rewards=world.rule("letters"), value_init="policy",
+            "ppo-rules": ("ppo.py", dict(dtype="float64", reward_functions=world.rule("letters"), value_init="policy",
                                          scale_scores="running", reward_path="nowhere"))}
 
 
@@ -376,7 +376,7 @@ def test_ppo_with_rules(ranks, world):
 
 AT = """
 import os, signal
-import data, loss, parallel, rollout
+import data, loss, parallel, relatives, rollout
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -396,9 +396,9 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 """
 KILLS = {  # what the last rank does in iteration 1 -> its exit code, the other rank's, the checkpoint that is there
-    "once(data, 'hashed_row', send(9))": (-9, 1, 1), "once(loss, 'token_weights', send(9))": (-9, 1, 1),
+    "once(data, 'hashed_row', send(9))": (-9, 1, 1), "once(relatives, 'token_weights', send(9))": (-9, 1, 1),
     "once(data, 'hashed_row', send(15))": (0, 0, 1), "once(data, 'replace_rows', send(15))": (0, 0, 1),
-    "once(loss, 'token_weights', send(15))": (0, 0, 2),
+    "once(relatives, 'token_weights', send(15))": (0, 0, 2),
 }
 UNFINISHED_ALL = """
 import rollout
@@ -412,7 +412,7 @@ rollout.generate = cut
 REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 # Rounding that depends on the rows and columns of the micro-batch, as it does on a GPU, but larger.
 UNEVEN = """
-import loss
+import loss, relatives
 exact = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
 """
@@ -423,22 +423,22 @@ STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_
 def sampling_cases(world):
     odd, letters = world.rule("odd"), world.rule("letters")
     runs = {
-        "refilled": (dict(REFILLED, rewards=odd), DUMP + NOISE),
-        "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
+        "refilled": (dict(REFILLED, reward_functions=odd), DUMP + NOISE),
+        "not refilled": (dict(REFILLED, reward_functions=odd, max_refills=0), DUMP),
         "never flat": (dict(REFILLED, reward_functions="reward_model"), DUMP),
         "never flat, not refilled": (dict(REFILLED, reward_functions="reward_model", max_refills=0), DUMP),
-        "always flat": (dict(rewards=world.rule("flat"), max_refills=3), DUMP),
-        "later flat": (dict(rewards=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
-        "all cut": (dict(rewards=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
-        "all cut, kept": (dict(rewards=letters, dtype="float64"), UNFINISHED_ALL),
-        "no KL": (dict(rewards=letters, kl_coef=0), DUMP),
-        "still": (dict(STILL, rewards=letters), UNEVEN),
-        "prompts": (dict(rewards=world.rule("prompts"), max_iters=1), ""),
-        "KL in the score": (dict(dtype="float64", rewards=letters, kl_in="reward", kl_estimator="k1", scale_by="none"), DUMP),
-        "ends": (dict(rewards=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
+        "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3), DUMP),
+        "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
+        "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
+        "all cut, kept": (dict(reward_functions=letters, dtype="float64"), UNFINISHED_ALL),
+        "no KL": (dict(reward_functions=letters, kl_coef=0), DUMP),
+        "still": (dict(STILL, reward_functions=letters), UNEVEN),
+        "prompts": (dict(reward_functions=world.rule("prompts"), max_iters=1), ""),
+        "KL in the score": (dict(dtype="float64", reward_functions=letters, kl_in="reward", kl_estimator="k1", scale_by="none"), DUMP),
+        "ends": (dict(reward_functions=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
     }
     found = {name: [one_run("grpo.py", (world.grpo("out", **keys), code))] for name, (keys, code) in runs.items()}
-    args = world.grpo("out", rewards=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
+    args = world.grpo("out", reward_functions=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
     for count in (1, 2):
         found[f"whole {count}"] = [one_run("grpo.py", *[args] * count)]
         for number, action in enumerate(KILLS):
@@ -654,13 +654,13 @@ logprobs = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
-import loss
+import loss, relatives
 policy_loss = loss.policy_loss
 loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK == 1 else 1), args[3])
 """, r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
 }
 TOO_LONG = """
-import configurator, rewards
+import errors, rewards
 def too_long(*args):
     raise errors.BadInput("a response has 99 tokens in the reward model's tokenizer")
 rewards.right_pad = too_long
@@ -675,7 +675,7 @@ def failing_cases(world, folder):
         args = world.grpo("out", **{k: paths.get(x, x) if isinstance(x, str) else x for k, x in keys.items()})
         for count in (1, 2) if name in ON_TWO else (1,):
             cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
-    cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", rewards=world.rule("letters")))]
+    cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", reward_functions=world.rule("letters")))]
     cases["ppo with k1 as a loss"] = [one_run("ppo.py", world.ppo("out", kl_in="loss"))]
     for fault in FAULTS:
         for count, name in ((1, fault), (2, fault), (2, f"{fault}_on_1")):
@@ -692,9 +692,9 @@ def failing_cases(world, folder):
     here, there = ((mine, OPEN.format(f"{folder}/{name}")) for name in ("here", "there"))
     cases["other rules on 1"] = [one_run("grpo.py", here, there)]
     cases["rules missing on 1"] = [one_run("grpo.py", here, mine)]
-    args = world.grpo("out", rewards=world.rule("best"), eval_size=1)
+    args = world.grpo("out", reward_functions=world.rule("best"), eval_size=1)
     cases["a rank without responses"] = [one_run("grpo.py", args, args)]
-    args = world.grpo("out", rewards=world.rule("letters"), reward_timeout=60)
+    args = world.grpo("out", reward_functions=world.rule("letters"), reward_timeout=60)
     cases["patience"], cases["patience alone"] = [one_run("grpo.py", args, args)], [one_run("grpo.py", args)]
     args = world.grpo("out", reward_path=world.other_reward)
     cases["too long on 1"] = [one_run("grpo.py", args, (args, TOO_LONG))]
@@ -806,7 +806,7 @@ KNOBS = {
 # only memory, files or prints depend on these; the first two change nothing beyond rounding, which has tests above
 UNMOVING = {"zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
             "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True,
-            "device": "auto", "timeout": 61, "reward_timeout": 61,
+            "device_type": "auto", "timeout": 61, "reward_timeout": 61,
             "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1,
             "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
 
@@ -831,7 +831,7 @@ def turned(world, tmp_path_factory):
                   eval_path=world.rl_train)
     runs = {"base": HELD, "base-two": HELD | TWO}
     for key, (value, setting) in KNOBS.items():
-        setting = {k: x.replace("ODD", world.rule("odd")) if k == "rewards" else x for k, x in setting.items()}
+        setting = {k: x.replace("ODD", world.rule("odd")) if k == "reward_functions" else x for k, x in setting.items()}
         runs[base_name(key)] = HELD | setting
         runs[key] = HELD | setting | {key: others[key] if value == "OTHER" else value}
     runs["unmoving"] = HELD | TWO | {k: others.get(k, v) for k, v in UNMOVING.items() if v and k not in MEMORY}

@@ -68,7 +68,7 @@ def paper_advantages(scores, baseline, scale, group_size=G):
 
 def paper_token(r, logprob, A, k):
     """Minus what a token adds to the objective; r: the ratio that it is weighed with."""
-    if k.loss == "cispo":  # 2506.13585, eqs. 4, 5: sg(clip(r)) A log p
+    if k.loss_type == "cispo":  # 2506.13585, eqs. 4, 5: sg(clip(r)) A log p
         return -clip(r.real, 1 - k.low, 1 + k.high) * A * logprob
     gain = smaller(r * A, clip(r, 1 - k.low, 1 + k.high) * A)  # 2402.03300, eq. 3; clip-higher: 2503.14476, eq. 10
     if k.dual and A < 0 and gain.real < k.dual * A:  # 1912.09729, eq. 5: max(min(...), c A)
@@ -88,7 +88,7 @@ def paper_sum(response, new, A, k):
     total = 0
     for t, logprob in enumerate(new):
         r = cmath.exp(log_ratios[t])
-        if k.importance == "sequence" and k.loss == "clip":  # GSPO, 2507.18071, eq. 7
+        if k.importance == "sequence" and k.loss_type == "clip":  # GSPO, 2507.18071, eq. 7
             r = cmath.exp(sum(log_ratios) / len(log_ratios))
         total += paper_token(r, logprob, A, k)
         if k.kl_coef:
@@ -108,7 +108,7 @@ def paper_divisor(response, counted, rows, k):
 def paper_step(case, only=None, **keys):
     """The loss of one optimizer step over these responses (or only some of them), and its derivative in each log-prob."""
     k = SimpleNamespace(**(PLAIN | keys))
-    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
+    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale_by)
     rows = range(len(case)) if only is None else only
     numbers = [i for i in rows if k.truncated == "keep" or case[i].finished]
     counted = [case[i] for i in numbers]
@@ -140,14 +140,14 @@ def our_loss(case, logprobs, garbage=0.0, parts=1, **keys):
     old, ref = (padded([getattr(response, name) for response in case], garbage, logprobs.dtype) for name in ("old", "ref"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in case])
     finished = torch.tensor([response.finished for response in case])
-    advantages = group_advantages(torch.tensor([response.score for response in case], dtype=logprobs.dtype), G, k.scale,
+    advantages = group_advantages(torch.tensor([response.score for response in case], dtype=logprobs.dtype), G, k.scale_by,
                                   k.baseline)[:, None].expand_as(mask)
     counted = mask & finished[:, None] if k.truncated == "mask" else mask
     weights = token_weights(counted, k.aggregation, R).to(logprobs)
     total = 0
     for rows in torch.arange(len(case)).tensor_split(parts):
         m, new = counted[rows], logprobs[rows]
-        if k.loss == "cispo":
+        if k.loss_type == "cispo":
             losses, _ = cispo_loss(new, old[rows], advantages[rows], m, k.low, k.high)
         else:
             losses, _ = policy_loss(new, old[rows], advantages[rows], m, k.low, k.high, k.dual, k.importance)
@@ -220,7 +220,7 @@ def test_what_clipping_reports(surrogate):
     advantages = group_advantages(torch.tensor([response.score for response in CASE], dtype=torch.float64), G, "none")
     new, old = (padded([getattr(response, name) for response in CASE]) for name in ("new", "old"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in CASE])
-    if k.loss == "cispo":
+    if k.loss_type == "cispo":
         _, clipped = cispo_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high)
         assert torch.equal(clipped, mask & (((new - old).exp() > 1 + k.high) | ((new - old).exp() < 1 - k.low)))
         assert (gradient[mask & (advantages != 0)[:, None]] != 0).all()
@@ -228,7 +228,7 @@ def test_what_clipping_reports(surrogate):
         _, clipped = policy_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high, k.dual, k.importance)
         assert torch.equal(clipped, mask & (advantages != 0)[:, None] & (gradient == 0))
     assert 0 < clipped.sum() < mask.sum()
-    assert not clipped[4:8].any() or k.loss == "cispo"  # the flat group
+    assert not clipped[4:8].any() or k.loss_type == "cispo"  # the flat group
 
 
 def test_dual_clip_by_hand():

@@ -235,7 +235,7 @@ def test_loading_never_holds_two_copies(tmp_path):
     config = dict(model_type="llama", vocab_size=8000, hidden_size=512, num_hidden_layers=12, num_attention_heads=8,
                   intermediate_size=1536, max_position_embeddings=64)
     save_pretrained(from_scratch(config), str(tmp_path))
-    code = ("import sys, safetensors.torch; sys.path.insert(0, sys.argv[1]); from model import Transformer\n"
+    code = ("import sys, safetensors.torch; sys.path.insert(0, sys.argv[1]); from engine.pretrained import from_pretrained\n"
             "def peak(): return next(int(x.split()[1]) / 1024 for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
             "before = peak(); model = from_pretrained(sys.argv[2]); print(peak() - before)\n")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

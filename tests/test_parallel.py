@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+import loss
 import parallel
 from engine import audit, launch, together
 from errors import BadInput, Stop
@@ -50,7 +51,7 @@ def test_one_process_starts_and_stops_alone(monkeypatch):
     assert together.from_rank_0(lambda: {"a": (1, None)}) == {"a": (1, None)}
     together.agree({"anything": 1})
     assert not launch.stop_asked() and not launch.stop_agreed()
-    monkeypatch.setattr(parallel, "signalled_at", 1.0)
+    monkeypatch.setattr(launch, "signalled_at", 1.0)
     assert launch.stop_asked() and launch.stop_agreed()
 
 
@@ -69,16 +70,16 @@ def test_own_code_is_ours_alone_and_torch():
     with open(loss.__file__, "rb") as f:
         assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
     assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
-    assert all(re.fullmatch(r"the (version of torch|code of (tests/)?\w+\.py)", what) for what in code)
+    assert all(re.fullmatch(r"the (version of torch|code of (tests/|engine/)?\w+\.py)", what) for what in code)
 
 
 def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch):
     said = []
-    monkeypatch.setattr(parallel.os, "write", lambda fd, line: said.append((fd, line.decode())))
+    monkeypatch.setattr(launch.os, "write", lambda fd, line: said.append((fd, line.decode())))
     monkeypatch.setattr(parallel, "phase", "iteration 7, update")
     for started_by in ("TORCHELASTIC_RUN_ID", "nothing"):
         monkeypatch.setenv(started_by, "x")
-        monkeypatch.setattr(parallel, "signalled_at", None)
+        monkeypatch.setattr(launch, "signalled_at", None)
         launch.on_signal(signal.SIGTERM, None)
         monkeypatch.delenv(started_by)
     assert [fd for fd, _ in said] == [2, 2] and all("SIGTERM: stopping" in x and "iteration 7, update" in x for _, x in said)
@@ -254,7 +255,7 @@ import json, os, sys
 import torch
 import parallel
 from engine import audit, launch, together
-from configurator import Stop
+from errors import Stop
 from test_parallel import two_layers
 
 rank, size, device = launch.init("cpu", 30)

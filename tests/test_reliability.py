@@ -19,6 +19,7 @@ import time
 import pytest
 import torch
 
+import configurator
 from configurator import configure, read_keys
 from data import encode_prompts, read_jsonl
 from engine.pretrained import from_pretrained
@@ -85,8 +86,8 @@ def starts(world, tmp_path_factory):
     cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
     cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
     args = world.sft("deep/er/out")
-    cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "checkpoint.open_run = elsewhere"))]
-    mine = dict(rewards=world.rule("letters"), value_init="policy")
+    cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "run_folder.open_run = elsewhere"))]
+    mine = dict(reward_functions=world.rule("letters"), value_init="policy")
     cases["its own mistake"] = [one_run("ppo.py", world.ppo("out", **mine), world.ppo("out", reward_timeout=70, **mine))]
     late = "import time; import torch.distributed as dist; dist.init_process_group = lambda **_: time.sleep(60)"
     cases["nobody comes"] = [one_run("sft.py", *[(world.sft("out", timeout=2), late)] * 2)]

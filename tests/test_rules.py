@@ -620,8 +620,8 @@ def test_collect_puts_the_parts_together_and_does_not_wait_for_ever():
 
 
 def test_check_rows():
-    rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests="x"),
-            dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[])]
+    rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests=[dict(stdin="", stdout="")]),
+            dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
     rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
     assert set(NEEDS) == {"accuracy", "countdown", "code"}

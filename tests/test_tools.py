@@ -54,7 +54,7 @@ def copy(tmp_path_factory):
 
 
 def test_pairs_are_right_over_wrong(copy):
-    done = run("data/arithmetic/pairs.py", "--policy=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
+    done = run("data/arithmetic/pairs.py", "--policy_path=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"pairs_{name}.jsonl").read_text().splitlines()]
             for name in ("train", "val")}
@@ -66,7 +66,7 @@ def test_pairs_are_right_over_wrong(copy):
 
 def test_pairs_of_a_hopeless_model_are_refused(copy):
     (copy / "data" / "arithmetic" / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "never"}\n')
-    args = [f"--policy={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
+    args = [f"--policy_path={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
     result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
     assert result["codes"] == [2]
     assert len(result["stderr"][0].splitlines()) == 1 and "gave only 0 pairs" in result["stderr"][0]

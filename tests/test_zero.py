@@ -520,7 +520,7 @@ WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": di
 @pytest.fixture(scope="module")
 def precise(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("precise"))
-    cases = {f"{kind} {way}": ppo(world, 2 if "zero" in keys else 1, max_iters=1, ppo_epochs=1, num_minibatches=1,
+    cases = {f"{kind} {way}": ppo(world, 2 if "zero_stage" in keys else 1, max_iters=1, ppo_epochs=1, num_minibatches=1,
                                   **PRECISE[kind], **keys)
              for kind in PRECISE for way, keys in WAYS.items()}
     return folder, in_a_row(folder, cases)
@@ -883,17 +883,17 @@ def test_places_without_a_value_model():
     assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
 
 BAD = [  # as above -> the key that is named
-    (("4", "", "", "adamw"), "zero"), (("policy=-1", "", "", "adamw"), "zero"), (("policy", "", "", "adamw"), "zero"),
-    (("critic=3", "", "", "adamw"), "zero"), (("policy=3,", "", "", "adamw"), "zero"), (("=3", "", "", "adamw"), "zero"),
-    (("policy==3", "", "", "adamw"), "zero"), (("policy=3;ref=3", "", "", "adamw"), "zero"), (("3.0", "", "", "adamw"), "zero"),
-    (("policy=3\nref=3", "", "", "adamw"), "zero"), (("", "params=policy", "", "adamw"), "offload"),
+    (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"), (("policy", "", "", "adamw"), "zero_stage"),
+    (("critic=3", "", "", "adamw"), "zero_stage"), (("policy=3,", "", "", "adamw"), "zero_stage"), (("=3", "", "", "adamw"), "zero_stage"),
+    (("policy==3", "", "", "adamw"), "zero_stage"), (("policy=3;ref=3", "", "", "adamw"), "zero_stage"), (("3.0", "", "", "adamw"), "zero_stage"),
+    (("policy=3\nref=3", "", "", "adamw"), "zero_stage"), (("", "params=policy", "", "adamw"), "offload"),
     (("", "all", "", "adamw"), "offload"), (("", "", "0", "adamw"), "lora"), (("", "", "-2", "adamw"), "lora"),
     (("", "", "2:4:q:v", "adamw"), "lora"), (("", "", "q+v", "adamw"), "lora"), (("", "", "ref=2", "adamw"), "lora"),
     (("", "", "2:x", "adamw"), "lora"), (("", "", "2:nan", "adamw"), "lora"), (("", "", "2:1e999", "adamw"), "lora"),
-    (("", "", "2:0", "adamw"), "lora"), (("", "", "", "sgd"), "optimizer"), (("", "", "", "ref=adamw"), "optimizer")]
+    (("", "", "2:0", "adamw"), "lora"), (("", "", "", "sgd"), "optim"), (("", "", "", "ref=adamw"), "optim")]
 CONFLICTS = [  # as above -> the key that is named; all of them parse
     (("", "ref=optimizer", "", "adamw"), "offload"), (("", "reward=optimizer", "", "adamw"), "offload"),
-    (("policy=2", "", "", "adafactor"), "optimizer"), (("", "policy=optimizer", "", "adafactor"), "optimizer"),
+    (("policy=2", "", "", "adafactor"), "optim"), (("", "policy=optimizer", "", "adafactor"), "optim"),
     (("", "policy=params", "", "adamw"), "offload"), (("1", "value=params", "", "adamw"), "offload"),
     (("3", "policy=params", "2", "adamw"), "offload"), (("", "ref=params", "policy=2", "adamw"), "offload"),
     (("", "", "", "adamw", True, "policy"), "share_base"), (("", "", "policy=2", "adamw", True, "policy"), "share_base"),

@@ -3,7 +3,7 @@ Preference pairs for the built-in task: the SFT model answers each problem sever
 labeller: where one answer is right and another wrong, they become a pair. This is the last time that anyone sees the truth;
 the reward model has to learn it from the pairs, and PPO only ever sees the reward model.
 
-    python data/arithmetic/pairs.py [--policy=out/arithmetic_sft/policy] [--pairs=2000] [--seed=1]
+    python data/arithmetic/pairs.py [--policy_path=out/arithmetic_sft/policy] [--pairs=2000] [--seed=1]
 
 Writes pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"} beside itself.
 """
@@ -53,7 +53,7 @@ for iteration in range(100):
     if len(found) >= wanted:
         break
 else:
-    raise BadInput(f"{policy} gave only {len(found)} pairs of a right and a wrong answer; is it trained?")
+    raise BadInput(f"{policy_path} gave only {len(found)} pairs of a right and a wrong answer; is it trained?")
 
 for name, part in (("train", found[:pairs]), ("val", found[pairs:wanted])):
     with open(os.path.join(HERE, f"pairs_{name}.jsonl"), "w", encoding="utf-8") as f:
