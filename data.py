@@ -10,6 +10,7 @@ import os
 
 import torch
 
+import parallel
 from errors import BadInput, warn
 
 
@@ -167,6 +168,12 @@ def replace_rows(batch, rows, fresh, pad_id):
             x, y = (torch.nn.functional.pad(t, (max(P, Q) + R - t.shape[1], 0), value=fill) for t in (x, y))
         replaced[name] = x.index_copy(0, rows, y)
     return replaced
+
+
+def my_micro_batches(batch, rows, size):
+    """This rank's share of these rows of a batch, in micro-batches; as many on every rank. See micro_batches."""
+    count = parallel.most_micro_batches(len(rows), size)
+    return micro_batches(batch, parallel.my_share(rows), size, count)
 
 
 def right_pad(sequences, pad_id):

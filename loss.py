@@ -240,3 +240,34 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
         return peak * (iteration + 1) / warmup
     progress = (iteration - warmup) / max(max_iters - warmup, 1)
     return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[shape]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a model says of the responses of a micro-batch
+
+
+def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True):
+    """
+    Log-prob and entropy of each response token, (b, R) both, of the temperature-scaled distribution that is sampled.
+    mb: a micro-batch with tokens (b, T), attention_mask (b, T), response_mask (b, R). 0 under the mask, where exp could
+    overflow into somebody's gradient. vocab_size: ids from here on are impossible. chunk, entropy: see logprobs_and_entropy.
+    """
+    mask = mb["response_mask"]  # (b, R)
+    hidden = model.trunk(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])  # (b, R, d)
+    responses = mb["tokens"][:, -mask.shape[1]:]  # (b, R)
+    logprobs, entropies = logprobs_and_entropy(
+        hidden, model.lm_head_weight(), responses, temperature, vocab_size, chunk, entropy)
+    return torch.where(mask, logprobs, 0), torch.where(mask, entropies, 0)
+
+
+def response_values(value_model, mb):
+    """The value of the state before each response token, (b, R); 0 under the mask."""
+    mask = mb["response_mask"]  # (b, R)
+    values = value_model(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])  # (b, R)
+    return torch.where(mask, at_least_float32(values) + value_model.config.score_shift, 0)
+
+
+def explained_variance(values, returns, mask):
+    """The share of the returns' variance that the values (B, R) foresaw: 1 - var(returns - values) / var(returns)."""
+    residual = (returns - values)[mask]
+    return 1 - residual.var() / returns[mask].var().clamp(min=1e-8)

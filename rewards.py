@@ -11,10 +11,14 @@ import re
 
 import torch
 
+import parallel
 from data import prompt_text, right_pad
 from engine import together
 from engine.answers import GROUP, evaluate_arithmetic, same_answer
+from engine.build import autocast
+from engine.placement import no_grad_forwards
 from engine.programs import extract_code
+from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
 
 
@@ -269,3 +273,66 @@ def alike_for_equal_texts(scores, batch):
     _, which = seen.unique(dim=0, return_inverse=True)  # (B,): rows with the same number are the same text
     first = torch.full_like(which, len(which)).scatter_reduce(0, which, torch.arange(len(which), device=which.device), "amin")
     return scores[first[which]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rewards of a run
+
+
+def reward_terms(spec):
+    """[(weight, name, function)] of the key reward_functions; the reward model's function is None."""
+    return parse_rewards(spec, RULES | {"reward_model": None}, ".")
+
+
+class Scorer:
+    """
+    All that scores a run's responses: the rules, which work in a thread while the next responses are
+    sampled, and the reward model, if there is one.
+
+    terms: [(weight, name, function)] from parse_rewards; the reward model's function is None.
+    tokenizers: the policy's and the reward model's. threads: an executor for the rules.
+    """
+
+    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device):
+        self.terms, self.names = terms, [name for _, name, _ in terms]
+        self.rules = [term for term in terms if term[1] != "reward_model"]
+        self.reward_model = reward_model
+        self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
+        self.threads, self.device = threads, device
+        self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
+        self.autocast = autocast(config, device)
+
+    def start(self, part, share):
+        """
+        Let the rules begin to work on a part of this rank's responses, of which it is this share (0 to
+        1): they may take as much of reward_timeout. Returns what `score` waits for.
+        """
+        part = part | dict(seconds=self.timeout * share)
+        return self.threads.submit(call_rewards, self.rules, part)
+
+    def score(self, mine, pending, rows):
+        """
+        The scores of this rank's b responses by each reward: {"reward/NAME": (b,)}; and whether they are
+        right and think out loud, {"accuracy", "thinks"}, (b,) each. mine: texts and tensors of all of
+        them; pending: what `start` gave for each part; rows: how many responses all ranks have.
+        """
+        # first the rules, so that one that fails ends all ranks before they wait for a forward
+        scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
+        if self.reward_model is not None:
+            forwards = parallel.most_micro_batches(rows, self.micro_batch_size)  # alike on every rank
+            with self.autocast, no_grad_forwards([self.reward_model], self.device):
+                scores["reward_model"] = reward_model_scores(
+                    mine, self.reward_model, self.reward_tokenizer, self.tokenizer,
+                    self.micro_batch_size, forwards)
+        like = mine["sampler_logprobs"]
+        said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
+        said["accuracy"] = accuracy(mine).to(self.device)
+        said["thinks"] = thinks(mine).to(self.device)
+        return said
+
+    def add_up(self, batch):
+        """Add the scores (B,) of a gathered batch: the weighted sum of its rewards."""
+        if self.reward_model is not None:
+            learned = batch["reward/reward_model"]
+            batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
+        batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in self.terms)

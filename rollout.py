@@ -9,6 +9,10 @@ import hashlib
 
 import torch
 
+import parallel
+from engine import launch
+from engine.build import autocast, decoding_dtype
+from engine.placement import decoding_copy
 from errors import BadInput
 from loss import logprobs_from_logits, scaled_logits
 from model import KVCache, autocast_dtype
@@ -155,3 +159,69 @@ def sample(logits, uniform, temperature, vocab_size=None):
         token = torch.searchsorted(cdf, point[:, None], right=True).clamp(max=(vocab_size or logits.shape[-1]) - 1)  # (B, 1)
         return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
     return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a whole batch, over all ranks
+
+
+def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iteration, slots=None,
+                     group_size=1):
+    """
+    Sample group_size responses to each of some prompts, and score them. Every rank does its share and
+    gets everyone's, so that from here on all ranks compute on the same numbers.
+
+    rows, prompts: the data rows and their prompts' token ids. purpose ("rollout", "eval", ...),
+    iteration and slots (the prompts' places in the batch; None: 0, 1, 2, ...) decide the noise.
+    scorer: rewards.Scorer.
+
+    Returns a dict of tensors with B = len(rows) * group_size rows, a prompt's responses side by side:
+    what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy, thinks (B,);
+    index (B,), the number of the row.
+    """
+    run.enter(purpose)
+    tokenizer, R = scorer.tokenizer, config["max_new_tokens"]
+    slots = range(len(rows)) if slots is None else slots
+    wanted = [(row, prompt, slot, sample) for row, prompt, slot in zip(rows, prompts, slots, strict=True)
+              for sample in range(group_size)]
+    width = max(map(len, prompts))  # one P for all ranks
+    share = parallel.my_share(wanted)
+    at_once = config["rollout_batch_size"] or max(len(share), 1)
+
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
+    decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
+    for i in range(0, max(len(share), 1), at_once):  # once even on a rank without prompts
+        part = share[i:i + at_once]
+        ids = [prompt for _, prompt, _, _ in part]
+        uniforms = response_uniforms(config["seed"], purpose, iteration, [slot for _, _, slot, _ in part],
+                                     R, [sample for _, _, _, sample in part])
+        with autocast(config, run.device):
+            parts.append(generate(
+                decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
+                tokenizer.vocab_size, uniforms, prompt_width=width, stop=launch.stop_asked))
+        said = dict(rows=[row for row, _, _, _ in part], prompts=[tokenizer.decode(x) for x in ids],
+                    completions=decode_responses(tokenizer, parts[-1]))
+        for name in texts:
+            texts[name] += said[name]
+        # the rules work on this part while the next one is sampled
+        pending.append(scorer.start(parts[-1] | said, len(part) / max(len(share), 1)))
+    mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    del decoder, parts  # a gathered copy of sharded weights is only for the rollout
+    run.leave_if_asked()
+
+    if purpose == "rollout":
+        run.enter("score")
+    mine |= scorer.score(mine | texts, pending, len(wanted))
+    run.leave_if_asked()
+    batch = parallel.gather_rows(mine)  # COLLECTIVE: b rows of this rank -> all B
+    batch["index"] = torch.arange(len(wanted), device=run.device)
+    scorer.add_up(batch)
+    parallel.check_finite({name: batch[name] for name in ("sampler_logprobs", "scores")}, iteration)
+    return batch
+
+
+def decode_responses(tokenizer, part):
+    """The texts of the responses that `generate` gave."""
+    R = part["response_mask"].shape[1]
+    return [tokenizer.decode(tokens[-R:][mask].tolist())
+            for tokens, mask in zip(part["tokens"], part["response_mask"], strict=True)]

@@ -5,8 +5,11 @@ building is decided here, so that the scripts need no switch for it.
 """
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
-from engine.optimizers import make_optimizer
+from data import read_jsonl
+from engine.checks import uses_reward_model
+from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
+from engine.reward_mix import check_rows
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from model import freeze
 
@@ -35,6 +38,13 @@ def settings(config, device):
                 recompute=config["gradient_checkpointing"])
 
 
+def read_prompts(path, terms):
+    """The rows of a JSONL file of prompts, which have what the rewards need. Raises BadInput."""
+    rows = read_jsonl(path, ["prompt"])
+    check_rows([term for term in terms if term[1] != "reward_model"], rows, path)
+    return rows
+
+
 def load_policy(config, device):
     """The SFT model, trained, with its tokenizer. With LoRA: an adapter on it, which alone is trained."""
     path = config["policy_path"]
@@ -52,11 +62,14 @@ def load_ref_policy(config, device, policy):
     return load(config["policy_path"], place["ref"], **settings(config, device))
 
 
-def load_reward_model(config, device, policy, tokenizer):
+def load_reward_model(config, device, policy, tokenizer, terms):
     """
-    The reward model, frozen, and its tokenizer. With share_base: an adapter and a head on the policy's
-    trunk. Raises BadInput where reward_path is a plain language model.
+    The reward model, frozen, and its tokenizer; None and the policy's tokenizer where the terms of
+    reward_functions are rules alone. With share_base: an adapter and a head on the policy's trunk.
+    Raises BadInput where reward_path is a plain language model.
     """
+    if not uses_reward_model(terms):
+        return None, tokenizer
     path = config["reward_path"]
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
@@ -97,3 +110,8 @@ def optimizer_of(model, name, config, learning_rate):
     betas = config["beta1"], config["beta2"]
     return make_optimizer(model, places(config)[name], learning_rate, betas, config["adam_eps"],
                           config["weight_decay"])
+
+
+def moving_average(policy, decay):
+    """The policy's moving average; None where decay is 0."""
+    return MovingAverage(policy, decay) if decay > 0 else None
