@@ -56,10 +56,7 @@ from rollout import generate, response_uniforms
 out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy; the same command again resumes from here
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
 keep_best = False  # also leave out_dir/best_policy: the highest held-out score so far, missing_eos_penalty included
-sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
@@ -110,20 +107,9 @@ adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
-device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
-head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
-offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
-lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
 share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
 ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
-gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
-dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
-master_weights = True  # False, with bfloat16: train the 16-bit weights themselves; half the memory, and small steps get lost
-deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
-timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
+config = configure(globals(), "engine/keys.py")  # more keys: dtype, zero_stage, lora, timeout ...
 # ---------------------------------------------------------------------------------------------------------------------
 if batch_size % group_size:
     raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")

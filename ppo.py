@@ -52,7 +52,7 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
-value_init = "reward"  # the value model starts as this; shared: a head on the policy [reward | policy | shared]
+value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters and heads on one trunk, policy_path; so is reward_path
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on

@@ -18,9 +18,6 @@ b rows of a micro-batch, n rows that decode at once, P prompt, R response, T = P
 ff width of the MLP, L layers, V vocabulary. Bytes: e of a stored weight, a of a matrix product's result, s of the residual
 stream, f of the logits as the losses see them. In float32 all are 4; under autocast e = s = f = 4 and a = 2.
 """
-import ast
-import contextlib
-import io
 import math
 import os
 import sys
@@ -28,7 +25,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, read_keys, run_config_file  # noqa: E402
+from configurator import read_arguments, read_keys, run_config_file  # noqa: E402
 from engine.memory import FORMULAS, ROWS, predict  # noqa: E402
 from errors import BadConfig, BadInput, report_and_exit  # noqa: E402
 
@@ -81,22 +78,13 @@ def split_arguments(argv):
     return options, rest
 
 
-def script_keys(script):
-    """{key: default} of a script, from its source: the literals above its call of configure. Nothing is run."""
-    keys = read_keys(script)[0]
-    with open(script, encoding="utf-8") as f:
-        nodes = [node for node in ast.parse(f.read()).body if isinstance(node, ast.Assign)]
-    named = {node.targets[0].id: node.value for node in reversed(nodes) if getattr(node.targets[0], "id", "") in keys}
-    return {key: ast.literal_eval(named[key]) for key in keys}
-
-
 def which_script(argv, wanted):
     """ppo or grpo: as wanted, else the one that has all keys given, else by the config's name. Raises BadConfig."""
     if wanted not in ("", "ppo", "grpo"):
         raise BadConfig(f"--script={wanted}: memory.py plans ppo and grpo")
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}.union(*map(run_config_file, files))
-    fits = {name: given <= script_keys(os.path.join(ROOT, f"{name}.py")).keys() for name in ("ppo", "grpo", "sft", "rm")}
+    fits = {name: given <= read_keys(os.path.join(ROOT, f"{name}.py")).keys() for name in ("ppo", "grpo", "sft", "rm")}
     others = [name for name in ("sft", "rm") if fits[name]]
     if not wanted and others and not (fits["ppo"] or fits["grpo"]):
         raise BadConfig(f"these keys are {others[0]}.py's; memory.py plans ppo and grpo")
@@ -108,9 +96,9 @@ def which_script(argv, wanted):
 
 def read_config(script, argv):
     """The configuration that the script would have with these arguments, checked alike. Raises BadConfig."""
-    file = os.path.join(ROOT, f"{script}.py")
-    with contextlib.redirect_stdout(io.StringIO()):  # configure prints what was given
-        return configure(script_keys(file) | dict(__file__=file), argv)
+    keys = read_keys(os.path.join(ROOT, f"{script}.py"))
+    given = {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    return {name: key.default for name, key in keys.items()} | given
 
 
 def architecture(path, given, option):
