@@ -153,6 +153,11 @@ def hashed_row(n, *key):
     return int.from_bytes(digest, "little") % n
 
 
+def other_row(row, n, *key):
+    """One of n rows, as a function of the key, but not this row (unless it is the only one)."""
+    return (row + 1 + hashed_row(max(n - 1, 1), *key)) % n
+
+
 def replace_rows(batch, rows, fresh, pad_id):
     """
     A dict of tensors (B, ...) with these rows (an index tensor) taken from another such dict, whose prompts may be longer or

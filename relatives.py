@@ -3,6 +3,8 @@ GRPO's relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Pure f
 """
 import torch
 
+from loss import policy_loss
+
 
 def cispo_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high):
     """
@@ -63,3 +65,16 @@ def token_weights(mask, aggregation, max_length):
     if aggregation == "seq-mean-token-sum-norm":
         return weights / max_length / len(mask)
     raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, seq-mean-token-sum-norm")
+
+
+def relatives_loss(config):
+    """
+    The loss of a relative as a function of (logprobs, old_logprobs, advantages, mask), (B, R) each, which returns what
+    policy_loss returns; None where the keys ask for GRPO's own.
+    """
+    low, high, c = config["cliprange"], config["cliprange_high"], config
+    if c["loss_type"] == "cispo":
+        return lambda *tensors: cispo_loss(*tensors, low, high)
+    if c["importance"] == "sequence" or c["dual_clip"] > 0:
+        return lambda *tensors: policy_loss(*tensors, low, high, c["dual_clip"], c["importance"])
+    return None

@@ -192,6 +192,15 @@ class Run:
             print(f"eval {self.iteration}: " + " | ".join(figures))
             print_samples(batch, rows, self.tokenizer)
 
+    def say_nothing_learnt(self, batch, flat):
+        """Say why GRPO has taken no step. flat: which groups have equal scores, (groups,)."""
+        masked = 0
+        if self.config["truncated"] == "mask":
+            masked = int((~batch["finished"]).sum())
+        if self.rank == 0:
+            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
+                  f"have equal scores, {masked} of {len(batch['finished'])} responses are masked; no step")
+
     def log(self, record, tokens=0):
         """
         Append an iteration's record to log.jsonl, with its seconds and memory, and print a line of it.
