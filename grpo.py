@@ -2,9 +2,9 @@
 GRPO for language models, with two models: policy and reference policy. A reward model is a third,
 where the key reward_functions names it; with kl_coef = 0 there is no reference. Read it downward.
 
-python grpo.py config/arithmetic_grpo.py                          # the toy, on a laptop, no download
-python grpo.py config/arithmetic_grpo.py config/dr_grpo.py        # another algorithm, the same task
-torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py          # 8 GPUs
+python grpo.py config/arithmetic_grpo.py                        # the toy: a laptop, no download
+python grpo.py config/arithmetic_grpo.py config/dr_grpo.py      # another algorithm, the same task
+torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
 One iteration: take batch_size / group_size prompts;
     1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
@@ -13,17 +13,17 @@ One iteration: take batch_size / group_size prompts;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.
 
-    model          output                       trained   starts as
-    policy         logprobs (B, R)              yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)          no        the same; none when kl_coef = 0
-    reward_model   scores (B,)                  no        reward_path, where reward_functions names it
+    model          output                  trained   starts as
+    policy         logprobs (B, R)         yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
+    reward_model   scores (B,)             no        reward_path, where reward_functions names it
 
 B responses of an iteration, those to a prompt side by side; P prompt length, R response length,
 T = P + R. Masks are True where it counts. It has the sections of ppo.py, in the same order.
 
 With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
-relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py and
-its neighbours.
+relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
+and its neighbours.
 """
 import engine  # noqa: F401, first: it notes which CPUs there are, before OpenMP pins this thread
 
@@ -69,7 +69,7 @@ reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1.
 missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 # 3) advantages
-baseline = "mean"  # a score is compared with its group's mean, or the others' (RLOO) [mean | others]
+baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 # 4) update
 loss_type = "clip"  # PPO's clipped ratio, or CISPO's REINFORCE with a clipped weight [clip | cispo]
@@ -152,8 +152,8 @@ def logprobs_of(model, mb):
 
 def read_with_models(batch, minibatches):
     """
-    What policy and reference say of each response token before the update: adds old_logprobs and, with
-    a reference, ref_logprobs, (B, R) each. Every rank does its share.
+    What policy and reference say of each response token before the update: adds old_logprobs and,
+    with a reference, ref_logprobs, (B, R) each. Every rank does its share.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
     they come from the forward that will be trained, in the same micro-batches, so that in the first
@@ -161,7 +161,8 @@ def read_with_models(batch, minibatches):
     """
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
     readers = {name: model for name, model in readers.items() if model is not None}
-    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}  # 0: others' rows
+    # (B, R) each; 0 in the rows of other ranks
+    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
     with no_grad_forwards([policy, ref_policy], device):
         for rows in minibatches:
             for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
@@ -175,8 +176,8 @@ def read_with_models(batch, minibatches):
 
 def shape_scores(batch):
     """
-    What the settings make of a batch's scores, (B,), in this order: missing EOS, clip. A response that
-    never ended has no score of its own: it gets minus missing_eos_penalty instead.
+    What the settings make of a batch's scores, (B,), in this order: missing EOS, clip. A response
+    that never ended gets minus missing_eos_penalty instead of its score.
     """
     scores = batch["scores"]
     if missing_eos_penalty > 0:
@@ -196,8 +197,8 @@ def refill(batch, picked, flat):
     DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose scores are all equal has
     nothing to compare, so another prompt's group takes its place, up to max_refills times.
 
-    picked: the data rows of the batch, changed in place; flat: which of its groups are flat, (B / G,)
-    bool. Returns the batch, and which groups are flat even now.
+    picked: the data rows of the batch, changed in place; flat: which of its groups are flat,
+    (B / G,) bool. Returns the batch, and which groups are flat even now.
     """
     for attempt in range(max_refills):
         slots = flat.nonzero().flatten().tolist()
@@ -208,8 +209,8 @@ def refill(batch, picked, flat):
             picked[slot] = other_row(picked[slot], len(train_rows), *key)
         fresh = sample_and_score(  # COLLECTIVE
             run, policy, scorer, config, [train_rows[picked[slot]] for slot in slots],
-            [train_prompts[picked[slot]] for slot in slots], f"refill {attempt}", run.iteration, slots,
-            group_size)
+            [train_prompts[picked[slot]] for slot in slots], f"refill {attempt}", run.iteration,
+            slots, group_size)
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
         batch["index"] = torch.arange(batch_size, device=device)
@@ -246,8 +247,8 @@ for iteration in range(run.start, max_iters + 1):
         break
     run.leave_if_asked()  # COLLECTIVE
 
-    # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model give
-    # each answer a score. Every rank does its share, and then holds the whole batch
+    # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
+    # give each answer a score. Every rank does its share, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size // group_size, len(train_rows))
     batch = sample_and_score(  # COLLECTIVE
         run, policy, scorer, config, [train_rows[i] for i in picked],
@@ -272,8 +273,8 @@ for iteration in range(run.start, max_iters + 1):
         run.must_agree(  # COLLECTIVE
             run.gap(batch["ref_logprobs"], old_logprobs, mask), "the reference")
 
-    # 3) advantages: a score minus its group's mean, over its group's deviation. One number a response,
-    # for all of its tokens
+    # 3) advantages: a score minus its group's mean, over its group's deviation. One number a
+    # response, for all of its tokens
     scores = shape_scores(batch)  # (B,)
     if ref_policy and kl_in == "reward":  # the KL of the whole response is a part of its score
         kl = kl_estimate(old_logprobs, batch["ref_logprobs"], kl_estimator)  # (B, R)
@@ -293,8 +294,7 @@ for iteration in range(run.start, max_iters + 1):
     # 4) update
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}  # sum, count
+    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"], device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     policy_norm = torch.zeros(())
     first, stopped, steps = True, False, 0
@@ -319,7 +319,8 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
                 pg_losses, clipped = torch.max(pg_losses1, pg_losses2), pg_losses2 > pg_losses1
                 if special_loss:  # a relative's: GSPO, CISPO, a dual clip
-                    pg_losses, clipped = special_loss(logprobs, mb["old_logprobs"], mb["advantages"], m)
+                    pg_losses, clipped = special_loss(
+                        logprobs, mb["old_logprobs"], mb["advantages"], m)
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if ref_policy:

@@ -2,11 +2,11 @@
 PPO for language models, with four models: policy, reference policy, reward model, value model.
 Read it downward.
 
-python ppo.py config/arithmetic_ppo.py                            # the toy, on a laptop, no download
-python ppo.py config/arithmetic_ppo.py --kl_coef=0.5 --seed=2     # override any key; --help lists them
-torchrun --nproc_per_node=8 ppo.py config/llama.py                # 8 GPUs
+python ppo.py config/arithmetic_ppo.py                          # the toy: a laptop, no download
+python ppo.py config/arithmetic_ppo.py --kl_coef=0.5 --seed=2   # override any key (--help)
+torchrun --nproc_per_node=8 ppo.py config/llama.py              # 8 GPUs
 torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
-         ppo.py config/llama.py                                   # 16 GPUs on two machines
+         ppo.py config/llama.py                                 # 16 GPUs on two machines
 
 One iteration: take batch_size prompts;
     1) rollout: the policy answers each prompt;
@@ -15,17 +15,17 @@ One iteration: take batch_size prompts;
     4) update: a few clipped steps on policy and value model;
     5) metrics, and a line in the log.
 
-    model          output                       trained   starts as
-    policy         logprobs (B, R)              yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)          no        the same
-    reward_model   scores (B,)                  no        reward_path; or rules instead of it or beside it
-    value_model    values (B, R)                yes       reward model or policy (value_init)
+    model          output                  trained   starts as
+    policy         logprobs (B, R)         yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, R)     no        the same
+    reward_model   scores (B,)             no        reward_path; or rules instead, or beside it
+    value_model    values (B, R)           yes       reward model or policy (value_init)
 
 B responses of an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
-tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut to
-the columns that they use. Masks are True where it counts.
+tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut
+to the columns that they use. Masks are True where it counts.
 """
-import engine  # noqa: F401, first: it notes which CPUs there are, before torch's OpenMP may pin this thread
+import engine  # noqa: F401, first: it notes which CPUs there are, before OpenMP pins this thread
 
 import torch
 
@@ -39,11 +39,12 @@ from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from gae import compute_gae
 from loss import (adapt_kl_coef, explained_variance, kl_estimate, learning_rate_at, masked_sum,
-                  masked_whiten, response_logprobs, response_values, standard_deviation, update_moments)
+                  masked_whiten, response_logprobs, response_values, standard_deviation,
+                  update_moments)
 from rewards import Scorer, last_real, reward_terms
 from rollout import sample_and_score
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
 out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
@@ -102,7 +103,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 # system; more keys are in engine/keys.py: dtype, device_type, zero_stage, lora, checkpoints ...
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 config = configure(globals(), "engine/keys.py")
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
@@ -135,7 +136,7 @@ optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_r
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
-run = Run(config, models, optimizers, tokenizer, prompts, device,
+run = Run(config, models, optimizers, tokenizer, prompts, device,  # COLLECTIVE
           state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema)
 state = run.state
 if kl_coef_target == 0:
@@ -150,7 +151,7 @@ scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.th
 run.announce(passes=ppo_epochs)
 near = cliprange_value or torch.inf  # how far the value may move from the old one
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
 
@@ -177,7 +178,8 @@ def read_with_models(batch, minibatches):
     epoch's first step the ratio is 1 to the last bit.
     """
     names = ("old_logprobs", "ref_logprobs", "values")
-    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # 0: other ranks' rows
+    # (B, R) each; 0 in the rows of other ranks
+    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
     with no_grad_forwards([policy, ref_policy, value_model], device):
         for rows in minibatches:
             for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
@@ -185,17 +187,17 @@ def read_with_models(batch, minibatches):
                 said["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
                 said["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
                 said["values"][mb["index"], :length] = values_of(mb)
-    run.leave_if_asked()
+    run.leave_if_asked()  # COLLECTIVE
     batch |= parallel.add_up(said)  # COLLECTIVE: the rows of all ranks
     parallel.check_finite({name: batch[name] for name in names}, run.iteration)
 
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response that
-    never ended, finished (B,), has no score of its own: it gets minus missing_eos_penalty instead.
+    What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
+    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
     """
-    scores = scores / standard_deviation(state["score_moments"])  # 1 unless scale_scores = "running"
+    scores = scores / standard_deviation(state["score_moments"])  # 1, or with scale_scores the deviation
     if missing_eos_penalty > 0:
         scores = torch.where(finished, scores, -missing_eos_penalty)
     if reward_clip > 0:
@@ -206,8 +208,8 @@ def shape_scores(scores, finished):
 def evaluate():
     """The policy on held-out prompts, with the same noise every time, for a smoother curve."""
     rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
-    batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)
-    read_with_models(batch, [batch["index"]])
+    batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
+    read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
     # the best policy is the one with the best shaped score, in the units of the raw one: a response
     # that never ends is no good one
@@ -215,42 +217,45 @@ def evaluate():
     score = shape_scores(batch["scores"], batch["finished"]).mean().item() * spread
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
-        run.save_as("best_policy")
+        run.save_as("best_policy")  # COLLECTIVE
     run.print_evaluation(record, batch, rows)
     return record
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the loop
 
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
-    run.begin(iteration)
+    run.begin(iteration)  # COLLECTIVE: the audit, when it is due
     record = {}
     if iteration % eval_interval == 0 or iteration == max_iters:
-        record |= evaluate()
-    run.save_if_due()
+        record |= evaluate()  # COLLECTIVE
+    run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
-        run.log(record)
+        run.log(record)  # COLLECTIVE
         break
-    run.leave_if_asked()
+    run.leave_if_asked()  # COLLECTIVE
 
     # 1) rollout: the policy answers; the rules and the reward model give each answer a score.
     # Every rank does its share of the prompts, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
-    batch = sample_and_score(run, policy, scorer, config, [train_rows[i] for i in picked],
-                             [train_prompts[i] for i in picked], "rollout", iteration)
+    batch = sample_and_score(  # COLLECTIVE
+        run, policy, scorer, config, [train_rows[i] for i in picked],
+        [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
 
     # 2) score: the log-probs of policy and reference, and the values, before any update.
     # Each epoch goes over the batch in another order
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
               for epoch in range(ppo_epochs)]  # (B,) each
-    read_with_models(batch, orders[0].tensor_split(num_minibatches))
+    read_with_models(batch, orders[0].tensor_split(num_minibatches))  # COLLECTIVE
     old_logprobs, ref_logprobs = batch["old_logprobs"], batch["ref_logprobs"]  # (B, R)
-    sampler_gap = run.must_agree(run.gap(batch["sampler_logprobs"], old_logprobs, mask), "the sampler")
+    sampler_gap = run.gap(batch["sampler_logprobs"], old_logprobs, mask)
+    sampler_gap = run.must_agree(sampler_gap, "the sampler")  # COLLECTIVE
     if iteration == 0:
-        run.must_agree(run.gap(ref_logprobs, old_logprobs, mask), "the reference")
+        ref_gap = run.gap(ref_logprobs, old_logprobs, mask)
+        run.must_agree(ref_gap, "the reference")  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":
@@ -262,7 +267,7 @@ for iteration in range(run.start, max_iters + 1):
     rewards[batch["index"], last_real(mask)] += scores
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
-    batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all ranks' tokens
+    batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
     parallel.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"],
                                returns=returns), iteration)
 
@@ -271,9 +276,8 @@ for iteration in range(run.start, max_iters + 1):
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
-    names = ["loss/policy", "loss/value", "loss/kl", "policy/approx_kl", "policy/clipfrac",
-             "val/clipfrac"]
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}  # sum, count
+    sums = report.new_sums(["loss/policy", "loss/value", "loss/kl", "policy/approx_kl",
+                            "policy/clipfrac", "val/clipfrac"], device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     first, stopped, steps = True, False, 0
     for epoch in range(ppo_epochs):
@@ -316,7 +320,7 @@ for iteration in range(run.start, max_iters + 1):
 
                 if first:  # before the first step the ratio must be 1
                     ratio_gap = torch.maximum(ratio_gap, run.gap(logprobs, mb["old_logprobs"], m))
-                approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this iteration's update
+                approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_losses2 > pg_losses1,
@@ -330,6 +334,7 @@ for iteration in range(run.start, max_iters + 1):
                 ratio_gap = run.must_agree(ratio_gap, "the training forward")  # COLLECTIVE
             first = False
             if run.overflowed(policy_norm, value_norm):  # float16 only: all ranks skip this step
+                policy_norm = value_norm = torch.zeros(())
                 continue
             parallel.check_gradients(policy_norm, policy, "policy", iteration)
             parallel.check_gradients(value_norm, value_model, "value_model", iteration)
@@ -365,6 +370,6 @@ for iteration in range(run.start, max_iters + 1):
     if kl_coef_target > 0:
         state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
                                          kl_horizon, batch_size)
-    run.log(record, tokens=int(mask.sum()))
+    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
 
-run.finish()
+run.finish()  # COLLECTIVE

@@ -77,6 +77,11 @@ def print_models(models):
         print(line)
 
 
+def new_sums(names, device):
+    """{name: (sum, count)}, both 0, for add_up: a mean over all micro-batches and ranks."""
+    return {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}
+
+
 def add_up(sums, mask, tensors):
     """
     Add tensors {name: (b, R)} of a micro-batch to sums {name: (2,)}: the sum where mask is True, and
