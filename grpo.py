@@ -294,7 +294,8 @@ for iteration in range(run.start, max_iters + 1):
     # 4) update
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"], device)
+    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
+                           device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     policy_norm = torch.zeros(())
     first, stopped, steps = True, False, 0

@@ -197,7 +197,7 @@ def shape_scores(scores, finished):
     What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
     that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
     """
-    scores = scores / standard_deviation(state["score_moments"])  # 1, or with scale_scores the deviation
+    scores = scores / standard_deviation(state["score_moments"])  # 1 unless scale_scores is on
     if missing_eos_penalty > 0:
         scores = torch.where(finished, scores, -missing_eos_penalty)
     if reward_clip > 0:
