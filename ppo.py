@@ -315,8 +315,8 @@ for iteration in range(run.start, max_iters + 1):
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (mb["values"] + change.clamp(-near, near) - mb["returns"]) ** 2
                 vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, R)
-                vf_loss = masked_sum(vf_losses, m) / token_count
-                (run.loss_scale * vf_coef * vf_loss).backward()
+                vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
+                (run.loss_scale * vf_loss).backward()
 
                 if first:  # before the first step the ratio must be 1
                     ratio_gap = torch.maximum(ratio_gap, run.gap(logprobs, mb["old_logprobs"], m))

@@ -654,9 +654,14 @@ logprobs = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
-import loss, relatives
-policy_loss = loss.policy_loss
-loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK == 1 else 1), args[3])
+import loss
+response_logprobs = loss.response_logprobs
+def spoilt(*args, **kwargs):
+    logprobs, entropy = response_logprobs(*args, **kwargs)
+    if RANK == 1 and logprobs.requires_grad:
+        logprobs.register_hook(lambda gradient: gradient * float("nan"))
+    return logprobs, entropy
+loss.response_logprobs = spoilt
 """, r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
 }
 TOO_LONG = """
