@@ -37,7 +37,7 @@ from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.memory import predicted_mib
 from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
-from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
+from engine.placement import decoding_copy, in_memory, load, on_device, placements, precisions, reshard, sharded
 from engine.report import is_better, print_models, print_samples, progress, summarize
 from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
 from engine.run_folder import fingerprint, open_run
@@ -238,7 +238,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
     slots = parallel.my_share(range(len(rows)))
     n = rollout_batch_size or max(len(slots), 1)
     parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
-    decoder = sampler(policy, frozen_dtype, device)
+    decoder = decoding_copy(policy, frozen_dtype, device)
     for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
         with precision:
             parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,

@@ -244,10 +244,30 @@ def on_device(model, device):
             p.data = home
 
 
-def sampler(policy, matrices, device):
+@contextlib.contextmanager
+def no_grad_forwards(models, device):
     """
-    What the rollout decodes with: the policy, or where its weights are sharded, or would be cast at every token, a whole copy of
-    them in the precision they are used in, gathered once for the whole generation. Let go of it after the rollout.
+    Every forward without a backward pass belongs into this block. `models` are all the models that the block calls; None
+    stands for a model that the run does not have. Inside, no gradients are recorded, and the frozen models that are kept in
+    the CPU's memory are on `device`. When the block is left, also by an error, the layers that the forwards have gathered
+    are freed again: FSDP frees them itself only in a backward pass, and left gathered, at zero_stage=2, they would be in
+    the way of the next optimizer step.
+    """
+    models = [model for model in models if model is not None]
+    try:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for trunk in dict.fromkeys(map(trunk_of, models)):  # each trunk once, however many models stand on it
+                stack.enter_context(on_device(trunk, device))
+            yield
+    finally:
+        reshard(models)
+
+
+def decoding_copy(policy, matrices, device):
+    """
+    The model that the rollout decodes with. It is the policy itself, unless its weights are sharded or would be cast at every
+    token: then it is a whole copy of them in the precision they are used in, gathered once for the whole generation. Delete
+    it after the rollout.
     """
     trunk = trunk_of(policy)
     if not sharded(policy) and (matrices is None or all(p.dtype == matrices for p in trunk.parameters() if p.dim() == 2)):
