@@ -589,7 +589,7 @@ def test_scripts_refuse_bad_rows_weights_and_files(runs):
     for name, (script, _, said) in cases.items():
         result, = results[name]
         assert result["codes"] == [2], (name, result)
-        assert re.fullmatch(rf"{script}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (name, result["stderr"])
+        assert re.fullmatch(rf"{os.path.basename(script)}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (name, result["stderr"])
 
 
 def test_samples_come_batch_by_batch(runs):

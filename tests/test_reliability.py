@@ -135,7 +135,7 @@ def test_a_host_with_a_config_of_its_own_is_heard(where, said):
     done = tiny.run("tools/plot.py", "nowhere.py", env=where)
     assert done.returncode == 2 and bool(done.stderr) == said
     if said:
-        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "tools/plot.py", f" (rank {where['RANK']})")
+        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "plot.py", f" (rank {where['RANK']})")
 
 
 def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
@@ -161,6 +161,7 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
     copy.mkdir()
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, copy)
+    shutil.copytree(f"{ROOT}/engine", copy / "engine", ignore=shutil.ignore_patterns("__pycache__"))
     with open(copy / "loss.py", "a", encoding="utf-8") as f:
         f.write("\nmasked_sum = torch.compile(masked_sum) if False else masked_sum\n")
     args = world.sft(tmp_path / "out")

@@ -1,5 +1,5 @@
 """
-zero.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
+engine/placement.py, optimizers.py and audit.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
 run on the same ranks, or a formula on paper; and runs that are stopped go on at other stages, as if they had not been.
 placement.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
 """
@@ -86,7 +86,8 @@ ROW = """
 import contextlib, io, runpy
 import data, loss, parallel, rewards, rollout
 from engine import audit, launch, optimizers, placement
-meeting, run_path, modules = launch.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
+meeting, run_path, modules = launch.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, audit, launch,
+                                                           optimizers, placement)
 launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 
 def row(*_, **__):
@@ -557,7 +558,7 @@ def test_frozen_matrices_alone_are_stored_in_16_bits(world):
 # ---------------------------------------------------------------------------------------------------------------------
 # going on at another stage
 
-GOES_ON = {  # name -> (first: zero and offload, ranks; then the same), an iteration each
+GOES_ON = {  # name -> (first: zero_stage and offload, ranks; then the same), an iteration each
     "3 to 0 on one": (("3", 2), ("", 1)), "3 to 1": (("3 policy=optimizer,value=params", 2), ("1", 2)),
     "0 to 3": (("", 2), ("3", 2))}
 WITH_ADAPTERS = {"adapters, 1 to 3": (("1", 2), ("3", 2))}
@@ -853,7 +854,7 @@ def test_the_moving_average_by_hand(dtype):
 
 ALL = ("policy", "ref", "reward", "value")
 P = placement.Place
-PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places that are not as usual
+PLACES = [  # zero_stage, offload, lora, optimizer, share_base, value_init -> places that are not as usual
     (("", "", "", "adamw"), {}),
     (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
     (("policy=3", "", "", "adamw"), dict(policy=P(3), ref=P(3))),  # the reference follows
