@@ -1,4 +1,4 @@
-"""The numbers of the worked examples in docs/algorithms.md, computed by the code; and the lines of code that it quotes."""
+"""The worked examples of docs/algorithms.md and docs/rewards.md, computed by the code; and the lines of code quoted there."""
 import os
 import re
 
@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 from gae import compute_gae
-from loss import adapt_kl_coef, kl_estimate, masked_whiten, value_loss
+from loss import adapt_kl_coef, kl_estimate, masked_whiten, preference_loss, value_loss
 from relatives import group_advantages, token_weights
 from rewards import soft_overlong
 
@@ -143,6 +143,14 @@ def test_clip():
 def test_adapted_kl_coef():
     assert adapt_kl_coef(1.0, 3.0, 2.0, 10000, 512) == pytest.approx(1.01024)
     says("`kl_coef` = 1 becomes 1.01024")
+
+
+def test_pairs():
+    chosen, rejected = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
+    a, b, c = preference_loss(chosen, rejected).tolist()
+    with open(os.path.join(ROOT, "docs", "rewards.md"), encoding="utf-8") as f:
+        text = " ".join(f.read().split())
+    assert f"Scores of 2 and 1 have the loss {a:.4f}, equal scores {b:.4f}, and scores of 1 and 2 have {c:.4f}" in text
 
 
 def test_groups():
