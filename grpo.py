@@ -13,7 +13,7 @@ the policy; 5) add up the metrics; 6) print and log them.
     model          output                       trained   starts as
     policy         logprobs (B, R)              yes       policy_path, the SFT model
     ref_policy     ref_logprobs (B, R)          no        the same; none when kl_coef = 0
-    reward_model   scores (B,)                  no        reward_path, where rewards uses it
+    reward_model   scores (B,)                  no        reward_path, where reward_functions uses it
 
 B responses of an iteration, a prompt's group_size side by side; P prompt length, R response length, T = P + R, V vocabulary.
 Masks are True where it counts.
@@ -24,25 +24,32 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-# before torch, whose OpenMP may pin this thread: it notes which CPUs there are
-import sandbox  # noqa: F401
+import engine  # noqa: F401, first: it notes which CPUs there are, before torch's OpenMP may pin this thread
+
 import torch
 
 import parallel
-from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadConfig, BadInput, configure
-from data import (batch_rows, check_tokenizer_fits, encode_for_all, hashed_row, load_tokenizer, micro_batches, permutation,
-                  read_jsonl, replace_rows)
-from loss import (cispo_loss, flat_groups, gap, gap_limit, group_advantages, kl_estimate, learning_rate_at, logprobs_and_entropy,
-                  masked_sum, policy_loss, token_weights)
-from memory import predicted_mib
-from model import freeze, load_adapted
-from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, parse_rewards,
-                     reward_model_scores, thinks)
-from report import is_better, print_models, print_samples, progress, summarize
+from configurator import configure
+from data import batch_rows, encode_for_all, hashed_row, micro_batches, permutation, read_jsonl, replace_rows
+from engine import audit, launch, report, together
+from engine.adapters import load_adapted
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.memory import predicted_mib
+from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
+from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
+from engine.report import is_better, print_models, print_samples, progress, summarize
+from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadConfig, BadInput
+from loss import gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum, policy_loss
+from model import freeze
+from relatives import cispo_loss, flat_groups, group_advantages, token_weights
+from rewards import RULES, accuracy, alike_for_equal_texts, reward_model_scores, thinks
 from rollout import generate, response_uniforms
-from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
-                  sampler, sharded, step)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -55,7 +62,7 @@ keep_best = False  # also leave out_dir/best_policy: the highest held-out score 
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
@@ -68,14 +75,14 @@ max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores -> advantages
-rewards = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
+reward_functions = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
 reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 missing_eos_penalty = 0.0  # a response that never ended scores minus this, 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # what a score is compared with: its group's mean, or that of the others in it (RLOO) [mean | others]
-scale = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
+scale_by = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
 # 4) GRPO
-loss = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
+loss_type = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
 importance = "token"  # the ratio is each token's, or the whole response's (GSPO) [token | sequence]
 aggregation = "seq-mean-token-mean"  # what a token counts [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
@@ -103,13 +110,13 @@ adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see zero.py
+zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
 offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
 lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
 share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optimizer = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
+optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
 ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
@@ -122,8 +129,8 @@ if batch_size % group_size:
     raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")
 if num_minibatches > batch_size:
     raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
-if loss == "cispo" and (importance == "sequence" or dual_clip > 0):
-    raise BadConfig("loss = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
+if loss_type == "cispo" and (importance == "sequence" or dual_clip > 0):
+    raise BadConfig("loss_type = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
 if 0 < dual_clip <= 1:
     raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; wanted 0 or more than 1")
 if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
@@ -134,9 +141,9 @@ if kl_correction and kl_in == "reward":
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
-terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
 if refill_by and refill_by not in each_reward:
@@ -146,7 +153,7 @@ if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 
 master = rank == 0
-place = placements(("policy",), zero, offload, lora, optimizer, share_base)
+place = placements(("policy",), zero_stage, offload, lora, optim, share_base)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -173,7 +180,7 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
 train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
@@ -182,7 +189,7 @@ adam = (beta1, beta2), adam_eps, weight_decay
 optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, *adam))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optimizer", *sources],
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optim", *sources],
                              sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
@@ -236,7 +243,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
             parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
                                   tokenizer.pad_id, tokenizer.vocab_size,
                                   response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
-                                                    [i % G for i in part]), prompt_width=width, stop=parallel.stop_asked))
+                                                    [i % G for i in part]), prompt_width=width, stop=launch.stop_asked))
         responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
         said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
                     completions=[tokenizer.decode(r) for r in responses])
@@ -249,7 +256,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
     if learned:
         forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
         with precision, on_device(reward_model, device):
@@ -286,7 +293,7 @@ def run_models(batch, minibatches):
     said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
     with torch.no_grad(), on_device(ref_policy, device):
         for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
-            if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
+            if launch.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
                 break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
             said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
@@ -318,18 +325,18 @@ def enter(phase):
 def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
-    parallel.audit(models, frozen_sums, iteration)
+    audit.audit(models, frozen_sums, iteration)
     save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
     """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if parallel.stop_agreed():
+    if launch.stop_agreed():
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
         threads.shutdown(wait=False, cancel_futures=True)
-        parallel.finish()
+        launch.finish()
         sys.exit(0)
 
 
@@ -346,7 +353,7 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % sync_check_interval == 0 or iteration == start:
-        parallel.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
@@ -391,10 +398,10 @@ for iteration in range(start, max_iters + 1):
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(num_iterations)]
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
+    sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
                                       "the sampler", iteration, models)
     if iteration == 0 and ref_policy:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
+        audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
                             models)
 
     # 3) advantages: one number a response, for all of its tokens
@@ -402,7 +409,7 @@ for iteration in range(start, max_iters + 1):
     if ref_policy and kl_in == "reward":  # the KL of the whole response, whose gradient is that of the sampled KL
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         judged = alike_for_equal_texts(judged - kl_coef * kl.sum(1), batch)
-    advantages = group_advantages(judged, group_size, scale, baseline)  # (B,)
+    advantages = group_advantages(judged, group_size, scale_by, baseline)  # (B,)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
     batch["counted"] = mask & batch["finished"][:, None] if truncated == "mask" else mask  # (B, R): what is trained on
     batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, R): what each token counts in its step, filled below
@@ -431,7 +438,7 @@ for iteration in range(start, max_iters + 1):
             logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
             if steps == 0:
                 ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype))
-            if loss == "cispo":
+            if loss_type == "cispo":
                 pg_losses, clipped = cispo_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high)
             else:
                 pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high,
@@ -457,7 +464,7 @@ for iteration in range(start, max_iters + 1):
         parallel.all_reduce_gradients(gradients, loss_scale)
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, limit, "the training forward", iteration, models)
+            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
@@ -494,7 +501,7 @@ for iteration in range(start, max_iters + 1):
     enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record |= {"mem/peak_mib": parallel.peak_memory_mib(device), "mem/predicted_mib": predicted}
+    record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
     write_log(out_dir, record)
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
@@ -505,4 +512,4 @@ if ema:
         save_final(out_dir, "ema_policy", policy, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-parallel.finish()
+launch.finish()

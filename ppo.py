@@ -24,25 +24,34 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-# before torch, whose OpenMP may pin this thread: it notes which CPUs there are
-import sandbox  # noqa: F401
+import engine  # noqa: F401, first: it notes which CPUs there are, before torch's OpenMP may pin this thread
+
 import torch
 
 import parallel
-from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadConfig, BadInput, configure
-from data import batch_rows, check_tokenizer_fits, encode_for_all, load_tokenizer, micro_batches, permutation, read_jsonl
+from configurator import configure
+from data import batch_rows, encode_for_all, micro_batches, permutation, read_jsonl
+from engine import audit, launch, report, together
+from engine.adapters import Adapted, load_adapted, load_adapter
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.memory import predicted_mib
+from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
+from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
+from engine.report import is_better, print_models, print_samples, progress, summarize
+from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadConfig, BadInput
 from gae import compute_gae
-from loss import (adapt_kl_coef, at_least_float32, gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy,
-                  masked_sum, masked_whiten, policy_loss, standard_deviation, update_moments, value_loss)
-from memory import predicted_mib
-from model import Adapted, freeze, load_adapted, load_adapter
-from rewards import (RULES, accuracy, alike_for_equal_texts, call_rewards, check_rows, collect, files_of, last_real,
-                     parse_rewards, reward_model_scores, thinks)
-from report import is_better, print_models, print_samples, progress, summarize
+from loss import (adapt_kl_coef, gap, gap_limit, kl_estimate, learning_rate_at,
+                  logprobs_and_entropy, masked_sum, masked_whiten, policy_loss, standard_deviation,
+                  update_moments, value_loss)
+from model import at_least_float32, freeze
+from rewards import RULES, accuracy, alike_for_equal_texts, last_real, reward_model_scores, thinks
 from rollout import generate, response_uniforms
-from zero import (MovingAverage, in_memory, load, make_optimizer, on_device, overflowed, placements, precisions, reshard,
-                  sampler, sharded, step)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -55,7 +64,7 @@ keep_best = False  # also leave out_dir/best_policy: the highest held-out score 
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where rewards uses it
+reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
 value_init = "reward"  # value model: starts as reward model or policy; shared: is a head on the policy [reward | policy | shared]
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
@@ -66,15 +75,15 @@ max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
 # 2), 3) scores and KL -> rewards -> advantages
-rewards = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
+reward_functions = "reward_model"  # what scores a response: a sum such as "1.0*accuracy,0.1*format,mine.py:brevity"; see rewards.py
 reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
 scale_scores = "none"  # running: scores are divided by their standard deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ended scores minus this (N+ detail 23), 0 = leave its score [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # weight of the KL to the reference; where it begins, if kl_target moves it [>= 0]
+kl_coef = 0.05  # weight of the KL to the reference; where it begins, if kl_coef_target moves it [>= 0]
 kl_in = "reward"  # where the KL enters: the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's estimators; in the loss choose k2, whose gradient is the KL's [k1 | k2 | k3]
-kl_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
+kl_coef_target = 0.0  # KL in nats a response that kl_coef is adapted to hold (Ziegler et al.), 0 = kl_coef stays [>= 0]
 kl_horizon = 10000  # responses in which an adapted kl_coef changes by at most 20 % [>= 1]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
@@ -102,13 +111,13 @@ adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see zero.py
+zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
 offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
 lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
 share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optimizer = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
+optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
 ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
@@ -122,23 +131,23 @@ if num_minibatches > batch_size:
 if kl_in == "loss" and kl_estimator == "k1":
     raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
                     "and not the KL's in any other; type --kl_estimator=k2")
-if kl_target > 0 and batch_size >= 5 * kl_horizon:
+if kl_coef_target > 0 and batch_size >= 5 * kl_horizon:
     raise BadConfig(f"kl_horizon = {kl_horizon} is no more than a fifth of batch_size = "
                     f"{batch_size}: a single iteration could make kl_coef 0 or negative; type "
                     f"--kl_horizon={batch_size} or more")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 # several rewards may be mixed; reward_model is the learned one, the others are rules
-terms = parse_rewards(rewards, RULES | {"reward_model": None}, ".")
+terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
 learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
 if rules and world_size > 1 and reward_timeout >= timeout:
     raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
 if value_init == "reward" and not learned:
-    raise BadConfig("value_init = 'reward', but rewards does not use reward_model; type --value_init=policy")
+    raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; type --value_init=policy")
 
 master = rank == 0
-place = placements(("policy", "value"), zero, offload, lora, optimizer, share_base, value_init)
+place = placements(("policy", "value"), zero_stage, offload, lora, optim, share_base, value_init)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
 for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
@@ -175,7 +184,7 @@ check_tokenizer_fits(tokenizer, policy, policy_path)
 # prompts are checked now, not when their turn comes
 train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(rewards))}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
                | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
 
@@ -185,11 +194,11 @@ optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, 
                   value_model=make_optimizer(value_model, place["value"], value_learning_rate, *adam))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", "share_base", "value_init", "optimizer", *sources],
+checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", "share_base", "value_init", "optim", *sources],
                              sources)
 if checkpoint:
     load_checkpoint(checkpoint, trained, optimizers, ema)
-    if kl_target == 0:
+    if kl_coef_target == 0:
         state["kl_coef"] = kl_coef  # which may be another one now
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
     state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None,
@@ -249,7 +258,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
             parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
                                   tokenizer.pad_id, tokenizer.vocab_size,
                                   response_uniforms(seed, purpose, noise, part, max_new_tokens), prompt_width=width,
-                                  stop=parallel.stop_asked))
+                                  stop=launch.stop_asked))
         responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
         said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
                     completions=[tokenizer.decode(r) for r in responses])
@@ -262,7 +271,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    each = parallel.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
     if learned:
         forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
         with precision, on_device(reward_model, device):
@@ -304,7 +313,7 @@ def run_models(batch, minibatches):
     said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
     with torch.no_grad(), on_device(ref_policy, device):
         for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
-            if parallel.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
+            if launch.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
                 break  # no matter what is missing now: all ranks leave below
             length = mb["response_mask"].shape[1]
             said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
@@ -336,18 +345,18 @@ def enter(phase):
 def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
-    parallel.audit(models, frozen_sums, iteration)
+    audit.audit(models, frozen_sums, iteration)
     save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
     """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if parallel.stop_agreed():
+    if launch.stop_agreed():
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
         threads.shutdown(wait=False, cancel_futures=True)
-        parallel.finish()
+        launch.finish()
         sys.exit(0)
 
 
@@ -364,7 +373,7 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % sync_check_interval == 0 or iteration == start:
-        parallel.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
@@ -398,10 +407,10 @@ for iteration in range(start, max_iters + 1):
         state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
     shape_scores(batch)
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = parallel.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
+    sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
                                       "the sampler", iteration, models)
     if iteration == 0:
-        parallel.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
+        audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
                             models)
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
@@ -454,7 +463,7 @@ for iteration in range(start, max_iters + 1):
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
-            ratio_gap = parallel.must_agree(ratio_gap, limit, "the training forward", iteration, models)
+            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity
@@ -483,14 +492,14 @@ for iteration in range(start, max_iters + 1):
         "val/explained_variance": (1 - residual.var() / returns.var().clamp(min=1e-8)).item(),
         "policy/lr": policy_lr, "val/lr": value_lr,
     }
-    if kl_target > 0:
-        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_target, kl_horizon, batch_size)
+    if kl_coef_target > 0:
+        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target, kl_horizon, batch_size)
 
     # 6) timing and logging
     enter("log")
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record |= {"mem/peak_mib": parallel.peak_memory_mib(device), "mem/predicted_mib": predicted}
+    record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
     write_log(out_dir, record)
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
@@ -502,4 +511,4 @@ if ema:
 save_final(out_dir, "value_model", value_model, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-parallel.finish()
+launch.finish()

@@ -16,13 +16,21 @@ from array import array
 import torch
 
 import parallel
-from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadInput, configure
-from data import (batch_rows, check_tokenizer_fits, load_tokenizer, naming, read_jsonl, right_pad,
-                  say_special_tokens)
-from loss import at_least_float32, learning_rate_at, preference_loss
+from configurator import configure
+from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
+from engine import audit, launch, together
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.optimizers import make_optimizer, step
+from engine.placement import in_memory, load, only_lora, precisions, trunk_of
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadInput
+from loss import learning_rate_at, preference_loss
+from model import at_least_float32
 from rewards import last_real
-from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -53,14 +61,14 @@ adam_eps = 1e-5  # AdamW's epsilon (N+ detail 10) [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides the new head and the order of the pairs [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
-rank, world_size, device = parallel.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
 precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
 place = only_lora(lora)
@@ -90,14 +98,13 @@ def encode(rows, field, path):
         sequences.append(array("i", ids))  # a tenth of a list's memory
     return sequences
 
-
 for rows, path in ((train_rows, train_path), (val_rows, val_path)):
     say_special_tokens(rows, ["prompt", "chosen", "rejected"], tokenizer, path)
 say_special_tokens(demonstrations, ["prompt", "completion"], tokenizer, demonstrations_path)
 train_pairs, val_pairs = (list(zip(encode(rows, "chosen", path), encode(rows, "rejected", path), strict=True))
                           for rows, path in ((train_rows, train_path), (val_rows, val_path)))
 demonstrations = encode(demonstrations, "completion", demonstrations_path)
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path, demonstrations_path)}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path, demonstrations_path)}
                | {"the tokenizer": tokenizer.fingerprint,
                   "the weights": fingerprint(trunk_of(reward_model))})
 optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
@@ -172,18 +179,18 @@ for iteration in range(start, max_iters + 1):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, {record['eval/accuracy']:.1%} of pairs right")
-    stop = not last and parallel.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
+    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
     due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     parallel.phase = f"iteration {iteration}, checkpoint"
     if iteration % sync_check_interval == 0 or due:
-        parallel.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"reward_model": reward_model}, {"reward_model": optimizer}, {}, tokenizer,
                         keep_checkpoints)
     if stop:
         if master:
             print(f"stopped before iteration {iteration}, and saved; resume with the same command")
-        parallel.finish()
+        launch.finish()
         sys.exit(0)
     if last:
         write_log(out_dir, record)
@@ -226,4 +233,4 @@ save_final(out_dir, "reward_model", reward_model, tokenizer)
 if master:
     print(f"demonstrations scored {-reward_model.config.score_shift:.3f} on average; scores are shifted so that this is 0")
     print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")
-parallel.finish()
+launch.finish()

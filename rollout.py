@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from configurator import BadInput
+from errors import BadInput
 from loss import logprobs_from_logits, scaled_logits
 from model import KVCache, autocast_dtype
 

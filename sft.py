@@ -14,13 +14,20 @@ from array import array
 import torch
 
 import parallel
-from checkpoint import fingerprint, load_checkpoint, open_run, save_checkpoint, save_final, sha256, write_log
-from configurator import BadConfig, BadInput, configure
-from data import (batch_rows, check_tokenizer_fits, load_tokenizer, naming, read_jsonl, right_pad,
-                  say_special_tokens)
+from configurator import configure
+from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
+from engine import audit, launch, together
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.optimizers import make_optimizer, step
+from engine.placement import in_memory, load, only_lora, precisions, trunk_of
+from engine.pretrained import from_scratch
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
-from model import Transformer
-from zero import in_memory, load, make_optimizer, only_lora, precisions, step, trunk_of
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where to write
@@ -57,7 +64,7 @@ adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # system
 seed = 1  # decides initial weights and the order of the data [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
 dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
@@ -71,7 +78,7 @@ if init_from == "scratch" and d_model % (2 * n_head):
 if init_from == "scratch" and lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type --init_from=FOLDER, or leave lora out")
 
-rank, world_size, device = parallel.init(device, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
 precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
 place = only_lora(lora)
@@ -87,7 +94,7 @@ if init_from == "scratch":
     else:
         architecture = dict(model_type="llama", hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
                             intermediate_size=d_ff, max_position_embeddings=context, tie_word_embeddings=False, **ids)
-    policy = Transformer.from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
+    policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
 else:
     policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True)
 check_tokenizer_fits(tokenizer, policy, init_from)
@@ -116,7 +123,7 @@ def encode(rows, path):
 
 
 train_pairs, val_pairs = encode(train_rows, train_path), encode(val_rows, val_path)
-parallel.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
+together.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
                | {"the tokenizer": tokenizer.fingerprint, "the weights": fingerprint(trunk_of(policy))})
 optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
 
@@ -176,17 +183,17 @@ for iteration in range(start, max_iters + 1):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
-    stop = not last and parallel.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
+    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
     due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     parallel.phase = f"iteration {iteration}, checkpoint"
     if iteration % sync_check_interval == 0 or due:
-        parallel.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)
     if due:
         save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
     if stop:
         if master:
             print(f"stopped before iteration {iteration}, and saved; resume with the same command")
-        parallel.finish()
+        launch.finish()
         sys.exit(0)
     if last:
         write_log(out_dir, record)
@@ -225,4 +232,4 @@ for iteration in range(start, max_iters + 1):
 save_final(out_dir, "policy", policy, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (sample.py), or train a reward model (rm.py)")
-parallel.finish()
+launch.finish()

@@ -4,8 +4,8 @@ ever left out; every token alike; no KL. The paper clips from above alone: a low
 On top of a task: python grpo.py config/arithmetic_grpo.py config/cispo.py --num_minibatches=4
 """
 baseline = "mean"
-scale = "std"
-loss = "cispo"
+scale_by = "std"
+loss_type = "cispo"
 aggregation = "token-mean"
 truncated = "keep"
 kl_coef = 0.0

@@ -6,7 +6,7 @@ iteration. Learning rate 1e-6 and KL 0.001 are TinyZero's as we remember them, t
     python data/countdown/prepare.py
     torchrun --nproc_per_node=8 grpo.py config/countdown_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python memory.py
+Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
 config/countdown_grpo.py --world-size=8 --gpu-gb=80): 51.7 GiB of weights, gradients and Adam states, 64.4 GiB at the peak, in
 the rollout. It has not been run by us: no result is promised.
 """
@@ -15,7 +15,7 @@ policy_path = "Qwen/Qwen2.5-3B"
 prompts_path = "data/countdown/rl_train.jsonl"
 eval_path = "data/countdown/rl_val.jsonl"
 eval_size = 256
-rewards = "countdown"
+reward_functions = "countdown"
 batch_size = 1024
 group_size = 8
 max_new_tokens = 1024

@@ -4,8 +4,8 @@ favours too easy and too hard questions, and none by a response's length, which 
 On top of a task: python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
 """
 baseline = "mean"
-scale = "none"
-loss = "clip"
+scale_by = "none"
+loss_type = "clip"
 importance = "token"
 aggregation = "seq-mean-token-sum-norm"
 truncated = "keep"

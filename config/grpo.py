@@ -4,8 +4,8 @@ response weighs the same, KL in the loss by k3 with 0.04.
 On top of a task: python grpo.py config/arithmetic_grpo.py config/grpo.py
 """
 baseline = "mean"
-scale = "std"
-loss = "clip"
+scale_by = "std"
+loss_type = "clip"
 importance = "token"
 aggregation = "seq-mean-token-mean"
 truncated = "keep"

@@ -6,7 +6,7 @@ numbers are our choice, within what published recipes use (learning rate 1e-6, g
     python data/gsm8k/prepare.py --chat
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python memory.py
+Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
 config/gsm8k_grpo.py --world-size=8 --gpu-gb=80): 25.9 GiB of weights, gradients and Adam states, 34.2 GiB at the peak, in the
 rollout. It has not been run by us: no result is promised.
 """
@@ -15,7 +15,7 @@ policy_path = "Qwen/Qwen2.5-1.5B-Instruct"
 prompts_path = "data/gsm8k/rl_train.jsonl"
 eval_path = "data/gsm8k/rl_val.jsonl"
 eval_size = 256
-rewards = "1.0*accuracy,0.1*format"
+reward_functions = "1.0*accuracy,0.1*format"
 batch_size = 1024
 group_size = 8
 max_new_tokens = 1024

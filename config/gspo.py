@@ -4,8 +4,8 @@ thousand times smaller (section 5.1: 3e-4 and 4e-4); no KL. On top of a task:
 python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """
 baseline = "mean"
-scale = "std"
-loss = "clip"
+scale_by = "std"
+loss_type = "clip"
 importance = "sequence"
 aggregation = "seq-mean-token-mean"
 truncated = "keep"

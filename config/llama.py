@@ -5,7 +5,7 @@ chat prompts. The shape of a real run; change the two paths and the prompts to y
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.2-1B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python memory.py
+Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
 config/llama.py --world-size=8 --gpu-gb=80): 41.4 GiB of weights, gradients and Adam states, 52.3 GiB at the peak, in the
 update. Both models are on the Hugging Face hub (meta-llama's asks for consent). It has not been run by us: no result is
 promised.

@@ -1,6 +1,6 @@
 """
 PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and everything split over the GPUs that can be.
-The memory of it, predicted (python memory.py config/llama_8b.py --world-size=8 --gpu-gb=80), for prompts of up to 512 tokens:
+The memory of it, predicted (python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80), for prompts of up to 512 tokens:
 
     GiB             policy  ref_policy  reward_model  value_model       all
     parameters        3.74        1.87          1.75         3.49     10.85
@@ -24,7 +24,7 @@ reward_path = "Skywork/Skywork-Reward-V2-Llama-3.1-8B"
 value_init = "policy"  # "reward" too, where both tokenizers are the same to the last added token
 prompts_path = "data/tldr/prompts_train.jsonl"
 eval_path = "data/tldr/prompts_val.jsonl"
-zero = "policy=3,ref=3,value=3,reward=3"
+zero_stage = "policy=3,ref=3,value=3,reward=3"
 batch_size = 512
 rollout_batch_size = 64
 micro_batch_size = 4

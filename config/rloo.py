@@ -5,8 +5,8 @@ and the KL is part of the response's reward (section 2.1): its score less kl_coe
 On top of a task: python grpo.py config/arithmetic_grpo.py config/rloo.py
 """
 baseline = "others"
-scale = "none"
-loss = "clip"
+scale_by = "none"
+loss_type = "clip"
 importance = "token"
 aggregation = "seq-mean-token-sum-norm"
 truncated = "keep"

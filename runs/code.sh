@@ -21,5 +21,5 @@ done
 step data/code/prepare.py
 step sft.py config/code_sft.py --seed="$seed"
 step grpo.py config/code_grpo.py --seed="$seed"
-step sample.py --model=out/code_grpo/policy --prompts=data/code/rl_val.jsonl --limit=4 --seed="$seed"
-step plot.py --runs=out/code_grpo --out=out/code_grpo.png
+step tools/sample.py --policy_path=out/code_grpo/policy --prompts=data/code/rl_val.jsonl --limit=4 --seed="$seed"
+step tools/plot.py --runs=out/code_grpo --out=out/code_grpo.png

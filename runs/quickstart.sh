@@ -20,20 +20,20 @@ step sft.py config/arithmetic_sft.py --seed="$seed"
 step data/arithmetic/pairs.py --seed="$seed"
 step rm.py config/arithmetic_rm.py --seed="$seed"
 echo; echo "Before PPO:"
-step sample.py --model=out/arithmetic_sft/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
-    --reward_model=out/arithmetic_rm/reward_model --seed="$seed"
+step tools/sample.py --policy_path=out/arithmetic_sft/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+    --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
 step ppo.py config/arithmetic_ppo.py --seed="$seed"
 echo; echo "After PPO, the same prompts and the same noise:"
-step sample.py --model=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
-    --reward_model=out/arithmetic_rm/reward_model --seed="$seed"
-step plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
+step tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+    --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
+step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 cat <<END
 
 Done in $((SECONDS - began)) s. The first line of the table is the SFT model, the last one the policy after PPO, on held-out problems.
 Next:
-  python sample.py --model=out/arithmetic_ppo/policy                  talk to it: type 123+456=
+  python tools/sample.py --policy_path=out/arithmetic_ppo/policy                  talk to it: type 123+456=
   python ppo.py config/arithmetic_overoptimize.py                     watch the score rise while the truth falls
-  python plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/overoptimize.png
+  python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/overoptimize.png
   torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks   the same run on two processes
   less ppo.py                                                         the algorithm, to be read downward
 (python is $PYTHON)

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
+
 # The tokenizer: a byte is a token; then come two markers, EOS and padding.
 # The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
 MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
@@ -357,7 +358,6 @@ def length(c, row, r):
     cache = c.max_new_tokens / 5
     return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
 
-
 RULES = dict(letters=letters, sometimes=sometimes, length=length)
 RULES_FILE = """
 def letters(batch):
@@ -466,8 +466,8 @@ def ppo(c, data):
         record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
         record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
                    "objective/kl_coef": kl_coef}
-        if c.kl_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
-            error = record["objective/kl"] / c.kl_target - 1
+        if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
+            error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
             seen[f"kl_coef {way}"] += 1
             kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / c.kl_horizon
@@ -657,7 +657,7 @@ def find_group_advantages(c, groups):
         for i, r in enumerate(group):
             others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
             equal = max(scores) - min(scores) < 1e-9
-            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale]
+            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale_by]
 
 
 def grpo_losses(c, models, r, weight, seen):
@@ -672,7 +672,7 @@ def grpo_losses(c, models, r, weight, seen):
     for t, logprob in enumerate(logprobs):
         ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
         bounds = r.advantage, c.cliprange, c.cliprange_high
-        surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss == "cispo" else
+        surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                             clipped_surrogate(ratio, *bounds, c.dual_clip))
         seen[bound] += 1
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0

@@ -38,29 +38,29 @@ import sys
 import tempfile
 import time
 
+
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
 import safetensors.torch  # noqa: E402
 import tiktoken  # noqa: E402, F401  (imported here, so that no child has to)
-import tiny  # noqa: E402
 import tokenizers  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process imports it, which takes over a second)
+import torch.distributed as dist  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402, F401
 import torch.distributed.optim  # noqa: E402, F401
-import torch.distributed as dist  # noqa: E402
 
-import checkpoint  # noqa: E402
 import configurator  # noqa: E402
-import data  # noqa: E402, F401
+import errors  # noqa: E402
 import gae  # noqa: E402, F401
-import loss  # noqa: E402, F401
 import model  # noqa: E402
-import parallel  # noqa: E402, F401
-import rewards  # noqa: E402, F401
 import rollout  # noqa: E402, F401
+from engine import checkpoint  # noqa: E402
+
+import tiny  # noqa: E402
+
 
 torch.set_num_threads(1)  # a forked child has none of its parent's threads, so the parent must never start any
 
@@ -70,7 +70,7 @@ LONGEST = 180  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_target=1.0, kl_horizon=20),
+        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, kl_horizon=20),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
@@ -87,7 +87,7 @@ def command(world, script, **keys):
     known = configurator.read_keys(os.path.join(ROOT, script))[0]
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
     if script == "grpo.py":
-        keys["rewards"] = world.rule("odd")  # flat groups, for refills
+        keys["reward_functions"] = world.rule("odd")  # flat groups, for refills
     return getattr(world, script.removesuffix(".py"))("out", **keys)
 
 
@@ -852,7 +852,7 @@ def corrupt(out_dir, seed=0):
     os.truncate(os.path.join(folder, "state.json"), 3)
     try:
         wrong.append(f"the only checkpoint, damaged: found {checkpoint.find_checkpoint(out_dir)}")
-    except configurator.BadInput as e:
+    except errors.BadInput as e:
         if os.path.basename(folder) not in str(e):
             wrong.append(f"the only checkpoint, damaged: it said {e}")
     return tried + 1, wrong
@@ -1000,7 +1000,6 @@ def main():
         if not failed and not options.folder:
             shutil.rmtree(work, ignore_errors=True)
     sys.exit(failed)
-
 
 if __name__ == "__main__":
     main()

@@ -68,6 +68,5 @@ def main():
         for pid in list(campaign.LIVE):
             campaign.end(pid)
 
-
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from answers import agree, plain, read_answer, same_answer
+from engine.answers import agree, plain, read_answer, same_answer
 from rewards import accuracy, final_answer, last_boxed
 
 PAIRS = r"""
@@ -421,7 +421,6 @@ def read_table(text):
     """[(given, whether they are equal, truth)]"""
     lines = [line.split("   ") for line in text.strip().splitlines() if not line.startswith("#")]
     return [(given, {"==": True, "!=": False}[sign], truth) for given, sign, truth in lines]
-
 
 TABLE = read_table(PAIRS)
 ANSWERS = sorted({answer for given, _, truth in TABLE for answer in (given, truth)})

@@ -9,9 +9,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
-from data import load_tokenizer, read_jsonl
+from data import read_jsonl
+from engine.tokenizers import load_tokenizer
+
+from conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, "data", "arithmetic", "prepare.py")
 PROMPT = re.compile(r"([1-9]\d\d)\+([1-9]\d\d)=")

@@ -13,25 +13,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
-from families import make
 from safetensors.torch import load_file, save_file
-from tiny import build, forked, jsonl, one_run
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import configurator
-from configurator import BadConfig, BadInput, Stop, one_line, run_config_file, shorten
-from data import (
-    BYTE_LEVEL,
-    ByteTokenizer,
-    check_tokenizer_fits,
-    encode_for_all,
-    encode_prompts,
-    load_tokenizer,
-    read_jsonl,
-)
-from model import FIELDS, Adapted, Transformer, load_adapted, save_adapter
+import errors
+from configurator import run_config_file
+from data import encode_for_all, encode_prompts, read_jsonl
+from engine.adapters import Adapted, load_adapted, save_adapter
+from engine.hf_config import FIELDS
+from engine.pretrained import from_pretrained
+from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, check_tokenizer_fits, load_tokenizer
+from errors import BadConfig, BadInput, Stop, one_line, shorten
+
+from conftest import ROOT
+from families import make
+from tiny import build, forked, jsonl, one_run
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # messages, where they leave
@@ -51,7 +50,7 @@ def said_and_code(error, monkeypatch, rank="0"):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(configurator.os, "_exit", leave)
     with pytest.raises(Left) as left:
-        configurator.report_and_exit(type(error), error, None)
+        errors.report_and_exit(type(error), error, None)
     return out.getvalue(), left.value.args[0]
 
 
@@ -83,7 +82,7 @@ def test_a_path_with_a_newline_and_an_escape(tmp_path, monkeypatch):
         read_jsonl(f"{tmp_path}/two\nlines\x1b[2J.jsonl", ["prompt"])
     said, code = said_and_code(caught.value, monkeypatch)
     assert code == 2 and "/two\\nlines\\x1b[2J.jsonl: No such file" in said and said.count("\n") == 1
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools/plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
                           capture_output=True, env=dict(os.environ, RANK="0", PYTHONIOENCODING="ascii:strict"))
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"/a\\nb\\x1b[2J" in done.stderr, done.stderr
 
@@ -195,7 +194,7 @@ def test_any_field_of_config_json(variant, folders, tmp_path):
     tokens = torch.arange(7)[None]
 
     def use():
-        model = Transformer.from_pretrained(str(folder))
+        model = from_pretrained(str(folder))
         with torch.no_grad():
             assert model(tokens).shape == (1, 7, 97)
 
@@ -232,7 +231,7 @@ def test_a_wrong_field_is_named(variant, changed, said, folders, tmp_path):
     edit(folder / "config.json", **changed)
     began = time.process_time()
     with pytest.raises(BadInput, match=said):
-        Transformer.from_pretrained(str(folder))
+        from_pretrained(str(folder))
     assert time.process_time() - began < 1
 
 
@@ -270,12 +269,12 @@ def test_weights_that_are_no_numbers(variant, name, folders, tmp_path):
         folder = shutil.copytree(folders[variant], tmp_path / str(number))
         respoiled(folder, **{name: change})
         with pytest.raises(BadInput, match=f"model.safetensors: tensor '{name}' .*{said}"):
-            Transformer.from_pretrained(str(folder))
+            from_pretrained(str(folder))
     folder = shutil.copytree(folders[variant], tmp_path / "good")
     respoiled(folder, **{name: lambda t: set_one(1e5)(t.double())})
-    Transformer.from_pretrained(str(folder))
+    from_pretrained(str(folder))
     with pytest.raises(BadInput, match="not all of them finite in float16"):  # what is finite in the file need not stay so
-        Transformer.from_pretrained(str(folder), dtype="float16")
+        from_pretrained(str(folder), dtype="float16")
 
 
 def test_damaged_weight_files(folders, tmp_path):
@@ -292,7 +291,7 @@ def test_damaged_weight_files(folders, tmp_path):
             header[at:at + rng.randrange(4)] = rng.choice(bits)
         length = len(header) if rng.random() < 0.9 else rng.randrange(2**63)
         file.write_bytes(length.to_bytes(8, "little") + bytes(header) + good[8 + size:])
-        refused += not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+        refused += not read_or_refused(lambda: from_pretrained(str(folder)))
     assert refused > 250
     file.unlink()
     make("llama3-gqa-tied").save_pretrained(folder, max_shard_size="20KB")
@@ -304,14 +303,14 @@ def test_damaged_weight_files(folders, tmp_path):
     cases += [dict(index, weight_map=new) for new in values]
     for case in cases:
         file.write_text(json.dumps(case))
-        assert not read_or_refused(lambda: Transformer.from_pretrained(str(folder)))
+        assert not read_or_refused(lambda: from_pretrained(str(folder)))
     file.write_text(DEEP)
     with pytest.raises(BadInput, match="index.json: maximum recursion"):
-        Transformer.from_pretrained(str(folder))
+        from_pretrained(str(folder))
 
 
 def test_any_field_of_adapter_config_json(folders, tmp_path):
-    base = Transformer.from_pretrained(str(folders["qwen3"]))
+    base = from_pretrained(str(folders["qwen3"]))
     folder = tmp_path / "adapter"
     save_adapter(Adapted(base, "lm", 3, 5.0), folder)
     good, read = json.loads((folder / "adapter_config.json").read_text()), 0
@@ -342,7 +341,6 @@ def test_any_field_of_adapter_config_json(folders, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenizers: any field of any of their files, and those of another model
-
 
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
             "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}<|start|>{{ m['content'] }}</s>"
@@ -558,7 +556,7 @@ def runs(tmp_path_factory):
     short = shutil.copytree(world.short_reward, folder / "short")
     edit(short / "tiktoken.json", markers=["</think>", "<think>"])  # another tokenizer than the policy's
     bad_rows, pipe = str(folder / "chat.jsonl"), str(folder / "pipe")
-    sample = ["--max_new_tokens=4", "--device=cpu"]
+    sample = ["--max_new_tokens=4", "--device_type=cpu"]
     refused = "row 4: a prompt is a list of messages, but this tokenizer has no chat template"
     other = "row .: the prompt has .* tokens; from 1 to 2 fit .* reward model, in whose tokenizer"
     cases = {
@@ -566,23 +564,23 @@ def runs(tmp_path_factory):
         "rm row": ("rm.py", world.rm("out", train_path=bad_rows), refused),
         "ppo row": ("ppo.py", world.ppo("out", prompts_path=bad_rows), refused),
         "grpo row": ("grpo.py", world.grpo("out", eval_path=bad_rows), refused),
-        "sample row": ("sample.py", [f"--model={world.policy}", f"--prompts={bad_rows}", *sample], refused),
+        "sample row": ("tools/sample.py", [f"--policy_path={world.policy}", f"--prompts={bad_rows}", *sample], refused),
         "sft NaN": ("sft.py", world.sft("out", init_from=nan), "'lm_head.weight' holds NaN"),
         "rm NaN": ("rm.py", world.rm("out", init_from=shutil.copytree(nan, folder / "rm_nan")), "holds NaN"),
         "ppo NaN": ("ppo.py", world.ppo("out", policy_path=nan), "holds NaN"),
         "grpo NaN": ("grpo.py", world.grpo("out", policy_path=nan), "holds NaN"),
-        "sample NaN": ("sample.py", [f"--model={nan}", "--prompt=1", *sample], "holds NaN"),
+        "sample NaN": ("tools/sample.py", [f"--policy_path={nan}", "--prompt=1", *sample], "holds NaN"),
         "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "wanted a file"),
         "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
         "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
-        "sample surrogate": ("sample.py", [f"--model={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
-        "sample many": ("sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
+        "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
+        "sample many": ("tools/sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
     }
     respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
     jobs = {name: [one_run(script, args)] for name, (script, args, _) in cases.items()}
-    ask = [f"--model={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
-    jobs |= {f"in {n}": [one_run("sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
-    jobs["a million"] = [one_run("sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
+    ask = [f"--policy_path={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
+    jobs |= {f"in {n}": [one_run("tools/sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
+    jobs["a million"] = [one_run("tools/sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
     return cases, forked(str(folder), jobs)
 
 

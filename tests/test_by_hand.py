@@ -17,11 +17,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import by_hand
 import pytest
-import tiny
 import torch
 import transformers
+
+import by_hand
+import tiny
 from by_hand import ENDS, EOS, MARKERS, PAD, VOCABULARY
 from tiny import forked, one_run
 
@@ -67,7 +68,6 @@ def save_random(folder, kind, tokenizer, seed, shift=None):
     with open(os.path.join(folder, "tiktoken.json"), "w", encoding="utf-8") as f:
         json.dump(dict(markers=MARKERS[tokenizer], eos="<eos>", pad="<pad>"), f)
 
-
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
            "12", "é"]
 
@@ -107,12 +107,12 @@ SAMPLED = ADAM | dict(
     cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
-    kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_target=0.0, kl_horizon=100, gamma=1.0,
+    kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
     value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant")
 GRPO = SAMPLED | dict(
-    batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale="std",
-    loss="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
+    batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
+    loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
     kl_in="loss", kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2,
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
@@ -122,12 +122,12 @@ CASES = {
     # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
     # value model starts as the reward model
     "ppo, learned": ("ppo.py", PPO | dict(
-        scale_scores="running", missing_eos_penalty=2.0, reward_clip=1.5, kl_target=1.6,
+        scale_scores="running", missing_eos_penalty=2.0, reward_clip=1.5, kl_coef_target=1.6,
         kl_horizon=40, lr_decay="linear", value_warmup_iters=2, max_iters=4)),
     # k2 in the loss, early stops, long gradients; the value model is a head on the policy's trunk;
     # the reward model reads other tokens
     "ppo, shared": ("ppo.py", PPO | dict(
-        kl_in="loss", kl_estimator="k2", kl_target=0.4, kl_horizon=30, reward_model="other",
+        kl_in="loss", kl_estimator="k2", kl_coef_target=0.4, kl_horizon=30, reward_model="other",
         value_init="shared", gamma=0.9, lam=0.8, cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5,
         entropy_coef=0.05, temperature=1.2, weight_decay=0.1, warmup_iters=2, target_kl=0.1,
         value_lr_decay="cosine", batch_size=6, num_minibatches=2, ppo_epochs=3)),
@@ -152,20 +152,20 @@ CASES = {
         num_minibatches=4, policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5,
         seed=2)),
     "dr. grpo": ("grpo.py", GRPO | SMALL | dict(
-        mix=[(1.0, "sometimes")], scale="none", aggregation="seq-mean-token-sum-norm",
+        mix=[(1.0, "sometimes")], scale_by="none", aggregation="seq-mean-token-sum-norm",
         dual_clip=1.3, num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
         warmup_iters=2, lr_decay="cosine", seed=6, max_new_tokens=10)),
     "gspo": ("grpo.py", GRPO | dict(
-        importance="sequence", scale="batch", truncated="mask", aggregation="seq-mean-token-mean",
+        importance="sequence", scale_by="batch", truncated="mask", aggregation="seq-mean-token-mean",
         kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
         group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
         seed=1)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
-        loss="cispo", baseline="others", scale="none", kl_estimator="k1", kl_correction=True,
+        loss_type="cispo", baseline="others", scale_by="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
-        baseline="others", scale="none", aggregation="token-mean", kl_in="reward",
+        baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
         kl_estimator="k1", kl_coef=0.4, mix=[(1.0, "sometimes"), (0.7, "reward_model")],
         max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2)),
     "sft": ("sft.py", TUNED | dict(
@@ -188,7 +188,7 @@ STILL = dict(dtype="bfloat16", learning_rate=1e-20, cliprange=1e-6, micro_batch_
 IN_16_BITS = {
     "ppo, 16 bits": ("ppo.py", PPO | STILL | dict(value_learning_rate=1e-20)),
     "grpo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6)),
-    "cispo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6, loss="cispo")),
+    "cispo, 16 bits": ("grpo.py", GRPO | STILL | dict(cliprange_high=1e-6, loss_type="cispo")),
 }
 
 FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
@@ -202,13 +202,13 @@ NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head")  # said in
 
 def command(world, script, keys):
     """The arguments of a case's run."""
-    given = dict(out_dir="out", checkpoint_interval=0, device="cpu", dtype="float64", timeout=60)
+    given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=60)
     given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
     given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in FILES[script].items()}
     if "mix" in keys:
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
-        given |= dict(rewards=",".join(rewards), reward_timeout=50)
+        given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
     given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
     return [f"--{key}={value}" for key, value in given.items()]
 
@@ -270,7 +270,6 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
         if not far[worst] <= TOLERANCE:
             wrong.append(f"weights of {model_name} differ, {worst} by {far[worst]:.2g}")
     assert not wrong, "\n".join(wrong)
-
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",

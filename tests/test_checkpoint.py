@@ -13,23 +13,18 @@ import time
 
 import pytest
 import torch
+
+from engine import checkpoint, disk, run_folder
+from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final
+from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from engine.run_folder import open_run
+from engine.run_log import cut_log, write_log
+from engine.tokenizers import ByteTokenizer, load_tokenizer
+from errors import BadInput, Stop
+
 from conftest import ROOT
 from families import make
 from tiny import run
-
-import checkpoint
-from checkpoint import (
-    cut_log,
-    find_checkpoint,
-    load_checkpoint,
-    open_run,
-    save_checkpoint,
-    save_final,
-    write_log,
-)
-from configurator import BadInput, Stop
-from data import ByteTokenizer, load_tokenizer
-from model import Transformer
 
 TOKENIZER = ByteTokenizer({"markers": ["<a>"], "eos": "<eos>", "pad": "<pad>"})
 CONFIG = dict(out_dir="x", max_iters=9, seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
@@ -38,7 +33,7 @@ TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=
 
 
 def tiny(head="lm", seed=0):
-    return Transformer.from_scratch(TINY, head=head, seed=seed)
+    return from_scratch(TINY, head=head, seed=seed)
 
 
 def adamw(model):
@@ -107,7 +102,7 @@ def test_resuming_changes_no_bit(variant, dtype, tmp_path):
     else:
         make(variant).save_pretrained(tmp_path / "lm")
         lm = str(tmp_path / "lm")
-        fresh = {head: lambda seed, head=head: Transformer.from_pretrained(lm, head=head, dtype=dtype, seed=seed)
+        fresh = {head: lambda seed, head=head: from_pretrained(lm, head=head, dtype=dtype, seed=seed)
                  for head in ("lm", "scalar")}
         start = {head: fresh[head](0).state_dict() for head in fresh}
     models, ends = {}, {}
@@ -242,7 +237,8 @@ def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             def die(*args):
                 raise KeyboardInterrupt
-            patch.setattr(checkpoint, name, die)
+            for room in (disk, checkpoint):
+                patch.setattr(room, name, die, raising=False)
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 6, keep=1)
         assert checkpoints(tmp_path) == ["checkpoint-000003"]
@@ -259,7 +255,7 @@ def test_save_final(tmp_path):
     for seed in (1, 2):  # the second replaces the first
         save_final(str(tmp_path), "policy", tiny(seed=seed), TOKENIZER)
         assert os.listdir(tmp_path) == ["policy"]
-        got = Transformer.from_pretrained(str(tmp_path / "policy"))
+        got = from_pretrained(str(tmp_path / "policy"))
         assert torch.equal(got.embed.weight, tiny(seed=seed).embed.weight)
     generation = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [257], "pad_token_id": 258}
@@ -282,7 +278,6 @@ def two(tmp_path_factory):
         train(model, optimizer, [iteration])
         save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
     return out_dir
-
 
 FILES = ["manifest.json", "config.json", "state.json", "policy_optimizer.safetensors", "policy/config.json",
          "policy/generation_config.json", "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json",
@@ -357,7 +352,7 @@ def broken_disk(file):
 @pytest.mark.parametrize("name", ["manifest.json", "policy/model.safetensors"])
 def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatch, name):
     """Neither skipped, though there is an older one, nor deleted: what cannot be read now may be read tomorrow."""
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir = shutil.copytree(two, tmp_path / "run")
     write_log(str(out_dir), {"iteration": 0})
     broken_disk(out_dir / "checkpoint-000002" / name)
@@ -370,7 +365,7 @@ def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatc
 
 
 def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir = shutil.copytree(two, tmp_path / "run")
     broken_disk(out_dir / "log.jsonl")
     with pytest.raises(Stop, match="log.jsonl cannot be read .Input/output error."):
@@ -380,7 +375,7 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("fails", ["listdir", "open"])
 def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(checkpoint, "READ_PAUSE", 0.01)
+    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir, left = shutil.copytree(two, tmp_path / "run"), [2]
 
     def flaky(function):
@@ -391,7 +386,7 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatc
             return function(path, *args, **kwargs)
         return call
 
-    owner = os if fails == "listdir" else checkpoint
+    owner = os if fails == "listdir" else disk
     monkeypatch.setattr(owner, fails, flaky(getattr(owner, fails, open)), raising=False)
     assert find_checkpoint(str(out_dir)) == (str(out_dir / "checkpoint-000002"), {"iteration": 2})
     assert left == [0]
@@ -485,7 +480,7 @@ def test_other_contents_are_refused(tmp_path):
     """A data file, or a model folder, that is not what it was when the run began."""
     data, model = tmp_path / "rows.jsonl", tmp_path / "model"
     data.write_text("{}\n")
-    tiny().save_pretrained(model)
+    save_pretrained(tiny(), model)
     config = CONFIG | dict(train_path=str(data), policy_path=str(model))
     match = dict(must_match=["seed", "train_path", "policy_path"], sources=["train_path", "policy_path"])
     out_dir = tmp_path / "run"
@@ -499,12 +494,12 @@ def test_other_contents_are_refused(tmp_path):
     with pytest.raises(BadInput, match="train_path .*rows.jsonl.* other contents"):
         open_run(str(out_dir), config, **match)
     data.write_text("{}\n{}\n")
-    tiny(seed=1).save_pretrained(model)
+    save_pretrained(tiny(seed=1), model)
     before = {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()}
     with pytest.raises(BadInput, match="policy_path .*model.* other contents"):
         open_run(str(out_dir), config, **match)
     assert {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()} == before
-    tiny().save_pretrained(model)
+    save_pretrained(tiny(), model)
     assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
 
 
@@ -536,7 +531,7 @@ def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
         write_log(str(tmp_path), {"iteration": iteration})
     save(tmp_path, 4)
     folder, _ = open_run(str(tmp_path), CONFIG, MATCH)
-    wide = Transformer.from_scratch(TINY | dict(hidden_size=16), seed=0)
+    wide = from_scratch(TINY | dict(hidden_size=16), seed=0)
     with pytest.raises(BadInput):
         load_checkpoint(folder, {"policy": wide}, {"policy": adamw(wide)})
     assert len(log_lines(tmp_path)) == 6
@@ -562,7 +557,7 @@ def test_plot_copes_with_null(tmp_path):
     records = [{"eval/kl": 0.25, "loss/policy": None}, {"eval/kl": None, "loss/policy": 0.5}]
     for iteration, record in enumerate(records):
         write_log(str(tmp_path), {"iteration": iteration, **record})
-    done = run("plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
+    done = run("tools/plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(tmp_path.name)]
     assert [row[1] for row in rows] == ["0", "1"] and ["0.25" in row for row in rows] == [True, False], done.stdout
@@ -577,7 +572,7 @@ def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
     elif name == "log.jsonl":
         (tmp_path / name).write_text("not ours")
     else:
-        tiny().save_pretrained(tmp_path / name)
+        save_pretrained(tiny(), tmp_path / name)
     before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
     with pytest.raises(BadInput, match=f"{name}.*choose another --out_dir"):
         open_run(str(tmp_path), CONFIG, MATCH)
@@ -602,18 +597,18 @@ def test_leftovers_are_swept(tmp_path):
 
 def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, capsys):
     """The lock is a process's: it goes when the process goes, however that happens."""
-    script = "import sys, time; sys.path.insert(0, sys.argv[1]); from checkpoint import open_run; import json; " \
+    script = "import sys, time; sys.path.insert(0, sys.argv[1]); from engine.run_folder import open_run; import json; " \
              "open_run(sys.argv[2], json.loads(sys.argv[3]), ['seed']); print('locked', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", script, ROOT, str(tmp_path), json.dumps(CONFIG)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"locked\n"
         before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 0.3)
+        monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.3)
         with pytest.raises(BadInput, match=f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on "):
             open_run(str(tmp_path), CONFIG, MATCH)
         assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
         assert f"in use by process {holder.pid}" in capsys.readouterr().out  # said while it waited
-        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 30)
+        monkeypatch.setattr(run_folder, "LOCK_WAIT", 30)
         threading.Timer(0.5, holder.kill).start()
         began = time.monotonic()
         open_run(str(tmp_path), CONFIG, MATCH)
@@ -677,7 +672,7 @@ def test_no_pickle_anywhere():
                 "torch.save(x, f)", "dist.all_gather_object(a, b)", "np.load(f, allow_pickle=True)"):
         assert pickles(f"x = 1\n{bad}\n") == [2], bad
     assert pickles("'''No pickle.'''\ntorch.load(f, weights_only=True)") == []
-    scripts = glob.glob(os.path.join(ROOT, "*.py"))
+    scripts = [p for where in ("", "engine", "tools") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
     assert len(scripts) >= 10
     for script in scripts:
         with open(script, encoding="utf-8") as f:

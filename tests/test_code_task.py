@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+
+from engine.sandbox import check_sandbox, run_tests
+
 import tiny
 from tiny import forked, one_run
 
-from sandbox import check_sandbox, run_tests
 
 try:
     check_sandbox()
@@ -95,7 +97,7 @@ def policy(data, tmp_path_factory):
     folder = data[0]
     args = [f"--out_dir={out}/sft", f"--train_path={folder}/sft_train.jsonl", f"--val_path={folder}/sft_val.jsonl",
             f"--tokenizer_path={folder}/tokenizer", "--context=112", "--n_head=2", "--d_model=16", "--d_ff=16", "--max_iters=2",
-            "--batch_size=4", "--eval_size=4", "--device=cpu"]
+            "--batch_size=4", "--eval_size=4", "--device_type=cpu"]
     result, = forked(out, {"sft.py": [one_run("sft.py", args)]})["sft.py"]
     assert result["codes"] == [0], result
     return f"{out}/sft/policy"
@@ -103,8 +105,8 @@ def policy(data, tmp_path_factory):
 
 def grpo(policy, data, out_dir, **keys):
     defaults = dict(out_dir=out_dir, policy_path=policy, prompts_path=f"{data}/rl_train.jsonl", eval_path=f"{data}/rl_val.jsonl",
-                    eval_size=2, rewards="code,0.5*length", batch_size=8, group_size=4, max_new_tokens=8, rollout_batch_size=4,
-                    micro_batch_size=4, max_iters=2, device="cpu")
+                    eval_size=2, reward_functions="code,0.5*length", batch_size=8, group_size=4, max_new_tokens=8, rollout_batch_size=4,
+                    micro_batch_size=4, max_iters=2, device_type="cpu")
     return tiny.arguments(defaults | keys)
 
 
@@ -115,7 +117,7 @@ def test_grpo_runs_on_verdicts(data, policy, tmp_path):
         "    assert batch['seconds'] == {4: 20, 2: 40}[len(batch['rows'])]\n"
         "    return [0.0] * len(batch['rows'])\n")
     done = tiny.run("grpo.py", *grpo(policy, data[0], tmp_path / "out", reward_timeout=40,
-                                     rewards=f"code,0.5*length,{tmp_path}/mine.py:seconds"))
+                                     reward_functions=f"code,0.5*length,{tmp_path}/mine.py:seconds"))
     assert done.returncode == 0 and done.stderr == "", done.stderr
     log = tiny.read_log(tmp_path / "out")
     assert [r["iteration"] for r in log] == [0, 1, 2] and all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])

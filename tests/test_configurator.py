@@ -10,9 +10,11 @@ import sys
 import warnings
 
 import pytest
-from conftest import ROOT
 
-from configurator import BadConfig, check_range, configure, read_keys
+from configurator import check_range, configure, read_keys
+from errors import BadConfig
+
+from conftest import ROOT
 
 SCRIPT = f'''"""A toy script."""
 import os
@@ -290,7 +292,6 @@ def test_as_a_script(toy):
 # ---------------------------------------------------------------------------------------------------------------------
 # fuzz
 
-
 PIECES = ["1", "0", "-", "+", ".", "e", "E", "_", "0x", "0b1", "1e", "9" * 30, "9" * 5000, "j", "nan", "inf", "None", "True",
           "False", "'", '"', "\\", "(", ")", "[", "]", "{", "}", ":", ",", " ", "\t", "\n", "\0", "#", "=", "*", "**", "flat",
           "round", "b'", "f'", "\u0663", "\uff11", "\U0001f600", "\udcff", "[]", "{[]:1}", "{{}}", "(" * 300, "-" * 2000,
@@ -326,7 +327,6 @@ def test_fuzz_gives_the_right_type_or_bad_config(toy, key):
             assert value in ("flat", "round")
     assert good == len(texts) if key == "out_dir" else 2 <= good < len(texts)
 
-
 VALUES = {"None": "", "True": "flag", "...": "", "[]": "", "{}": "", "()": "", "b''": "", "1j": "", "object()": "", "int": "",
           "lambda: 0": "", "2": "count offset rate drift", "0.5": "rate share drift", "'flat'": "out_dir shape", "''": "out_dir",
           "10**29": "rate drift", "10**30": "", "10**5000": "", "-10**5000": "", "1e-320": "rate share drift",
@@ -351,7 +351,6 @@ def test_any_value_in_a_file(toy, expression):
 def source_of(path):
     with open(path, encoding="utf-8") as f:
         return f.read()
-
 
 SCRIPTS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "*.py"))
                  if re.search(r"^config = configure\(globals\(\)\)$", source_of(p), re.MULTILINE))
@@ -411,7 +410,7 @@ def test_every_default_is_in_its_range(name):
 def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
     script_name, file = script_of(name), os.path.join(ROOT, "config", name)
     doc = ast.get_docstring(ast.parse(source_of(file))) or ""
-    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "memory.py")
+    others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "tools/memory.py")
               and f"{s} config/{name}" in doc]
     assert not others, f"{name} is for {script_name} by its name, for {others} by its docstring"
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -10,22 +10,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from configurator import BadInput
-from data import (
-    BYTE_LEVEL,
-    ByteTokenizer,
-    GPT2Tokenizer,
-    HFTokenizer,
-    batch_rows,
-    check_tokenizer_fits,
-    encode_for_all,
-    encode_prompts,
-    load_tokenizer,
-    permutation,
-    read_jsonl,
-    right_pad,
-    say_special_tokens,
-)
+from data import batch_rows, encode_for_all, encode_prompts, permutation, read_jsonl, right_pad, say_special_tokens
+from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, GPT2Tokenizer, HFTokenizer, check_tokenizer_fits, load_tokenizer
+from errors import BadInput
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JSONL

@@ -8,8 +8,10 @@ import time
 
 import pytest
 
+from engine.programs import extract_code, judge, same
+from engine.sandbox import check_sandbox
 from rewards import code
-from sandbox import check_sandbox, extract_code, judge, same
+
 
 try:
     check_sandbox()
@@ -37,7 +39,6 @@ def shifted(by, program=F):
 
 def block(program=F, tag="python", fence="```"):
     return f"{fence}{tag}\n{program}\n{fence}"
-
 
 TAGS = ["python", "py", "python3", "python3.11", "py3", "python2", "Python", "PYTHON", " python",
         "ipython3", "{python}", "{.python}", "{.python .numberLines}", "{python, echo=TRUE}",
@@ -214,7 +215,6 @@ def test_thinking_that_never_ends():
                  f"<think>a</think>\n{block()}\n<think>{block()}",
                  f"<think>\n<answer>{block()}</answer>", f"<think>{F}", "<think>"):
         assert extract_code(text) is None
-
 
 LONG = {  # a megabyte of one thing, half of one of others
     "backticks": "`" * 10**6, "tildes": "~" * 10**6, "fences in a line": "``` " * 125000,

@@ -10,16 +10,18 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
-from conftest import ROOT
 from test_grpo_loss import PLAIN, paper_advantages, paper_divisor, paper_kl, paper_step, paper_token
 from test_ppo import alike, measured, succeeded
 from test_reliability import OPEN, contents, forked, is_one_line, one_run
 
 from configurator import read_keys
-from data import load_tokenizer, permutation
-from model import Transformer
+from data import permutation
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+
+import tiny
+from conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def forks(world, tmp_path_factory):
 def real(world, tmp_path_factory):
     """By python, not forked, with rules that the tiny model cannot please and one that it can."""
     out = str(tmp_path_factory.mktemp("real"))
-    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", rewards=f"accuracy,0.1*format,{world.rule('letters')}",
+    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", reward_functions=f"accuracy,0.1*format,{world.rule('letters')}",
                                                           max_refills=1)))
 
 
@@ -129,7 +131,7 @@ def test_transformers_loads_what_it_leaves(real, world):
 
     policy, tokens = f"{real[0]}/out/policy", torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(policy).eval()(tokens).logits
-    assert theirs.std() > 0.1 and (theirs - Transformer.from_pretrained(policy)(tokens)).abs().max() < 1e-4
+    assert theirs.std() > 0.1 and (theirs - from_pretrained(policy)(tokens)).abs().max() < 1e-4
     assert tiny.distance(world.policy, policy) > 1e-3
     assert hf.AutoTokenizer.from_pretrained(policy)("<think>1")["input_ids"] == [256, 49]
 
@@ -141,19 +143,19 @@ G4 = dict(dtype="float64", max_iters=1, batch_size=12, group_size=4, num_iterati
           adam_eps=1e-3, kl_coef=0.0)  # the sizes of test_grpo_loss.py; such steps that clipping has something to do
 NAMES = dict(low="cliprange", high="cliprange_high", dual="dual_clip", estimator="kl_estimator", correction="kl_correction")
 STEPS = {  # in the words of test_grpo_loss.py
-    "GRPO": dict(kl_coef=0.2), "Dr. GRPO": dict(scale="none", aggregation="seq-mean-token-sum-norm"),
+    "GRPO": dict(kl_coef=0.2), "Dr. GRPO": dict(scale_by="none", aggregation="seq-mean-token-sum-norm"),
     "DAPO": dict(high=0.28, aggregation="token-mean", truncated="mask"),
     "GSPO": dict(importance="sequence", low=0.02, high=0.03, kl_coef=0.2, estimator="k2"),
-    "RLOO": dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
-    "CISPO": dict(loss="cispo", low=1.0, high=0.1, aggregation="token-mean"),
+    "RLOO": dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
+    "CISPO": dict(loss_type="cispo", low=1.0, high=0.1, aggregation="token-mean"),
     "V3": dict(kl_coef=0.2, correction=True, truncated="mask", dual=1.2),
     "k1": dict(kl_coef=0.2, estimator="k1", correction=True),
-    "batch": dict(scale="batch", baseline="others", aggregation="token-mean"),
+    "batch": dict(scale_by="batch", baseline="others", aggregation="token-mean"),
 }
 MORE = {  # beside the loss: name -> (words, keys of grpo.py)
     "minibatches": (dict(kl_coef=0.2), dict(num_minibatches=5, num_iterations=2)),
     "entropy": (dict(aggregation="token-mean", truncated="mask"), dict(entropy_coef=0.2)),
-    "optimizer": (dict(kl_coef=0.2), dict(grad_clip=0.05, weight_decay=0.3, beta1=0.5, beta2=0.9, adam_eps=1e-2)),
+    "optim": (dict(kl_coef=0.2), dict(grad_clip=0.05, weight_decay=0.3, beta1=0.5, beta2=0.9, adam_eps=1e-2)),
     "scores": (dict(), dict(missing_eos_penalty=1.0, reward_clip=0.4)),
     "target_kl": (dict(), dict(target_kl=0.02)),
 }
@@ -187,7 +189,7 @@ def by_hand(world, batch, words, keys):
     keys = dict(beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.0, grad_clip=1.0, entropy_coef=0.0, missing_eos_penalty=0,
                 reward_clip=0, target_kl=0) | G4 | keys
     k = SimpleNamespace(**(PLAIN | words))
-    policy = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    policy = from_pretrained(world.policy, dtype=torch.float64)
     with torch.no_grad():
         old = [logprobs for logprobs, _ in each_alone(policy, batch)]
     case = []
@@ -198,7 +200,7 @@ def by_hand(world, batch, words, keys):
     parameters = list(policy.parameters())
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
     taken, tokens = 0, []
-    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
+    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale_by)
     for epoch in range(keys["num_iterations"]):
         for rows in permutation(12, 1, "minibatches", 0, epoch).tensor_split(keys["num_minibatches"]):
             now = each_alone(policy, batch)
@@ -244,9 +246,9 @@ def test_an_iteration_is_the_papers(forks, world, name):
     assert results[name][0]["codes"] == [0], results[name]
     batch, record = dumped(folder, name)[1], log_of(folder, name)[0]
     policy, taken, tokens = by_hand(world, batch, words, keys)
-    ours = Transformer.from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
+    ours = from_pretrained(f"{folder}/{name}/out/policy", dtype=torch.float64)
     worst = max((p - q).abs().max().item() for p, q in zip(policy.parameters(), ours.parameters(), strict=True))
-    start = Transformer.from_pretrained(world.policy, dtype=torch.float64)
+    start = from_pretrained(world.policy, dtype=torch.float64)
     moved = max((p - q).abs().max().item() for p, q in zip(start.parameters(), ours.parameters(), strict=True))
     assert worst < 1e-9 < 1e-3 < moved, (worst, moved)
     assert record["policy/steps"] == taken and record["policy/clipfrac"] > 0
@@ -261,13 +263,13 @@ def test_an_iteration_is_the_papers(forks, world, name):
 # any number of ranks, any memory knob
 
 RULES = dict(dtype="float64", num_minibatches=6, max_refills=2, truncated="mask", eval_interval=1)  # steps of 3 or 2 rows
-OTHER = dict(dtype="float64", importance="sequence", baseline="others", scale="batch", aggregation="token-mean", dual_clip=1.5,
+OTHER = dict(dtype="float64", importance="sequence", baseline="others", scale_by="batch", aggregation="token-mean", dual_clip=1.5,
              kl_estimator="k1", kl_correction=True, entropy_coef=0.05, target_kl=0.05, cliprange=0.05, cliprange_high=0.07,
              missing_eos_penalty=0.5, reward_clip=0.7, temperature=1.2, weight_decay=0.1, warmup_iters=2, lr_decay="linear")
-CISPO = dict(dtype="float64", loss="cispo", aggregation="seq-mean-token-sum-norm", kl_estimator="k2", max_refills=1)
+CISPO = dict(dtype="float64", loss_type="cispo", aggregation="seq-mean-token-sum-norm", kl_estimator="k2", max_refills=1)
 # nearly greedy, so that the responses of most groups are the same text: a learned score must not tell them apart
-ALIKE = dict(dtype="float64", temperature=0.05, rewards="reward_model", kl_in="reward", kl_estimator="k1", max_iters=4,
-             scale="std", num_iterations=1, adam_eps=1e-8, max_refills=1)
+ALIKE = dict(dtype="float64", temperature=0.05, reward_functions="reward_model", kl_in="reward", kl_estimator="k1", max_iters=4,
+             scale_by="std", num_iterations=1, adam_eps=1e-8, max_refills=1)
 MEMORY = dict(micro_batch_size=64, rollout_batch_size=4, head_chunk=5, gradient_checkpointing=True)  # four of groups of three
 RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules": ("2", "1", "memory"),
         "alike": ("3", "2", "1")}  # of all others: four
@@ -276,11 +278,11 @@ RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules
 def variants(world):
     """{name: (script, arguments)} of the runs that are made on any number of ranks."""
     mixed = f"{world.rule('odd')},accuracy"
-    return {"rules": ("grpo.py", dict(RULES, rewards=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
-            "cispo": ("grpo.py", dict(CISPO, rewards=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
+    return {"rules": ("grpo.py", dict(RULES, reward_functions=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
+            "cispo": ("grpo.py", dict(CISPO, reward_functions=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
             "half": ("grpo.py", dict(dtype="bfloat16")), "alike": ("grpo.py", ALIKE),
-            "ppo": ("ppo.py", dict(dtype="float64", rewards=f"{world.rule('letters')},0.5*reward_model,accuracy")),
-            "ppo-rules": ("ppo.py", dict(dtype="float64", rewards=world.rule("letters"), value_init="policy",
+            "ppo": ("ppo.py", dict(dtype="float64", reward_functions=f"{world.rule('letters')},0.5*reward_model,accuracy")),
+            "ppo-rules": ("ppo.py", dict(dtype="float64", reward_functions=world.rule("letters"), value_init="policy",
                                          scale_scores="running", reward_path="nowhere"))}
 
 
@@ -340,7 +342,7 @@ def test_bfloat16_stays_on_policy(ranks):
 def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     """"other" has a reward model whose markers have each other's ids: each text, tokenized anew and alone, has the same score."""
     ours, theirs = load_tokenizer(world.policy), load_tokenizer(world.other_reward)
-    model = Transformer.from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
+    model = from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
     batch = dumped(ranks[0], "other-2")[1]
     assert len(batch["scores"]) == 15
     for (prompt, response), finished, score in zip(texts(batch, ours), batch["finished"], batch["reward/reward_model"],
@@ -374,7 +376,7 @@ def test_ppo_with_rules(ranks, world):
 
 AT = """
 import os, signal
-import data, loss, parallel, rollout
+import data, loss, parallel, relatives, rollout
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -394,9 +396,9 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 """
 KILLS = {  # what the last rank does in iteration 1 -> its exit code, the other rank's, the checkpoint that is there
-    "once(data, 'hashed_row', send(9))": (-9, 1, 1), "once(loss, 'token_weights', send(9))": (-9, 1, 1),
+    "once(data, 'hashed_row', send(9))": (-9, 1, 1), "once(relatives, 'token_weights', send(9))": (-9, 1, 1),
     "once(data, 'hashed_row', send(15))": (0, 0, 1), "once(data, 'replace_rows', send(15))": (0, 0, 1),
-    "once(loss, 'token_weights', send(15))": (0, 0, 2),
+    "once(relatives, 'token_weights', send(15))": (0, 0, 2),
 }
 UNFINISHED_ALL = """
 import rollout
@@ -410,7 +412,7 @@ rollout.generate = cut
 REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 # Rounding that depends on the rows and columns of the micro-batch, as it does on a GPU, but larger.
 UNEVEN = """
-import loss
+import loss, relatives
 exact = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
 """
@@ -421,22 +423,22 @@ STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_
 def sampling_cases(world):
     odd, letters = world.rule("odd"), world.rule("letters")
     runs = {
-        "refilled": (dict(REFILLED, rewards=odd), DUMP + NOISE),
-        "not refilled": (dict(REFILLED, rewards=odd, max_refills=0), DUMP),
-        "never flat": (dict(REFILLED, rewards="reward_model"), DUMP),
-        "never flat, not refilled": (dict(REFILLED, rewards="reward_model", max_refills=0), DUMP),
-        "always flat": (dict(rewards=world.rule("flat"), max_refills=3), DUMP),
-        "later flat": (dict(rewards=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
-        "all cut": (dict(rewards=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
-        "all cut, kept": (dict(rewards=letters, dtype="float64"), UNFINISHED_ALL),
-        "no KL": (dict(rewards=letters, kl_coef=0), DUMP),
-        "still": (dict(STILL, rewards=letters), UNEVEN),
-        "prompts": (dict(rewards=world.rule("prompts"), max_iters=1), ""),
-        "KL in the score": (dict(dtype="float64", rewards=letters, kl_in="reward", kl_estimator="k1", scale="none"), DUMP),
-        "ends": (dict(rewards=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
+        "refilled": (dict(REFILLED, reward_functions=odd), DUMP + NOISE),
+        "not refilled": (dict(REFILLED, reward_functions=odd, max_refills=0), DUMP),
+        "never flat": (dict(REFILLED, reward_functions="reward_model"), DUMP),
+        "never flat, not refilled": (dict(REFILLED, reward_functions="reward_model", max_refills=0), DUMP),
+        "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3), DUMP),
+        "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
+        "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
+        "all cut, kept": (dict(reward_functions=letters, dtype="float64"), UNFINISHED_ALL),
+        "no KL": (dict(reward_functions=letters, kl_coef=0), DUMP),
+        "still": (dict(STILL, reward_functions=letters), UNEVEN),
+        "prompts": (dict(reward_functions=world.rule("prompts"), max_iters=1), ""),
+        "KL in the score": (dict(dtype="float64", reward_functions=letters, kl_in="reward", kl_estimator="k1", scale_by="none"), DUMP),
+        "ends": (dict(reward_functions=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
     }
     found = {name: [one_run("grpo.py", (world.grpo("out", **keys), code))] for name, (keys, code) in runs.items()}
-    args = world.grpo("out", rewards=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
+    args = world.grpo("out", reward_functions=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
     for count in (1, 2):
         found[f"whole {count}"] = [one_run("grpo.py", *[args] * count)]
         for number, action in enumerate(KILLS):
@@ -612,18 +614,18 @@ BAD = {  # name -> (keys, what is said)
     "groups": (dict(group_size=4), r"batch_size = 15 is not a multiple of group_size = 4; it counts responses, not prompts"),
     "one a group": (dict(group_size=1, batch_size=15), r"group_size = 1 .*out of range"),
     "minibatches": (dict(num_minibatches=16), r"num_minibatches = 16 would leave"),
-    "unknown reward": (dict(rewards="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
-    "misspelt": (dict(rewards="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
-    "misspelt model": (dict(rewards="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
-    "no rewards": (dict(rewards=" "), r"wanted at least one reward"),
-    "no such file": (dict(rewards="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
-    "no answer": (dict(rewards="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
-    "no held-out answer": (dict(rewards="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
-    "no score head": (dict(rewards="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
+    "unknown reward": (dict(reward_functions="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
+    "misspelt": (dict(reward_functions="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
+    "misspelt model": (dict(reward_functions="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
+    "no rewards": (dict(reward_functions=" "), r"wanted at least one reward"),
+    "no such file": (dict(reward_functions="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
+    "no answer": (dict(reward_functions="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
+    "no held-out answer": (dict(reward_functions="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
+    "no score head": (dict(reward_functions="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
     "no reward model": (dict(reward_path="nowhere"), r"nowhere: no such folder"),
     "short reward model": (dict(reward_path="SHORT"), r"the prompt has \d tokens; from 1 to 2 fit"),
-    "cispo of sequences": (dict(loss="cispo", importance="sequence"), r"loss = 'cispo' has a weight a token"),
-    "cispo with dual clip": (dict(loss="cispo", dual_clip=3.0), r"loss = 'cispo' .*dual_clip = 0"),
+    "cispo of sequences": (dict(loss_type="cispo", importance="sequence"), r"loss = 'cispo' has a weight a token"),
+    "cispo with dual clip": (dict(loss_type="cispo", dual_clip=3.0), r"loss = 'cispo' .*dual_clip = 0"),
     "dual clip of 1": (dict(dual_clip=1.0), r"dual_clip = 1\.0 would stop bad tokens"),
     "k2 times the ratio": (dict(kl_estimator="k2", kl_correction=True), r"kl_correction is for k1 and k3"),
     "k1 as a loss": (dict(kl_estimator="k1"), r"kl_in = 'loss' with kl_estimator = 'k1' is no penalty: .*--kl_estimator=k2"),
@@ -652,15 +654,15 @@ logprobs = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
-import loss
+import loss, relatives
 policy_loss = loss.policy_loss
 loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK == 1 else 1), args[3])
 """, r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
 }
 TOO_LONG = """
-import configurator, rewards
+import errors, rewards
 def too_long(*args):
-    raise configurator.BadInput("a response has 99 tokens in the reward model's tokenizer")
+    raise errors.BadInput("a response has 99 tokens in the reward model's tokenizer")
 rewards.right_pad = too_long
 """
 
@@ -673,16 +675,16 @@ def failing_cases(world, folder):
         args = world.grpo("out", **{k: paths.get(x, x) if isinstance(x, str) else x for k, x in keys.items()})
         for count in (1, 2) if name in ON_TWO else (1,):
             cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
-    cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", rewards=world.rule("letters")))]
+    cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", reward_functions=world.rule("letters")))]
     cases["ppo with k1 as a loss"] = [one_run("ppo.py", world.ppo("out", kl_in="loss"))]
     for fault in FAULTS:
         for count, name in ((1, fault), (2, fault), (2, f"{fault}_on_1")):
-            args = world.grpo("out", rewards=f"accuracy,{world.rule(name)}", reward_timeout=1)
+            args = world.grpo("out", reward_functions=f"accuracy,{world.rule(name)}", reward_timeout=1)
             cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
-    args = world.ppo("out", rewards=f"reward_model,{world.rule('raises_on_1')}")
+    args = world.ppo("out", reward_functions=f"reward_model,{world.rule('raises_on_1')}")
     cases["ppo: raises_on_1"] = [one_run("ppo.py", args, args)]
     args = world.grpo("out")
-    mine = world.grpo("out", rewards="/proc/self/fd/99/mine.py:mine")  # another folder on each rank
+    mine = world.grpo("out", reward_functions="/proc/self/fd/99/mine.py:mine")  # another folder on each rank
     for name, number in (("here", 1), ("there", 2)):
         os.makedirs(f"{folder}/{name}")
         with open(f"{folder}/{name}/mine.py", "w", encoding="utf-8") as f:
@@ -690,9 +692,9 @@ def failing_cases(world, folder):
     here, there = ((mine, OPEN.format(f"{folder}/{name}")) for name in ("here", "there"))
     cases["other rules on 1"] = [one_run("grpo.py", here, there)]
     cases["rules missing on 1"] = [one_run("grpo.py", here, mine)]
-    args = world.grpo("out", rewards=world.rule("best"), eval_size=1)
+    args = world.grpo("out", reward_functions=world.rule("best"), eval_size=1)
     cases["a rank without responses"] = [one_run("grpo.py", args, args)]
-    args = world.grpo("out", rewards=world.rule("letters"), reward_timeout=60)
+    args = world.grpo("out", reward_functions=world.rule("letters"), reward_timeout=60)
     cases["patience"], cases["patience alone"] = [one_run("grpo.py", args, args)], [one_run("grpo.py", args)]
     args = world.grpo("out", reward_path=world.other_reward)
     cases["too long on 1"] = [one_run("grpo.py", args, (args, TOO_LONG))]
@@ -788,23 +790,23 @@ TWO = dict(max_iters=2)
 # key -> its other value, what else is set before and after
 KNOBS = {
     "policy_path": ("OTHER", {}), "reward_path": ("OTHER", {}), "prompts_path": ("OTHER", {}),
-    "batch_size": (18, {}), "group_size": (5, {}), "max_refills": (1, dict(rewards="ODD")), "max_new_tokens": (9, {}),
-    "temperature": (1.2, {}), "rewards": ("0.5*reward_model,length", {}), "missing_eos_penalty": (3.0, {}),
-    "reward_clip": (0.1, {}), "baseline": ("others", {}), "scale": ("none", {}), "loss": ("cispo", {}),
+    "batch_size": (18, {}), "group_size": (5, {}), "max_refills": (1, dict(reward_functions="ODD")), "max_new_tokens": (9, {}),
+    "temperature": (1.2, {}), "reward_functions": ("0.5*reward_model,length", {}), "missing_eos_penalty": (3.0, {}),
+    "reward_clip": (0.1, {}), "baseline": ("others", {}), "scale_by": ("none", {}), "loss_type": ("cispo", {}),
     "importance": ("sequence", {}), "aggregation": ("token-mean", {}), "truncated": ("mask", {}), "kl_coef": (0.5, {}),
-    "kl_in": ("reward", {}), "refill_by": ("odd", dict(max_refills=1, rewards="ODD,reward_model")),
+    "kl_in": ("reward", {}), "refill_by": ("odd", dict(max_refills=1, reward_functions="ODD,reward_model")),
     "kl_estimator": ("k2", {}), "kl_correction": (True, {}), "num_iterations": (3, {}), "num_minibatches": (3, {}),
     "cliprange": (0.02, {}), "cliprange_high": (0.02, {}), "dual_clip": (1.01, dict(num_iterations=4, learning_rate=1e-2)),
     "entropy_coef": (0.1, {}), "target_kl": (0.001, {}), "max_iters": (2, {}), "learning_rate": (1e-3, {}),
     "warmup_iters": (2, {}), "lr_decay": ("cosine", TWO), "weight_decay": (0.1, {}), "beta1": (0.5, {}),
     "beta2": (0.9, {}), "adam_eps": (1e-2, {}), "grad_clip": (0.05, dict(adam_eps=1e-2)), "seed": (2, {}),
     "dtype": ("float32", {}), "master_weights": (False, dict(dtype="bfloat16")), "lora": ("4", {}),
-    "optimizer": ("adafactor", {}),
+    "optim": ("adafactor", {}),
 }
 # only memory, files or prints depend on these; the first two change nothing beyond rounding, which has tests above
-UNMOVING = {"zero": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+UNMOVING = {"zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
             "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True,
-            "device": "auto", "timeout": 61, "reward_timeout": 61,
+            "device_type": "auto", "timeout": 61, "reward_timeout": 61,
             "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "checkpoint_interval": 1,
             "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
 
@@ -818,10 +820,10 @@ def test_every_key_is_listed():
 @pytest.fixture(scope="module")
 def turned(world, tmp_path_factory):
     """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
-    from checkpoint import save_model
+    from engine.checkpoint import save_model
 
     folder = str(tmp_path_factory.mktemp("knobs"))
-    other = Transformer.from_pretrained(world.policy)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", other, load_tokenizer(world.policy))
@@ -829,7 +831,7 @@ def turned(world, tmp_path_factory):
                   eval_path=world.rl_train)
     runs = {"base": HELD, "base-two": HELD | TWO}
     for key, (value, setting) in KNOBS.items():
-        setting = {k: x.replace("ODD", world.rule("odd")) if k == "rewards" else x for k, x in setting.items()}
+        setting = {k: x.replace("ODD", world.rule("odd")) if k == "reward_functions" else x for k, x in setting.items()}
         runs[base_name(key)] = HELD | setting
         runs[key] = HELD | setting | {key: others[key] if value == "OTHER" else value}
     runs["unmoving"] = HELD | TWO | {k: others.get(k, v) for k, v in UNMOVING.items() if v and k not in MEMORY}

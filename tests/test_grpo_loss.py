@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loss import cispo_loss, flat_groups, group_advantages, kl_estimate, policy_loss, token_weights
+from loss import kl_estimate, policy_loss
+from relatives import cispo_loss, flat_groups, group_advantages, token_weights
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 G, R = 4, 8
 LENGTHS = [[5, 1, 3, 8], [8, 2, 8, 1], [4, 6, 7, 2]]  # of the responses to three prompts
 SCORES = [[1.0, 0.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [-0.5, 2.0, 0.0, 0.5]]
 UNFINISHED = [(0, 3), (1, 0), (2, 2)]  # (group, response); the last one was cut short of R tokens, as a context might
-PLAIN = dict(baseline="mean", scale="std", loss="clip", importance="token", aggregation="seq-mean-token-mean", truncated="keep",
+PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token", aggregation="seq-mean-token-mean", truncated="keep",
              low=0.2, high=0.2, dual=0.0, kl_coef=0.0, estimator="k3", correction=False)
 
 
@@ -34,7 +35,6 @@ def make_case(seed=0):
             finished=(g, i) not in UNFINISHED))
     responses[-1].new[0] = responses[-1].old[0] + 1.5  # a bad token that has become 4.5 times as likely
     return responses
-
 
 CASE = make_case()
 CASE[10].score, CASE[11].score = 0.5, 0.0  # the bad token's response is a bad one
@@ -68,7 +68,7 @@ def paper_advantages(scores, baseline, scale, group_size=G):
 
 def paper_token(r, logprob, A, k):
     """Minus what a token adds to the objective; r: the ratio that it is weighed with."""
-    if k.loss == "cispo":  # 2506.13585, eqs. 4, 5: sg(clip(r)) A log p
+    if k.loss_type == "cispo":  # 2506.13585, eqs. 4, 5: sg(clip(r)) A log p
         return -clip(r.real, 1 - k.low, 1 + k.high) * A * logprob
     gain = smaller(r * A, clip(r, 1 - k.low, 1 + k.high) * A)  # 2402.03300, eq. 3; clip-higher: 2503.14476, eq. 10
     if k.dual and A < 0 and gain.real < k.dual * A:  # 1912.09729, eq. 5: max(min(...), c A)
@@ -88,7 +88,7 @@ def paper_sum(response, new, A, k):
     total = 0
     for t, logprob in enumerate(new):
         r = cmath.exp(log_ratios[t])
-        if k.importance == "sequence" and k.loss == "clip":  # GSPO, 2507.18071, eq. 7
+        if k.importance == "sequence" and k.loss_type == "clip":  # GSPO, 2507.18071, eq. 7
             r = cmath.exp(sum(log_ratios) / len(log_ratios))
         total += paper_token(r, logprob, A, k)
         if k.kl_coef:
@@ -108,7 +108,7 @@ def paper_divisor(response, counted, rows, k):
 def paper_step(case, only=None, **keys):
     """The loss of one optimizer step over these responses (or only some of them), and its derivative in each log-prob."""
     k = SimpleNamespace(**(PLAIN | keys))
-    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale)
+    advantages = paper_advantages([response.score for response in case], k.baseline, k.scale_by)
     rows = range(len(case)) if only is None else only
     numbers = [i for i in rows if k.truncated == "keep" or case[i].finished]
     counted = [case[i] for i in numbers]
@@ -140,14 +140,14 @@ def our_loss(case, logprobs, garbage=0.0, parts=1, **keys):
     old, ref = (padded([getattr(response, name) for response in case], garbage, logprobs.dtype) for name in ("old", "ref"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in case])
     finished = torch.tensor([response.finished for response in case])
-    advantages = group_advantages(torch.tensor([response.score for response in case], dtype=logprobs.dtype), G, k.scale,
+    advantages = group_advantages(torch.tensor([response.score for response in case], dtype=logprobs.dtype), G, k.scale_by,
                                   k.baseline)[:, None].expand_as(mask)
     counted = mask & finished[:, None] if k.truncated == "mask" else mask
     weights = token_weights(counted, k.aggregation, R).to(logprobs)
     total = 0
     for rows in torch.arange(len(case)).tensor_split(parts):
         m, new = counted[rows], logprobs[rows]
-        if k.loss == "cispo":
+        if k.loss_type == "cispo":
             losses, _ = cispo_loss(new, old[rows], advantages[rows], m, k.low, k.high)
         else:
             losses, _ = policy_loss(new, old[rows], advantages[rows], m, k.low, k.high, k.dual, k.importance)
@@ -177,18 +177,17 @@ def close(a, b, tolerance=1e-13):
     assert len(a) == len(b)
     return max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
 
-
 SURROGATES = dict(clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
-                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss="cispo", high=0.5))
+                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss_type="cispo", high=0.5))
 KLS = [{}] + [dict(kl_coef=0.3, estimator=e, correction=c) for e in ("k1", "k2", "k3") for c in (False, True)]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NAMED = {  # what the papers' names mean in grpo.py's keys
-    "GRPO": dict(kl_coef=0.04), "Dr. GRPO": dict(scale="none", aggregation="seq-mean-token-sum-norm"),
+    "GRPO": dict(kl_coef=0.04), "Dr. GRPO": dict(scale_by="none", aggregation="seq-mean-token-sum-norm"),
     "DAPO": dict(high=0.28, aggregation="token-mean", truncated="mask"),
     "GSPO": dict(importance="sequence", low=3e-4, high=4e-4),
-    "RLOO": dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
-    "CISPO": dict(loss="cispo", low=1.0, high=2.0, aggregation="token-mean"),
-    "DeepSeek-V3.2": dict(kl_coef=0.1, correction=True), "whole batch's deviation": dict(scale="batch", baseline="others"),
+    "RLOO": dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm", kl_coef=0.1, estimator="k2"),
+    "CISPO": dict(loss_type="cispo", low=1.0, high=2.0, aggregation="token-mean"),
+    "DeepSeek-V3.2": dict(kl_coef=0.1, correction=True), "whole batch's deviation": dict(scale_by="batch", baseline="others"),
 }
 
 
@@ -217,11 +216,11 @@ def test_every_combination(surrogate):
 def test_what_clipping_reports(surrogate):
     """A clipped token has no gradient, though its advantage is not 0; CISPO's has, with the weight at its bound."""
     k = SimpleNamespace(**(PLAIN | SURROGATES[surrogate]))
-    gradient = our_gradient(CASE, **SURROGATES[surrogate], scale="none", aggregation="token-mean")[2]
+    gradient = our_gradient(CASE, **SURROGATES[surrogate], scale_by="none", aggregation="token-mean")[2]
     advantages = group_advantages(torch.tensor([response.score for response in CASE], dtype=torch.float64), G, "none")
     new, old = (padded([getattr(response, name) for response in CASE]) for name in ("new", "old"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in CASE])
-    if k.loss == "cispo":
+    if k.loss_type == "cispo":
         _, clipped = cispo_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high)
         assert torch.equal(clipped, mask & (((new - old).exp() > 1 + k.high) | ((new - old).exp() < 1 - k.low)))
         assert (gradient[mask & (advantages != 0)[:, None]] != 0).all()
@@ -229,7 +228,7 @@ def test_what_clipping_reports(surrogate):
         _, clipped = policy_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high, k.dual, k.importance)
         assert torch.equal(clipped, mask & (advantages != 0)[:, None] & (gradient == 0))
     assert 0 < clipped.sum() < mask.sum()
-    assert not clipped[4:8].any() or k.loss == "cispo"  # the flat group
+    assert not clipped[4:8].any() or k.loss_type == "cispo"  # the flat group
 
 
 def test_dual_clip_by_hand():
@@ -373,7 +372,6 @@ def test_nothing_to_learn_is_exactly_nothing(surrogate):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # expectations, by enumeration
-
 
 OUTCOMES = [(1,), (0, 1), (0, 0, 1), (0, 0, 0)]  # token 1 is the EOS; at most three tokens
 REWARDS = [0.3, 1.0, -0.5, 2.0]
@@ -527,7 +525,6 @@ def trl_advantages(kind, scores, size, **keys):
     trainer._calculate_rewards = lambda *args: torch.tensor(scores)[:, None]
     return trainer._generate_and_score_completions([dict(prompt="") for _ in range(n)])["advantages"]
 
-
 AGREE = {  # TRL's keys -> ours
     "grpo": (dict(loss_type="grpo"), {}),
     "grpo, k3": (dict(loss_type="grpo", beta=0.1), dict(kl_coef=0.1)),
@@ -543,7 +540,7 @@ AGREE = {  # TRL's keys -> ours
                            dict(aggregation="seq-mean-token-sum-norm", truncated="mask")),
     "dapo": (dict(loss_type="dapo", epsilon_high=0.28, truncated="mask"),
              dict(high=0.28, aggregation="token-mean", truncated="mask")),
-    "cispo": (dict(loss_type="cispo", epsilon_high=1.5), dict(loss="cispo", low=1.0, high=0.5, aggregation="token-mean")),
+    "cispo": (dict(loss_type="cispo", epsilon_high=1.5), dict(loss_type="cispo", low=1.0, high=0.5, aggregation="token-mean")),
 }
 
 
@@ -573,7 +570,7 @@ def test_trl_counts_masked_responses_in_its_means(trl, advantages):
 def test_trls_cispo_has_one_absolute_cap(trl, advantages):
     """TRL (and ScaleRL) cap the weight at epsilon_high itself and not below; the paper has 1 + eps_high, and 1 - eps_low."""
     loss, gradient = trl_loss(CASE, advantages, dict(loss_type="cispo", epsilon_high=0.5))
-    paper = dict(loss="cispo", aggregation="token-mean", low=1.0)
+    paper = dict(loss_type="cispo", aggregation="token-mean", low=1.0)
     assert not close(gradient, flattened(our_gradient(CASE, **paper, high=0.5)[1]), 1e-3)
     assert close(gradient, flattened(our_gradient(CASE, **paper, high=-0.5)[1]), 1e-15)
     assert not close(flattened(our_gradient(CASE, **paper, high=0.5)[1]), flattened(our_gradient(CASE, **(paper | dict(
@@ -670,7 +667,7 @@ def test_trls_rloo_has_one_ratio_a_response(trl):
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     advantages = group_advantages(torch.tensor([response.score for response in CASE], dtype=torch.float64), G, "none", "others")
-    keys = dict(scale="none", baseline="others", aggregation="seq-mean-token-sum-norm")
+    keys = dict(scale_by="none", baseline="others", aggregation="seq-mean-token-sum-norm")
     on_policy = [SimpleNamespace(**{**vars(response), "new": response.old}) for response in CASE]
     for case, same in ((on_policy, True), (CASE, False)):
         leaf = padded([response.new for response in case]).requires_grad_()

@@ -3,13 +3,15 @@ import json
 
 import pytest
 import torch
+
+from engine.adapters import Adapted, load_adapter, save_adapter
+from engine.checkpoint import save_final
+from engine.pretrained import from_pretrained, save_pretrained
+from engine.tokenizers import ByteTokenizer
+from errors import BadInput
+
 from families import make, padded
 from tiny import read_weights
-
-from checkpoint import save_final
-from configurator import BadInput
-from data import ByteTokenizer
-from model import Adapted, Transformer, load_adapter, save_adapter
 
 VARIANTS = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral", "qwen2-gqa", "qwen3"]
 ALL = "q,k,v,o,gate,up,down"
@@ -18,7 +20,7 @@ ALL = "q,k,v,o,gate,up,down"
 def adapted(variant, folder, head="lm", targets=ALL, noise=0.3):
     """A model with adapters of rank 3, their B filled, so that they do something; and its folder."""
     make(variant, head=head).save_pretrained(folder / "base")
-    model = Adapted(Transformer.from_pretrained(str(folder / "base"), head=head), head, 3, 5, targets, seed=7)
+    model = Adapted(from_pretrained(str(folder / "base"), head=head), head, 3, 5, targets, seed=7)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -35,9 +37,9 @@ def batch():
 @torch.no_grad()
 def test_a_new_adapter_changes_nothing_and_off_is_the_base(variant, tmp_path):
     make(variant).save_pretrained(tmp_path / "base")
-    base = Transformer.from_pretrained(str(tmp_path / "base"))
+    base = from_pretrained(str(tmp_path / "base"))
     want = base(*batch())
-    model = Adapted(Transformer.from_pretrained(str(tmp_path / "base")), "lm", 3, 5)
+    model = Adapted(from_pretrained(str(tmp_path / "base")), "lm", 3, 5)
     assert torch.equal(model(*batch()), want)
     model = adapted(variant, tmp_path)
     moved = model(*batch())
@@ -61,7 +63,7 @@ def test_only_the_adapter_is_trained(head, tmp_path):
 def test_the_formula(targets, tmp_path):
     """W x + alpha / rank B A x, by hand on the matrices: what merged weights give is what the adapter gives."""
     model = adapted("llama", tmp_path, targets=targets)
-    plain = Transformer.from_pretrained(str(tmp_path / "base"))
+    plain = from_pretrained(str(tmp_path / "base"))
     with torch.no_grad():
         for i, layer in enumerate(model.layers):
             for name in targets.split(","):
@@ -77,11 +79,11 @@ def test_the_formula(targets, tmp_path):
 def test_saved_models_are_merged_and_adapters_come_back(variant, head, tmp_path):
     model = adapted(variant, tmp_path, head)
     want = model(*batch())
-    model.save_pretrained(tmp_path / "merged")
-    merged = Transformer.from_pretrained(str(tmp_path / "merged"), head=head)
+    save_pretrained(model, tmp_path / "merged")
+    merged = from_pretrained(str(tmp_path / "merged"), head=head)
     assert (merged(*batch()) - want).abs().max() < 1e-4
     save_adapter(model, tmp_path / "adapter")
-    again = Adapted(Transformer.from_pretrained(str(tmp_path / "base"), head=head), head, 3, 5, seed=99)
+    again = Adapted(from_pretrained(str(tmp_path / "base"), head=head), head, 3, 5, seed=99)
     if head == "scalar":
         again.score.weight.zero_()
     load_adapter(again, tmp_path / "adapter")
@@ -97,7 +99,7 @@ def test_a_base_of_16_bits_is_merged_in_32(variant, tmp_path, capsys):
     adapter is the base's, exactly.
     """
     make(variant).save_pretrained(tmp_path / "base")
-    base = Transformer.from_pretrained(str(tmp_path / "base"), matrices=torch.bfloat16)
+    base = from_pretrained(str(tmp_path / "base"), matrices=torch.bfloat16)
     model = Adapted(base, "lm", 3, 5, seed=7)
     generator = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
@@ -111,11 +113,11 @@ def test_a_base_of_16_bits_is_merged_in_32(variant, tmp_path, capsys):
     again = Adapted(base, "lm", 3, 5)
     load_adapter(again, tmp_path / "merged_adapter")
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in again.named_parameters())
-    plain = Adapted(Transformer.from_pretrained(str(tmp_path / "base")), "lm", 3, 5)
+    plain = Adapted(from_pretrained(str(tmp_path / "base")), "lm", 3, 5)
     save_final(str(tmp_path), "plain", plain, tokenizer)
     assert capsys.readouterr().out == ""  # of a base in float32 there is nothing to say
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "float32"
-    merged, compared = Transformer.from_pretrained(str(tmp_path / "merged"), dtype=torch.float64), 0
+    merged, compared = from_pretrained(str(tmp_path / "merged"), dtype=torch.float64), 0
     for name, p in base.named_parameters():
         module, _, kind = name.rpartition(".")
         ours = model.layers[int(module.split(".")[1])] if module.startswith("layers.") else {}
@@ -147,7 +149,7 @@ def test_adapters_that_do_not_fit(tmp_path):
         load_adapter(Adapted(model.base, "lm", 3, 6), tmp_path / "adapter")
     make("gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(BadInput, match="take all three or none"):
-        Adapted(Transformer.from_pretrained(str(tmp_path / "gpt2")), "lm", 3, 5, "q,v")
+        Adapted(from_pretrained(str(tmp_path / "gpt2")), "lm", 3, 5, "q,v")
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -181,7 +183,8 @@ def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
     assert (got - want)[mask].abs().max() < tolerance * want[mask].abs().max()
     (got[mask] ** 2).sum().backward()
     (want[mask] ** 2).sum().backward()
-    from model import adapter_tensors, to_hf
+    from engine.adapters import adapter_tensors
+    from engine.pretrained import to_hf
 
     theirs = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     compared = 0

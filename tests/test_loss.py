@@ -5,24 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (
-    adapt_kl_coef,
-    at_least_float32,
-    entropy_from_logits,
-    gap_limit,
-    kl_estimate,
-    learning_rate_at,
-    logprobs_from_logits,
-    masked_mean,
-    masked_sum,
-    masked_whiten,
-    policy_loss,
-    preference_loss,
-    scaled_logits,
-    standard_deviation,
-    update_moments,
-    value_loss,
-)
+from loss import (adapt_kl_coef, entropy_from_logits, gap_limit, kl_estimate, learning_rate_at,
+                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten, policy_loss,
+                  preference_loss, scaled_logits, standard_deviation, update_moments, value_loss)
+from model import at_least_float32
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 
@@ -209,7 +195,6 @@ def test_k3_of_a_tiny_difference():
 
 # policy and value losses
 
-
 POLICY_CASES = [  # advantage, ratio, loss, its gradient in the log-prob, clipped; cliprange 0.2
     (2.0, 1.0, -2.0, -2.0, False),
     (2.0, 1.1, -2.2, -2.2, False),
@@ -234,7 +219,6 @@ def test_policy_loss_by_hand():
     assert torch.equal(was_clipped, clipped.bool())
     got.sum().backward()
     assert (logprobs.grad - gradient).abs().max() < 1e-14
-
 
 VALUE_CASES = [  # value, return, loss, its gradient in the value, clipped; old value 1, cliprange_value 0.25
     (1.125, 2.0, 0.3828125, -0.875, False),

@@ -5,16 +5,17 @@ import sys
 
 import pytest
 import torch
+
+from engine.pretrained import from_pretrained, from_scratch
+from loss import entropy_from_logits, logprobs_and_entropy, logprobs_from_logits, scaled_logits
+
 from conftest import ROOT
 from families import VARIANTS, make, padded
-
-from loss import entropy_from_logits, logprobs_and_entropy, logprobs_from_logits, scaled_logits
-from model import Transformer
 
 
 def loaded(variant, folder, head="lm"):
     make(variant, head=head).save_pretrained(folder / "model")
-    return Transformer.from_pretrained(str(folder / "model"), head=head, dtype=torch.float64)
+    return from_pretrained(str(folder / "model"), head=head, dtype=torch.float64)
 
 
 def gradients(model, loss):
@@ -89,7 +90,7 @@ def saved_bytes(model, function):
 def test_recomputed_layers_keep_only_their_input():
     config = dict(model_type="llama", vocab_size=50, hidden_size=64, intermediate_size=256, num_hidden_layers=8,
                   num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64)
-    model, tokens = Transformer.from_scratch(config), torch.randint(0, 50, (8, 64))
+    model, tokens = from_scratch(config), torch.randint(0, 50, (8, 64))
     sizes = []
     for on in (False, True):
         model.recompute(on)
@@ -97,7 +98,6 @@ def test_recomputed_layers_keep_only_their_input():
     layer_input = tokens.numel() * 64 * 4
     assert sizes[0] > 8 * 6 * layer_input  # norms, queries, keys, values, attention, branches of the MLP
     assert sizes[1] < 8 * 1.5 * layer_input + 3 * layer_input  # one input a layer; embedding, rotation, last norm
-
 
 PEAK = """
 import sys; sys.path.insert(0, sys.argv[1])

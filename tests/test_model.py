@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from families import VARIANTS, make, padded
 
-from configurator import BadInput
-from model import Transformer, freeze
+from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from errors import BadInput
+from model import freeze
+
+from families import VARIANTS, make, padded
 
 all_variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -31,7 +33,7 @@ def hf_scalars(model, tokens, mask):
 def test_logits_equal_transformers(variant, left, tmp_path):
     theirs = make(variant)
     theirs.save_pretrained(tmp_path)
-    ours = freeze(Transformer.from_pretrained(str(tmp_path)))
+    ours = freeze(from_pretrained(str(tmp_path)))
     tokens, mask = padded([9, 12, 1, 4], left)
     want = theirs(tokens, attention_mask=mask.long(), position_ids=hf_positions(mask)).logits
     got = ours(tokens, mask)
@@ -47,17 +49,17 @@ def test_logits_equal_transformers(variant, left, tmp_path):
 def test_scalar_head_reads_and_writes_sequence_classification(variant, tmp_path):
     theirs = make(variant, head="scalar")
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = freeze(Transformer.from_pretrained(str(tmp_path / "theirs"), head="scalar"))
+    ours = freeze(from_pretrained(str(tmp_path / "theirs"), head="scalar"))
     assert not ours.new_head
     for left in (True, False):
         tokens, mask = padded([9, 12, 1, 4], left)
         assert (ours(tokens, mask) - hf_scalars(theirs, tokens, mask))[mask].abs().max() < 1e-4
     ours.config.score_shift = -1.25
-    ours.save_pretrained(str(tmp_path / "ours"))
+    save_pretrained(ours, str(tmp_path / "ours"))
     back = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
     assert type(back) is type(theirs) and back.config.num_labels == 1
     assert (hf_scalars(back, tokens, mask) - hf_scalars(theirs, tokens, mask))[mask].abs().max() == 0
-    again = Transformer.from_pretrained(str(tmp_path / "ours"), head="scalar")
+    again = from_pretrained(str(tmp_path / "ours"), head="scalar")
     assert again.config.score_shift == -1.25
     assert torch.equal(again(tokens, mask), ours(tokens, mask))
 
@@ -67,10 +69,10 @@ def test_scalar_head_reads_and_writes_sequence_classification(variant, tmp_path)
 def test_what_we_save_transformers_loads(variant, tmp_path):
     theirs = make(variant)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = Transformer.from_pretrained(str(tmp_path / "theirs"))
+    ours = from_pretrained(str(tmp_path / "theirs"))
     for p in ours.parameters():
         p.mul_(1.5)
-    ours.save_pretrained(str(tmp_path / "ours"))
+    save_pretrained(ours, str(tmp_path / "ours"))
     back = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert type(back) is type(theirs)
     tokens, _ = padded([12, 12], True)
@@ -78,7 +80,7 @@ def test_what_we_save_transformers_loads(variant, tmp_path):
     for key, value in theirs.config.to_dict().items():
         if key not in ("_name_or_path", "transformers_version", "torch_dtype"):
             assert back.config.to_dict()[key] == value, key
-    again = Transformer.from_pretrained(str(tmp_path / "ours"))
+    again = from_pretrained(str(tmp_path / "ours"))
     assert torch.equal(again(tokens), ours(tokens))
     if ours.config.tied:
         assert not any("lm_head" in n for n, _ in ours.named_parameters())
@@ -88,7 +90,7 @@ def test_what_we_save_transformers_loads(variant, tmp_path):
 @torch.no_grad()
 def test_cache_and_response_length_change_nothing(variant, tmp_path):
     make(variant).save_pretrained(tmp_path)
-    model = freeze(Transformer.from_pretrained(str(tmp_path), dtype="float64"))
+    model = freeze(from_pretrained(str(tmp_path), dtype="float64"))
     tokens, mask = padded([9, 12, 3], True)
     whole = model(tokens, mask)
     assert torch.equal(model(tokens, mask, response_length=4), whole[:, -5:-1])
@@ -105,7 +107,7 @@ def test_cache_and_response_length_change_nothing(variant, tmp_path):
 @torch.no_grad()
 def test_left_padding_does_not_matter(variant, tmp_path):
     make(variant).save_pretrained(tmp_path)
-    model = freeze(Transformer.from_pretrained(str(tmp_path), dtype="float64"))
+    model = freeze(from_pretrained(str(tmp_path), dtype="float64"))
     row, _ = padded([7], True)
     alone = model(row)
     for pad in range(1, 6):
@@ -120,7 +122,7 @@ def test_a_mask_with_holes(variant, tmp_path):
     """A hole in the middle is not right padding, though the first token is real."""
     theirs = make(variant)
     theirs.save_pretrained(tmp_path)
-    ours = Transformer.from_pretrained(str(tmp_path))
+    ours = from_pretrained(str(tmp_path))
     tokens, _ = padded([12, 12], True)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, 3:6] = mask[1, 10] = False
@@ -136,15 +138,15 @@ def test_shards_and_bare_trunks(tmp_path):
     tokens, _ = padded([8, 8], True)
     with torch.no_grad():
         want = theirs(tokens).logits
-        assert (Transformer.from_pretrained(str(tmp_path / "shards"))(tokens) - want).abs().max() < 1e-4
+        assert (from_pretrained(str(tmp_path / "shards"))(tokens) - want).abs().max() < 1e-4
         gpt2 = make("gpt2")
         gpt2.transformer.save_pretrained(tmp_path / "bare")  # no "transformer." prefix, like the hub's gpt2
-        bare = Transformer.from_pretrained(str(tmp_path / "bare"))
+        bare = from_pretrained(str(tmp_path / "bare"))
         assert (bare(tokens) - gpt2(tokens).logits).abs().max() < 1e-4
     shard = sorted(f for f in os.listdir(tmp_path / "shards") if f.endswith(".safetensors"))[1]
     os.remove(tmp_path / "shards" / shard)
     with pytest.raises(BadInput, match=shard):
-        Transformer.from_pretrained(str(tmp_path / "shards"))
+        from_pretrained(str(tmp_path / "shards"))
 
 
 class Trap:
@@ -161,7 +163,7 @@ def test_old_bin_files_load_and_run_nothing(tmp_path):
     """pytorch_model.bin, in one file, in shards, and as from before torch 1.6; safetensors are preferred where there are both."""
     theirs = make("llama")
     theirs.save_pretrained(tmp_path / "new")
-    want = Transformer.from_pretrained(str(tmp_path / "new")).state_dict()
+    want = from_pretrained(str(tmp_path / "new")).state_dict()
     config = (tmp_path / "new" / "config.json").read_text()
     tensors = {name: t.clone() for name, t in theirs.state_dict().items()}
     for kind in ("zip", "legacy", "shards"):
@@ -177,24 +179,24 @@ def test_old_bin_files_load_and_run_nothing(tmp_path):
             (folder / "pytorch_model.bin.index.json").write_text(json.dumps(dict(weight_map=index)))
         else:
             torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "zip")
-        got = Transformer.from_pretrained(str(folder)).state_dict()
+        got = from_pretrained(str(folder)).state_dict()
         assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want), kind
     for old in (True, False):
         evil = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"], "x": Trap(str(tmp_path / "made"))}
         torch.save(evil, tmp_path / "zip" / "pytorch_model.bin", _use_new_zipfile_serialization=old)
         with pytest.raises(BadInput, match="pytorch_model.bin: not a file of mere weights"):
-            Transformer.from_pretrained(str(tmp_path / "zip"))
+            from_pretrained(str(tmp_path / "zip"))
         assert not (tmp_path / "made").exists()
     for damaged in (b"", b"nonsense", (tmp_path / "legacy" / "pytorch_model.bin").read_bytes()[:5000]):
         (tmp_path / "zip" / "pytorch_model.bin").write_bytes(damaged)
         with pytest.raises(BadInput, match="pytorch_model.bin: not a file of mere weights") as e:
-            Transformer.from_pretrained(str(tmp_path / "zip"))
+            from_pretrained(str(tmp_path / "zip"))
         assert "\n" not in str(e.value)
     torch.save([1, 2], tmp_path / "zip" / "pytorch_model.bin")
     with pytest.raises(BadInput, match="not a dict of tensors"):
-        Transformer.from_pretrained(str(tmp_path / "zip"))
+        from_pretrained(str(tmp_path / "zip"))
     (tmp_path / "new" / "pytorch_model.bin").write_bytes(b"nonsense")
-    Transformer.from_pretrained(str(tmp_path / "new"))
+    from_pretrained(str(tmp_path / "new"))
 
 
 def test_hub_style_rope_settings(tmp_path):
@@ -213,18 +215,18 @@ def test_hub_style_rope_settings(tmp_path):
         file.write_text(json.dumps(config))
         tokens, _ = padded([12, 12], True)
         with torch.no_grad():
-            got = Transformer.from_pretrained(str(tmp_path / variant))(tokens)
+            got = from_pretrained(str(tmp_path / variant))(tokens)
             assert (got - theirs(tokens).logits).abs().max() < 1e-4
 
 
 def test_new_scalar_head_on_a_language_model(tmp_path):
     config = dict(model_type="llama", vocab_size=50, hidden_size=4095, num_hidden_layers=1, num_attention_heads=1,
                   intermediate_size=8, max_position_embeddings=8, head_dim=2)
-    Transformer.from_scratch(config).save_pretrained(str(tmp_path))
-    model = Transformer.from_pretrained(str(tmp_path), head="scalar", seed=3)
+    save_pretrained(from_scratch(config), str(tmp_path))
+    model = from_pretrained(str(tmp_path), head="scalar", seed=3)
     assert model.new_head
     assert model.score.weight.std().item() == pytest.approx(1 / 64, rel=0.05)  # 1 / sqrt(4095 + 1)
-    again = Transformer.from_pretrained(str(tmp_path), head="scalar", seed=3)
+    again = from_pretrained(str(tmp_path), head="scalar", seed=3)
     assert torch.equal(model.score.weight, again.score.weight)
 
 
@@ -232,10 +234,10 @@ def test_loading_never_holds_two_copies(tmp_path):
     """The resident peak of a fresh process grows by one model and its largest tensor, not by two models."""
     config = dict(model_type="llama", vocab_size=8000, hidden_size=512, num_hidden_layers=12, num_attention_heads=8,
                   intermediate_size=1536, max_position_embeddings=64)
-    Transformer.from_scratch(config).save_pretrained(str(tmp_path))
-    code = ("import sys, safetensors.torch; sys.path.insert(0, sys.argv[1]); from model import Transformer\n"
+    save_pretrained(from_scratch(config), str(tmp_path))
+    code = ("import sys, safetensors.torch; sys.path.insert(0, sys.argv[1]); from engine.pretrained import from_pretrained\n"
             "def peak(): return next(int(x.split()[1]) / 1024 for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
-            "before = peak(); model = Transformer.from_pretrained(sys.argv[2]); print(peak() - before)\n")
+            "before = peak(); model = from_pretrained(sys.argv[2]); print(peak() - before)\n")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run([sys.executable, "-c", code, root, str(tmp_path)], capture_output=True, text=True, check=True)
     size = os.path.getsize(tmp_path / "model.safetensors") / 2**20
@@ -245,35 +247,35 @@ def test_loading_never_holds_two_copies(tmp_path):
 
 def test_freeze():
     config = dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8)
-    model = Transformer.from_scratch(config)
+    model = from_scratch(config)
     assert freeze(model) is model and not model.training
     assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_bad_models_get_one_line(tmp_path):
     with pytest.raises(BadInput, match="no such model folder"):
-        Transformer.from_pretrained(str(tmp_path / "nowhere"))
+        from_pretrained(str(tmp_path / "nowhere"))
     with pytest.raises(BadInput, match="no config.json"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(BadInput, match="'bert' is not supported; quartet knows gpt2"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     make("llama").save_pretrained(tmp_path)
     os.remove(tmp_path / "model.safetensors")
     with pytest.raises(BadInput, match="no model.safetensors"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(BadInput, match="not a readable safetensors file"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     biased = make("llama-biases-linear")
     biased.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(dict(config, mlp_bias=False)))
     with pytest.raises(BadInput, match="more that config.json does not announce"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(dict(config, vocab_size=98)))
     with pytest.raises(BadInput, match=r"\(97, 32\)"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(dict(config, rope_parameters=dict(rope_type="yarn", factor=2.0))))
     with pytest.raises(BadInput, match="yarn"):
-        Transformer.from_pretrained(str(tmp_path))
+        from_pretrained(str(tmp_path))

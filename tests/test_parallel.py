@@ -7,10 +7,13 @@ import signal
 
 import pytest
 import torch
-from tiny import forked, one_run
 
+import loss
 import parallel
-from configurator import BadInput, Stop
+from engine import audit, launch, together
+from errors import BadInput, Stop
+
+from tiny import forked, one_run
 
 
 def two_layers(seed=0, dtype=torch.float32):
@@ -41,44 +44,43 @@ def test_more_ranks_than_gpus_is_said_by_all(monkeypatch):
         for key, value in dict(RANK=local_rank, LOCAL_RANK=local_rank, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3).items():
             monkeypatch.setenv(key, str(value))
         with pytest.raises(BadInput, match="this machine has 2 GPUs for 3 ranks; lower --nproc_per_node"):
-            parallel.init("auto", 10)
+            launch.init("auto", 10)
 
 
 def test_one_process_starts_and_stops_alone(monkeypatch):
-    assert parallel.from_rank_0(lambda: {"a": (1, None)}) == {"a": (1, None)}
-    parallel.agree({"anything": 1})
-    assert not parallel.stop_asked() and not parallel.stop_agreed()
-    monkeypatch.setattr(parallel, "signalled_at", 1.0)
-    assert parallel.stop_asked() and parallel.stop_agreed()
+    assert together.from_rank_0(lambda: {"a": (1, None)}) == {"a": (1, None)}
+    together.agree({"anything": 1})
+    assert not launch.stop_asked() and not launch.stop_agreed()
+    monkeypatch.setattr(launch, "signalled_at", 1.0)
+    assert launch.stop_asked() and launch.stop_agreed()
 
 
 def test_a_parameter_that_is_not_finite_is_no_secret():
     """As after a step with a huge learning rate and finite gradients: the audit, which comes before every save, stops it."""
     model = two_layers()
-    parallel.audit({"policy": model}, {}, 1)
+    audit.audit({"policy": model}, {}, 1)
     with torch.no_grad():
         model[1].bias[3] = torch.inf
     with pytest.raises(Stop, match=r"iteration 2: policy's 1\.bias is not finite \(on all ranks\); the last checkpoint is good"):
-        parallel.audit({"policy": model}, {}, 2)
+        audit.audit({"policy": model}, {}, 2)
 
 
 def test_own_code_is_ours_alone_and_torch():
-    import loss
-    code = parallel.own_code()
+    code = together.own_code()
     with open(loss.__file__, "rb") as f:
         assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
     assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
-    assert all(re.fullmatch(r"the (version of torch|code of (tests/)?\w+\.py)", what) for what in code)
+    assert all(re.fullmatch(r"the (version of torch|code of (tests/|engine/)?\w+\.py)", what) for what in code)
 
 
 def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch):
     said = []
-    monkeypatch.setattr(parallel.os, "write", lambda fd, line: said.append((fd, line.decode())))
+    monkeypatch.setattr(launch.os, "write", lambda fd, line: said.append((fd, line.decode())))
     monkeypatch.setattr(parallel, "phase", "iteration 7, update")
     for started_by in ("TORCHELASTIC_RUN_ID", "nothing"):
         monkeypatch.setenv(started_by, "x")
-        monkeypatch.setattr(parallel, "signalled_at", None)
-        parallel.on_signal(signal.SIGTERM, None)
+        monkeypatch.setattr(launch, "signalled_at", None)
+        launch.on_signal(signal.SIGTERM, None)
         monkeypatch.delenv(started_by)
     assert [fd for fd, _ in said] == [2, 2] and all("SIGTERM: stopping" in x and "iteration 7, update" in x for _, x in said)
     assert ["--shutdown-timeout" in x for _, x in said] == [True, False]
@@ -97,7 +99,7 @@ def test_one_process_needs_no_group():
     before = [p.clone() for p in model.parameters()]
     parallel.broadcast_parameters([model])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    parallel.finish()
+    launch.finish()
 
 
 def test_flat_gradients_are_views_of_one_buffer_per_dtype():
@@ -178,7 +180,7 @@ def one_parameter(values):
 
 
 def differ(a, b):
-    return not torch.equal(parallel.checksums({"a": a}), parallel.checksums({"a": b}))
+    return not torch.equal(audit.checksums({"a": a}), audit.checksums({"a": b}))
 
 
 @all_dtypes
@@ -186,8 +188,8 @@ def test_checksums_are_equal_for_equal_parameters(dtype):
     for n in (0, 1, 3, 1001):
         values = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
         assert not differ(one_parameter(values), one_parameter(values))
-    assert parallel.checksums({"a": two_layers(0, dtype), "b": two_layers(1, dtype)}).shape == (8,)
-    same, sums = two_layers(0, dtype), [parallel.checksums({"m": two_layers(0, dtype)}) for _ in range(2)]
+    assert audit.checksums({"a": two_layers(0, dtype), "b": two_layers(1, dtype)}).shape == (8,)
+    same, sums = two_layers(0, dtype), [audit.checksums({"m": two_layers(0, dtype)}) for _ in range(2)]
     assert torch.equal(*sums) and not differ(same, two_layers(0, dtype)) and differ(same, two_layers(1, dtype))
 
 
@@ -221,7 +223,7 @@ def test_checksums_see_entries_move_between_parameters(dtype):
     one, two = two_layers(0, dtype), two_layers(0, dtype)
     with torch.no_grad():
         two[0].weight[0, 0], two[1].weight[0, 0] = one[1].weight[0, 0], one[0].weight[0, 0]
-    sums = [parallel.checksums({"m": m}) for m in (one, two)]
+    sums = [audit.checksums({"m": m}) for m in (one, two)]
     assert (sums[0] != sums[1]).tolist() == [True, False, True, False]
 
 
@@ -236,13 +238,13 @@ def test_checksums_see_order_across_chunks():
 
 def test_audit_of_one_process_watches_the_frozen():
     models, frozen = {"policy": two_layers(0), "ref_policy": two_layers(1).requires_grad_(False)}, {}
-    parallel.audit(models, frozen, 0)
+    audit.audit(models, frozen, 0)
     with torch.no_grad():
         models["policy"][0].weight.add_(1)  # may move
-    parallel.audit(models, frozen, 1)
+    audit.audit(models, frozen, 1)
     models["ref_policy"][1].bias.data[6] += 1e-7
     with pytest.raises(Stop, match=r"^iteration 2: the frozen ref_policy has changed: parameter 1\.bias "):
-        parallel.audit(models, frozen, 2)
+        audit.audit(models, frozen, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,10 +254,11 @@ WORKER = """
 import json, os, sys
 import torch
 import parallel
-from configurator import Stop
+from engine import audit, launch, together
+from errors import Stop
 from test_parallel import two_layers
 
-rank, size, device = parallel.init("cpu", 30)
+rank, size, device = launch.init("cpu", 30)
 said = dict(rank=[rank, size, str(device)])
 
 said["gathers"] = []
@@ -291,18 +294,18 @@ def caught(f, *args):
 
 said["check"] = caught(parallel.check_gradients, parallel.clip_gradients(buffers, 0), model, "value_model", 5)
 models, frozen = dict(policy=model, reward_model=two_layers(seed=9).requires_grad_(False)), {}
-said["audits"] = [caught(parallel.audit, models, frozen, 0)]
+said["audits"] = [caught(audit.audit, models, frozen, 0)]
 for name, owners in (("policy", [1]), ("reward_model", [size - 1]), ("reward_model", range(size))):
     p = models[name][1].weight
     before = p.detach().clone()
     if rank in owners:
         p.data[6, 2] *= 1.0000002  # the last bit or two
-    said["audits"].append(caught(parallel.audit, models, frozen, 1))
+    said["audits"].append(caught(audit.audit, models, frozen, 1))
     p.data.copy_(before)
-said["audits"].append(caught(parallel.audit, models, frozen, 2))
+said["audits"].append(caught(audit.audit, models, frozen, 2))
 with open(os.path.join(sys.argv[1], f"{size}-{rank}.json"), "w") as f:
     json.dump(said, f)
-parallel.finish()
+launch.finish()
 """
 
 

@@ -10,16 +10,21 @@ import tempfile
 import time
 
 import pytest
-import tiny
 import torch
 import transformers
-from conftest import ROOT
-from families import VARIANTS
 from test_configurator import CONFIGS, script_of
 
-import memory
-from configurator import BadConfig, BadInput
-from model import Adapted, Transformer, parse_config
+from engine.adapters import Adapted
+from engine.hf_config import parse_config
+from engine.pretrained import from_scratch
+from errors import BadConfig, BadInput
+from model import Transformer
+
+import tiny
+from conftest import ROOT
+from families import VARIANTS
+from tools import memory
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # worlds and runs
@@ -38,10 +43,9 @@ def neox(d, layers, heads, ff, **more):
 def gpt2(d, layers, heads, **more):
     return dict(model_type="gpt2", n_embd=d, n_layer=layers, n_head=heads, n_positions=256) | more
 
-
 PPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, ppo_epochs=2)
 GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, num_iterations=2, group_size=4,
-            rewards="reward_model", kl_coef=0.04)
+            reward_functions="reward_model", kl_coef=0.04)
 SHORT = dict(max_new_tokens=20, eval_size=1)
 SMALL = llama(64, 3, 4, 2, 176)
 # name: (script, ranks, architecture, how many more embeddings than tokens, keys). FAST is the suite's part of the campaign
@@ -54,7 +58,7 @@ FAST = {
 }
 CAMPAIGN = FAST | {
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
-        optimizer="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
+        optim="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
     "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
     "ppo, neox, chunks, recomputed": ("ppo", 1, neox(64, 3, 4, 256), 0, PPO | dict(gradient_checkpointing=True, head_chunk=64)),
     "ppo, llama, recomputed": ("ppo", 1, llama(64, 6, 4, 4, 176), 0, PPO | dict(gradient_checkpointing=True)),
@@ -74,17 +78,18 @@ CAMPAIGN = FAST | {
     "grpo, no reference": ("grpo", 1, SMALL, 0, GRPO | dict(kl_coef=0.0)),
     "ppo, 125M llama": ("ppo", 1, llama(768, 12, 12, 12, 2048), 32_000, PPO | dict(
         micro_batch_size=2, batch_size=4, max_new_tokens=64)),
-    "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero="1")),
+    "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero_stage="1")),
     "ppo, stage 2": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(
-        micro_batch_size=1, batch_size=4, zero="2", head_chunk=8)),
+        micro_batch_size=1, batch_size=4, zero_stage="2", head_chunk=8)),
     "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
-        micro_batch_size=1, zero="3", dtype="bfloat16")),
+        micro_batch_size=1, zero_stage="3", dtype="bfloat16")),
 }
 DRIVER = """
 import json, os, runpy, sys
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-import parallel, zero
+import parallel
+from engine import memory, optimizers
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -101,7 +106,7 @@ for script, *args in json.load(open(sys.argv[1])):
     results.append(dict(
         parameters=held([p for model in g["models"].values() for p in model.parameters()]),
         gradients=held([p.grad for model in g["trained"].values() for p in model.parameters() if p.grad is not None]),
-        optimizer=held([t for o in optimizers for state in zero.inner(o).state.values() for t in state.values()]),
+        optimizer=held([t for o in optimizers for state in optimizers.inner(o).state.values() for t in state.values()]),
         average=held(g["ema"].averages) if g["ema"] else 0,
         peak=tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
     del g, optimizers
@@ -111,17 +116,17 @@ json.dump(results, open(OUT + os.environ.get("RANK", "0"), "w"))
 
 def build(folder, shape, more_embeddings):
     """A random policy, reward model and reward adapter of this architecture, with prompts of 20 to 28 bytes."""
-    from checkpoint import save_model
-    from data import ByteTokenizer
-    from model import save_adapter
+    from engine.adapters import save_adapter
+    from engine.checkpoint import save_model
+    from engine.tokenizers import ByteTokenizer
 
     tokenizer = ByteTokenizer(dict(markers=[f"<{i}>" for i in range(1000)], eos="<eos>", pad="<pad>"))
     hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                       pad_token_id=tokenizer.pad_id)
     path = {name: os.path.join(folder, name) for name in ("policy", "reward", "adapter", "prompts.jsonl")}
-    policy = Transformer.from_scratch(hf, seed=1)
+    policy = from_scratch(hf, seed=1)
     save_model(path["policy"], policy, tokenizer)
-    save_model(path["reward"], Transformer.from_scratch(hf, head="scalar", seed=2), tokenizer)
+    save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
     tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (20 + i % 9)) for i in range(64)])
@@ -134,7 +139,7 @@ def runs(cases, folder):
     for i, (name, (script, ranks, shape, more, keys)) in enumerate(cases.items()):
         path = build(os.path.join(folder, str(i)), shape, more)
         keys = dict(policy_path=path["policy"], reward_path=path["reward"], prompts_path=path["prompts.jsonl"], timeout=60,
-                    eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device="cpu",
+                    eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device_type="cpu",
                     reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
         keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
         args = tiny.arguments(keys)
@@ -233,7 +238,7 @@ def tool(capsys, monkeypatch, *argv):
 
 
 def test_a_table_for_70b_and_six_ways_to_train_it(capsys, monkeypatch):
-    out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero=3")
+    out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero_stage=3")
     assert all(f"\n{row}" in out for row in (*memory.ROWS, *memory.PHASES)) and "predicted peak" in out
     assert "planned with the shape of llama-3.2-1b" in out  # the reward model's: the hub is out of reach
     out = tool(capsys, monkeypatch, "config/llama.py", "--compare", "--gpu-gb", "80")
@@ -276,7 +281,7 @@ def test_bad_input_is_one_line(argv, what, capsys, monkeypatch):
 
 
 def test_bad_input_ends_with_code_2():
-    done = tiny.run("memory.py", "--cuont=4")
+    done = tiny.run("tools/memory.py", "--cuont=4")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("memory.py: error: unknown key 'cuont'")
 
 
@@ -337,7 +342,6 @@ def test_one_trunk_is_a_third_of_four_models():
     full, trunk = (memory.predict(config | more, c, c, 24, device="cpu")["peak_mib"] for more in (
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
-
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,12 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny
 import torch
-from tiny import forked, one_run
 
 from configurator import read_keys
-from model import Transformer
+from engine.pretrained import from_pretrained
+
+import tiny
+from tiny import forked, one_run
+
 
 FROZEN, TRAINED = ("ref_policy", "reward_model"), ("policy", "value_model")
 
@@ -85,7 +87,7 @@ def test_sft_and_rm_leave_models_and_logs(chain):
     log = tiny.read_log(f"{chain}/rm")
     assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= log[0].keys()
     assert {"eval/loss", "eval/accuracy"} <= log[-1].keys() and log[-1]["iteration"] == 3
-    reward_model = Transformer.from_pretrained(f"{chain}/rm/reward_model", head="scalar")
+    reward_model = from_pretrained(f"{chain}/rm/reward_model", head="scalar")
     assert not reward_model.new_head and reward_model.config.score_shift != 0
 
 
@@ -111,29 +113,29 @@ def test_transformers_loads_what_ppo_leaves(chain, world):
 
     tokens = torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(f"{chain}/ppo/policy").eval()(tokens).logits
-    ours = Transformer.from_pretrained(f"{chain}/ppo/policy")
+    ours = from_pretrained(f"{chain}/ppo/policy")
     assert theirs.std() > 0.1 and (theirs - ours(tokens)).abs().max() < 1e-4
     values = hf.AutoModelForSequenceClassification.from_pretrained(f"{chain}/ppo/value_model").eval()
     theirs = values.score(values.base_model(tokens).last_hidden_state)[..., 0]
-    ours = Transformer.from_pretrained(f"{chain}/ppo/value_model", head="scalar")
+    ours = from_pretrained(f"{chain}/ppo/value_model", head="scalar")
     assert (theirs - ours(tokens)).abs().max() < 1e-4
     backend = hf.AutoTokenizer.from_pretrained(f"{chain}/ppo/policy")
     assert backend("<think>1</think>2=é")["input_ids"] == [256, 49, 257, 50, 61, 0xC3, 0xA9]
 
 
 def test_sample_and_plot(chain, world, tmp_path):
-    policy, reward = f"--model={chain}/ppo/policy", f"--reward_model={chain}/rm/reward_model"
+    policy, reward = f"--policy_path={chain}/ppo/policy", f"--reward_path={chain}/rm/reward_model"
     picture = tmp_path / "new" / "two.png"
     size = "--max_new_tokens=6"
     chat, plot = tiny.run_all([
-        (("sample.py", policy, size), dict(stdin="1+2=\n\n3+4=\n")),
-        (("plot.py", f"--runs={chain}/ppo,{chain}/sft", f"--out={picture}"), {}),
+        (("tools/sample.py", policy, size), dict(stdin="1+2=\n\n3+4=\n")),
+        (("tools/plot.py", f"--runs={chain}/ppo,{chain}/sft", f"--out={picture}"), {}),
     ])
     for result in (chat, plot):
         assert succeeded(result).stderr == ""
     results = forked(str(tmp_path), {
-        "one": [one_run("sample.py", [policy, size, "--prompt=1+2="])],
-        "file": [one_run("sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])]})
+        "one": [one_run("tools/sample.py", [policy, size, "--prompt=1+2="])],
+        "file": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])]})
     for (result,) in results.values():
         assert result["codes"] == [0] and result["stderr"] == [""], result
     one, file = (result["stdout"][0] for (result,) in results.values())
@@ -153,7 +155,7 @@ def test_sample_and_plot(chain, world, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # one run, any number of ranks, any memory knob
 
-IN_REWARD = dict(dtype="float64", num_minibatches=4, kl_target=1.0, kl_horizon=20)  # of 2, 2, 2, 1 rows: fewer than ranks
+IN_REWARD = dict(dtype="float64", num_minibatches=4, kl_coef_target=1.0, kl_horizon=20)  # of 2, 2, 2, 1 rows: fewer than ranks
 IN_LOSS = dict(dtype="float64", kl_in="loss", kl_estimator="k2", entropy_coef=0.05, target_kl=0.15, value_init="policy",
                gamma=0.95, reward_clip=0.7, cliprange_value=0.0, grad_clip=0.3, weight_decay=0.1, warmup_iters=2, max_iters=4,
                learning_rate=3e-3)
@@ -217,7 +219,7 @@ def test_those_runs_had_something_to_get_wrong(ranks, world):
 
 def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     """IN_LOSS has a reward model whose markers have each other's ids; the policy's text is tokenized anew for it."""
-    from data import load_tokenizer
+    from engine.tokenizers import load_tokenizer
 
     tokenizers = [load_tokenizer(path) for path in (world.policy, world.other_reward)]
     assert tokenizers[0].fingerprint != tokenizers[1].fingerprint
@@ -389,11 +391,11 @@ KNOBS = {
     "policy_path": ("OTHER", {}, "policy"), "reward_path": ("OTHER", dict(value_init="policy"), "policy"),
     "prompts_path": ("OTHER", {}, "policy"), "value_init": ("policy", {}, "value_model"),
     "batch_size": (8, {}, "policy"), "max_new_tokens": (9, {}, "policy"), "temperature": (1.2, {}, "policy"),
-    "rewards": ("0.5*reward_model,length", {}, "policy"), "scale_scores": ("running", {}, "policy"),
+    "reward_functions": ("0.5*reward_model,length", {}, "policy"), "scale_scores": ("running", {}, "policy"),
     "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
     "kl_coef": (0.5, {}, "policy"), "kl_in": ("loss", dict(kl_estimator="k2"), "policy"), "kl_estimator": ("k3", {}, "policy"),
-    "kl_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
-    "kl_horizon": (50, dict(kl_target=5.0, max_iters=3), "policy"),
+    "kl_coef_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
+    "kl_horizon": (50, dict(kl_coef_target=5.0, max_iters=3), "policy"),
     "gamma": (0.8, {}, "policy"), "lam": (0.5, {}, "policy"),
     "ppo_epochs": (3, {}, "policy"), "num_minibatches": (3, {}, "policy"),
     "cliprange": (0.02, {}, "policy"), "cliprange_value": (0.0, {}, "value_model"),
@@ -406,12 +408,12 @@ KNOBS = {
     "weight_decay": (0.1, ONCE, "both"), "beta1": (0.5, ONCE, "both"), "beta2": (0.9, ONCE, "both"),
     "adam_eps": (1e-2, ONCE, "both"), "grad_clip": (0.05, ONCE, "both"),
     "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"), "master_weights": (False, dict(dtype="bfloat16"), "both"),
-    "lora": ("policy=2,value=2:8:q+k+v", {}, "both"), "optimizer": ("adafactor", {}, "both"),
+    "lora": ("policy=2,value=2:8:q+k+v", {}, "both"), "optim": ("adafactor", {}, "both"),
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {
-    "zero": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
-    "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device": "auto",
+    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+    "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device_type": "auto",
     "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
 
@@ -425,11 +427,11 @@ def test_every_key_is_listed():
 def turned(world, tmp_path_factory):
     """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
     out = str(tmp_path_factory.mktemp("knobs"))
-    other = Transformer.from_pretrained(world.policy)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
-    from checkpoint import save_model
-    from data import load_tokenizer
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
 
     save_model(f"{out}/other_policy", other, load_tokenizer(world.policy))
     others = {"policy_path": f"{out}/other_policy", "reward_path": world.other_reward, "prompts_path": world.rl_val,

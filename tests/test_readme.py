@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+
 from conftest import ROOT
 
 import tiny

@@ -17,15 +17,18 @@ import sys
 import time
 
 import pytest
-import tiny
 import torch
-from conftest import ROOT
-from tiny import forked, one_run
 
 import configurator
-from configurator import BadConfig, BadInput, configure, read_keys
-from data import encode_prompts, load_tokenizer, read_jsonl
-from model import Transformer
+from configurator import configure, read_keys
+from data import encode_prompts, read_jsonl
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+from errors import BadConfig, BadInput
+
+import tiny
+from conftest import ROOT
+from tiny import forked, one_run
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +55,10 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
     "no model on rank 1": (("policy", None), "policy_path", "rank 1 could not start"),
 }
 
-
 NOT_SHARED = """
-import checkpoint, os
-checkpoint.SEEN_WAIT, open_run = 1, checkpoint.open_run
+import os
+from engine import disk, optimizers, run_folder
+run_folder.SEEN_WAIT, open_run = 1, run_folder.open_run
 def elsewhere(*args):
     os.mkdir("there")
     os.chdir("there")
@@ -65,10 +68,10 @@ def elsewhere(*args):
 
 @pytest.fixture(scope="module")
 def starts(world, tmp_path_factory):
-    from checkpoint import save_model
+    from engine.checkpoint import save_model
 
     folder = str(tmp_path_factory.mktemp("starts"))
-    policy = Transformer.from_pretrained(world.policy)
+    policy = from_pretrained(world.policy)
     save_model(f"{folder}/other_tokens", policy, load_tokenizer(world.other_tokenizer))
     with torch.no_grad():
         policy.lm_head.weight[0, 0] += 1e-6
@@ -83,8 +86,8 @@ def starts(world, tmp_path_factory):
     cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
     cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
     args = world.sft("deep/er/out")
-    cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "checkpoint.open_run = elsewhere"))]
-    mine = dict(rewards=world.rule("letters"), value_init="policy")
+    cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "run_folder.open_run = elsewhere"))]
+    mine = dict(reward_functions=world.rule("letters"), value_init="policy")
     cases["its own mistake"] = [one_run("ppo.py", world.ppo("out", **mine), world.ppo("out", reward_timeout=70, **mine))]
     late = "import time; import torch.distributed as dist; dist.init_process_group = lambda **_: time.sleep(60)"
     cases["nobody comes"] = [one_run("sft.py", *[(world.sft("out", timeout=2), late)] * 2)]
@@ -132,10 +135,10 @@ def test_a_rank_with_a_mistake_of_its_own_is_heard(starts):
                                          (dict(RANK="9", LOCAL_RANK="1"), False), (dict(RANK="1"), True)])
 def test_a_host_with_a_config_of_its_own_is_heard(where, said):
     """Before the ranks have met, the first one of each host speaks, and whoever has been started by hand."""
-    done = tiny.run("plot.py", "nowhere.py", env=where)
+    done = tiny.run("tools/plot.py", "nowhere.py", env=where)
     assert done.returncode == 2 and bool(done.stderr) == said
     if said:
-        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "plot.py", f" (rank {where['RANK']})")
+        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "tools/plot.py", f" (rank {where['RANK']})")
 
 
 def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
@@ -176,6 +179,7 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
 AT = """
 import os, signal, threading, time
 import data, loss, parallel, rewards, rollout
+from engine import disk, optimizers, run_folder
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -211,23 +215,24 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
-import torch, zero
-take = zero.step
+import torch
+from engine import disk, optimizers, run_folder
+take = optimizers.step
 def step(optimizer, lr):
     take(optimizer, lr)
     if now == 1:
         with torch.no_grad():
             optimizer.param_groups[0]["params"][-1].mul_(1.01)
-zero.step = step
+optimizers.step = step
 """
 DISK = """
-import checkpoint
-sync, rested = checkpoint.sync, []
+from engine import disk, optimizers, run_folder
+sync, rested = disk.sync, []
 def slow(path):
     if not rested:
         rested.append(time.sleep(5))  # longer than the timeout of 3 s
     sync(path)
-checkpoint.sync = slow
+disk.sync = slow
 """
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
@@ -341,7 +346,7 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 
 
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
-    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_target=1.0, kl_horizon=20)
+    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_coef_target=1.0, kl_horizon=20)
     env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
     for done in tiny.run_all([(("ppo.py", *world.ppo(tmp_path / name / "out", **keys)), dict(env=env)) for name in "ab"]):
         assert done.returncode == 0, done.stderr
@@ -470,7 +475,7 @@ def bad(world, tmp_path_factory):
         "twice": (["--seed=2", "--lam=1.0", "--lam=0.9"], "--lam is given twice"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
-        "a short horizon": (["--batch_size=100", "--kl_target=1.0", "--kl_horizon=20"],
+        "a short horizon": (["--batch_size=100", "--kl_coef_target=1.0", "--kl_horizon=20"],
                             "kl_horizon = 20 is no more than a fifth .*type --kl_horizon=100"),
     }
     base = world.ppo("out")
@@ -497,7 +502,7 @@ def bad(world, tmp_path_factory):
         "another tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
         "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tiktoken__json=None, tokenizer__json=None,
                                                  tokenizer_config__json=None)), "no tokenizer in this folder"),
-        "no such device": (dict(device="cuda"), "torch sees no GPU"),
+        "no such device": (dict(device_type="cuda"), "torch sees no GPU"),
         "out_dir under a file": (dict(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
         "out_dir is a file": (dict(out_dir=world.rl_val), "cannot be written"),
         "out_dir is a model": (dict(out_dir=policy), "config.json is not the configuration of a run"),
@@ -530,7 +535,6 @@ def test_bad_input_is_one_line_with_code_2_and_nothing_written(bad):
         assert not os.path.exists(f"{folder}/{name}/out"), name
     assert len(cases) > 50
 
-
 NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", "1e999", "nan", "None", "True", "[]", "{}", "()",
          "'", '"', "9" * 30, "9" * 5000, "1_0", "0x10", "1+1", "lambda: 0", "é", "\u2028", "none", "loss", "policy", "linear",
          "cpu", "float64", "out/x"]
@@ -545,7 +549,7 @@ def defaults_of(script):
     return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "sample.py"])
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "tools/sample.py"])
 def test_no_value_of_any_key_makes_a_traceback(script, monkeypatch):
     """Every key with nasty values, in configure alone: it takes it, or says one line."""
     monkeypatch.setattr(configurator, "read_keys", functools.cache(read_keys))  # or this would read the script 120 times

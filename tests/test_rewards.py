@@ -3,12 +3,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import make, padded
 
-from data import ByteTokenizer
-from model import Transformer, freeze
-from rewards import (accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences,
-                     thinks)
+from engine.pretrained import from_pretrained, from_scratch
+from engine.tokenizers import ByteTokenizer
+from model import freeze
+from rewards import accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences, thinks
+
+from families import make, padded
 
 LENGTHS = [9, 12, 1, 4, 7, 12, 2]
 MARKERS = ["<think>", "</think>"]
@@ -41,7 +42,7 @@ def test_equal_texts_have_equal_scores():
 def scalar_model(vocab_size=260, score_shift=0.0, dtype=torch.float64):
     """A random reward model that tells positions and tokens apart."""
     config = dict(model_type="gpt2", vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    model = freeze(Transformer.from_scratch(config, head="scalar", seed=5, dtype=dtype))
+    model = freeze(from_scratch(config, head="scalar", seed=5, dtype=dtype))
     model.config.score_shift = score_shift
     return model
 
@@ -125,7 +126,7 @@ def test_the_last_real_token_is_read_wherever_it_is(micro_batch_size):
 def test_padding_and_micro_batches_do_not_matter(variant, tmp_path):
     """Every row as if it were alone and unpadded, 1e-10 in float64, plus the model's score_shift."""
     make(variant, head="scalar").save_pretrained(tmp_path)
-    model = freeze(Transformer.from_pretrained(str(tmp_path), head="scalar", dtype="float64"))
+    model = freeze(from_pretrained(str(tmp_path), head="scalar", dtype="float64"))
     model.config.score_shift = -3.25
     for left in (True, False):
         tokens, mask = padded(LENGTHS, left)
@@ -164,7 +165,6 @@ def batch_of(rows, tokenizer):
     assert tokenizer.encode(rows[0][0] + rows[0][1]) == ids(rows[0][0] + rows[0][1])
     return dict(tokens=tokens, attention_mask=mask, finished=torch.tensor([r[2] for r in rows]),
                 rows=[dict(prompt=r[0]) for r in rows], completions=[r[1] for r in rows])
-
 
 ROWS = [("12+30=", "<think>40+2</think>42", True), ("1+1=", "<think>1<think>", False), ("7=", "", True), ("a<think>b", "é", True),
         ("1+1=", "2", False)]

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from families import VARIANTS, make
 
-from configurator import BadInput
-from model import Transformer, freeze
+from engine.pretrained import from_pretrained
+from errors import BadInput
+from model import freeze
 from rollout import generate, left_pad, response_uniforms, sample
+
+from families import VARIANTS, make
 
 SEVERAL = ["gpt2", "gpt_neox", "mistral-window", "qwen3"]
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8, 21, 77, 30], [12, 95], [2, 2, 2]]
@@ -62,7 +64,7 @@ def cdf(logits, temperature=1.0):
 
 def load(variant, tmp_path, dtype="float64"):
     make(variant).save_pretrained(tmp_path / variant)
-    return freeze(Transformer.from_pretrained(str(tmp_path / variant), dtype=dtype))
+    return freeze(from_pretrained(str(tmp_path / variant), dtype=dtype))
 
 
 def uniforms(B, R, seed=0):
@@ -90,7 +92,7 @@ def test_greedy_equals_transformers(variant, tmp_path):
     want = theirs.generate(tokens, eos_token_id=eos, **settings)[:, 9:]
     lengths = [row.index(eos) + 1 if eos in row else R for row in free.tolist()]
 
-    ours = freeze(Transformer.from_pretrained(str(tmp_path)))
+    ours = freeze(from_pretrained(str(tmp_path)))
     got = generate(ours, PROMPTS, R, temperature=0, eos_ids=[eos], pad_id=pad)
     assert got["tokens"][:, 9:].tolist() == want.tolist()
     assert got["tokens"][:, :9].tolist() == tokens.tolist()

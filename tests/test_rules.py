@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from answers import evaluate_arithmetic, same_answer
-from configurator import BadInput, Stop
-from rewards import (NEEDS, RULES, accuracy, call_rewards, check_rows, collect, countdown, final_answer, format, length,
-                     parse_rewards, soft_overlong, thinks)
-
+from engine.answers import evaluate_arithmetic, same_answer
+from engine.reward_mix import NEEDS, call_rewards, check_rows, collect, parse_rewards
+from errors import BadInput, Stop
+from rewards import RULES, accuracy, countdown, final_answer, format, length, soft_overlong, thinks
 
 
 def mix(rewards, batch):
@@ -245,7 +244,6 @@ def test_the_bounds():
     assert not same_answer("0" * 190 + "x" * 20, "1")
     assert same_answer(",".join("1" * 20), ", ".join(["1.0"] * 20))
     assert not same_answer(",".join("1" * 21), ", ".join(["1.0"] * 21))
-
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\dfrac", "\\frac{", "\\boxed{", "\\boxed", "\\text{",
           "\\left",
@@ -481,7 +479,6 @@ def test_parse_rewards():
     assert parse_rewards(" 2 * length , -0.5*thinks,1e-1*countdown ", RULES, ".") == [
         (2.0, "length", length), (-0.5, "thinks", thinks), (0.1, "countdown", countdown)]
 
-
 MINE = """
 from dataclasses import dataclass
 
@@ -623,8 +620,8 @@ def test_collect_puts_the_parts_together_and_does_not_wait_for_ever():
 
 
 def test_check_rows():
-    rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests="x"),
-            dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[])]
+    rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests=[dict(stdin="", stdout="")]),
+            dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
     rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
     assert set(NEEDS) == {"accuracy", "countdown", "code"}

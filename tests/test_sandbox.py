@@ -20,12 +20,15 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT
 
 import rewards
-import sandbox
-from configurator import BadInput, Stop
-from sandbox import Verdict, check_sandbox, check_tests, extract_code, judge, run_all, run_tests, same
+from engine import sandbox
+from engine.programs import check_tests, extract_code, judge, same
+from engine.sandbox import Verdict, check_sandbox, run_all, run_tests
+from errors import BadInput, Stop
+
+from conftest import ROOT
+
 
 def bwrap_trouble():
     """Why bwrap does not work here, whatever sandbox.py does with it; or ""."""
@@ -34,7 +37,6 @@ def bwrap_trouble():
     except OSError as e:
         return f"bwrap: {e.strerror}"
     return done.stderr.strip() if done.returncode else ""
-
 
 trouble = bwrap_trouble()
 needs_bwrap = pytest.mark.skipif(bool(trouble), reason=trouble)
@@ -100,7 +102,6 @@ def verdict(body, value=None, *arguments, **limits):
 @needs_bwrap
 def test_the_sandbox_holds():
     check_sandbox()
-
 
 HARMLESS = [
     ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, (2, 2, "pass")),
@@ -184,7 +185,6 @@ def test_python_as_text():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # limits
-
 
 SLOW = named(r"""
 --- loop
@@ -367,7 +367,6 @@ except OSError: return n <= 16""", True) == PASSED
 # ---------------------------------------------------------------------------------------------------------------------
 # attacks on the host: each states what it got, and must not get it
 
-
 READERS = named(r"""
 --- file
 return open(a[0]).read()
@@ -468,7 +467,6 @@ def test_the_list_of_users_is_empty():
     assert verdict("import os, socket\nreturn [socket.gethostname(), os.getpid() < 9, os.getppid(), os.uname().nodename]",
                    ["sandbox", True, 1, "sandbox"]) == PASSED
 
-
 WRITERS = named(r"""
 --- write
 open(a[0], 'w').write('x')
@@ -561,7 +559,6 @@ return won"""
     assert verdict(body, [], files, new) == PASSED
     assert [(stat_of(p), stat_of(os.path.dirname(p))) for p in files] == before
     assert not any(map(os.path.lexists, new))
-
 
 SPAWNERS = named(r"""
 --- fork
@@ -772,7 +769,6 @@ return [data[0], data[1], data[3], data[4], libc.prctl(39, 0, 0, 0, 0), os.getgr
 
 # ---------------------------------------------------------------------------------------------------------------------
 # attacks on the verdict
-
 
 CHEATS = named(r"""
 --- os._exit
@@ -1138,11 +1134,10 @@ def wait_for_none():
         time.sleep(0.01)
     assert ours() == []
 
-
 CHILD = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
-import sandbox
+from engine import sandbox
 sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
@@ -1419,7 +1414,6 @@ def test_the_reward_code_ends_in_time(capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # memory that the limits of a process do not count
 
-
 NATIVE = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -1586,7 +1580,6 @@ def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what the machine is like
-
 
 CORE = """
 import ctypes, os, resource

@@ -8,10 +8,12 @@ import sys
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT
 
 from data import read_jsonl
-from rewards import RULES, call_rewards, check_rows, parse_rewards
+from engine.reward_mix import call_rewards, check_rows, parse_rewards
+from rewards import RULES
+
+from conftest import ROOT
 
 COUNTDOWN = os.path.join(ROOT, "data", "countdown", "prepare.py")
 GSM8K = os.path.join(ROOT, "data", "gsm8k", "prepare.py")

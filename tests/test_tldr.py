@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, "data", "tldr", "prepare.py")
 LINE_SEPARATOR = "\u2028"  # ends a line for str.splitlines, not in JSONL
@@ -31,7 +32,6 @@ def prompt(text):
 
 def words(n):
     return " ".join(["w"] * n)
-
 
 TRAIN_POSTS = [
     post("My cat sleeps.\nA lot.", "cat sleeps"),
@@ -197,7 +197,6 @@ def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_h
     assert [m["role"] for m in messages] == ["user"]
     text = SFT_TRAIN[0][0]
     assert messages[0]["content"].endswith("\n\n" + text[:text.rindex("\n\nTL;DR:")])
-
 
 BAD_POSTS = [
     (2, '{"subreddit": "cats", "title": ', "row: not JSON: "),

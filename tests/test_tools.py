@@ -1,4 +1,4 @@
-"""bench.py, data/arithmetic/pairs.py and the shell scripts, as a user runs them."""
+"""tools/bench.py, data/arithmetic/pairs.py and the shell scripts, as a user runs them."""
 import glob
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT
 from tiny import arguments, forked, one_run
 
@@ -19,8 +20,8 @@ def run(*args, cwd=ROOT, env=ENV):
 
 
 def test_bench_times_both_and_weighs_ppo():
-    done = run("bench.py", "--d_model=32", "--n_layer=1", "--n_head=2", "--n_kv_head=1", "--d_ff=48", "--batch_size=3",
-               "--prompt_length=6", "--max_new_tokens=5", "--repeats=1", "--ppo_epochs=1", "--device=cpu")
+    done = run("tools/bench.py", "--d_model=32", "--n_layer=1", "--n_head=2", "--n_kv_head=1", "--d_ff=48", "--batch_size=3",
+               "--prompt_length=6", "--max_new_tokens=5", "--repeats=1", "--ppo_epochs=1", "--device_type=cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     for line in (r"^generate +[\d.]+ s .* tokens/s$", r"^transformers generate +[\d.]+ s .* tokens/s$",
                  r"^generate is [\d.]+ times as fast as transformers'", r"^PPO peak memory: \d{2,} MiB$",
@@ -44,7 +45,7 @@ def copy(tmp_path_factory):
     for name in ("sft_train", "sft_val"):
         (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
     (task / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "5"}\n{"prompt": "2+4=", "answer": "6"}\n')
-    keys = dict(d_model=16, d_ff=16, n_layer=1, n_head=2, max_iters=60, batch_size=16, learning_rate=0.02, device="cpu",
+    keys = dict(d_model=16, d_ff=16, n_layer=1, n_head=2, max_iters=60, batch_size=16, learning_rate=0.02, device_type="cpu",
                 train_path=task / "sft_train.jsonl", val_path=task / "sft_val.jsonl", tokenizer_path=task / "tokenizer",
                 out_dir=folder / "out" / "sft")
     result, = forked(str(folder), {"sft": [one_run("sft.py", arguments(keys))]})["sft"]
@@ -53,7 +54,7 @@ def copy(tmp_path_factory):
 
 
 def test_pairs_are_right_over_wrong(copy):
-    done = run("data/arithmetic/pairs.py", "--policy=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
+    done = run("data/arithmetic/pairs.py", "--policy_path=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"pairs_{name}.jsonl").read_text().splitlines()]
             for name in ("train", "val")}
@@ -65,7 +66,7 @@ def test_pairs_are_right_over_wrong(copy):
 
 def test_pairs_of_a_hopeless_model_are_refused(copy):
     (copy / "data" / "arithmetic" / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "never"}\n')
-    args = [f"--policy={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
+    args = [f"--policy_path={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
     result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
     assert result["codes"] == [2]
     assert len(result["stderr"][0].splitlines()) == 1 and "gave only 0 pairs" in result["stderr"][0]

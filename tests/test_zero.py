@@ -1,7 +1,7 @@
 """
 zero.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
 run on the same ranks, or a formula on paper; and runs that are stopped go on at other stages, as if they had not been.
-zero.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
+placement.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
 """
 import glob
 import itertools
@@ -11,16 +11,18 @@ import random
 import re
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
-from tiny import forked, one_run
 
-import zero
-from checkpoint import save_model
-from configurator import BadConfig, BadInput, Stop
-from data import load_tokenizer
-from model import Transformer, parse_config
+from engine import optimizers, placement
+from engine.checkpoint import save_model
+from engine.hf_config import parse_config
+from engine.pretrained import from_pretrained, from_scratch
+from engine.tokenizers import load_tokenizer
+from errors import BadConfig, BadInput, Stop
+
+import tiny
+from tiny import forked, one_run
 
 TRAINED = ("policy", "value_model")
 QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
@@ -29,7 +31,8 @@ QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attenti
 # what every run here leaves beside its product: each rank's dtypes, checksums and memory of its models, before the first step
 WATCH = """
 import json, os, torch
-import data, parallel, zero
+import data, parallel
+from engine import audit, launch, optimizers, placement
 now, seen = -1, {}
 original_rows, original_broadcast = data.batch_rows, parallel.broadcast_parameters
 
@@ -48,7 +51,7 @@ def broadcast(models):
     seen.update(zip(names, models) if len(models) > 3 else {"policy": models[0]})
     original_broadcast(models)
     facts = dict(dtypes=[sorted({(p.dim(), str(p.dtype)) for p in m.parameters()}) for m in models],
-                 sums=[parallel.checksums({"": m}).tolist() for m in models],
+                 sums=[audit.checksums({"": m}).tolist() for m in models],
                  places={p.data_ptr(): p.numel() for m in models for p in m.parameters() if not parallel.is_shard(p)})
     with open(f"facts-{RANK}.json", "w") as f:
         json.dump(facts, f)
@@ -63,8 +66,8 @@ def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
     tokenizer = load_tokenizer(world.tokenizer)
     config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    save_model(f"{world.root}/qwen", Transformer.from_scratch(config, seed=5), tokenizer)
-    other = Transformer.from_pretrained(world.policy)
+    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
     for name in ("other_policy", "elsewhere/policy"):  # the second one has the name of the first
@@ -81,9 +84,10 @@ def ppo(world, ranks=2, code="", only=None, **keys):
 # many runs in one process a rank, which forks less, and looks at each operation of sharded tensors for the first time once
 ROW = """
 import contextlib, io, runpy
-import data, loss, parallel, rewards, rollout, zero
-meeting, run_path, modules = parallel.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
-parallel.meet = lambda *args: dist.is_initialized() or meeting(*args)
+import data, loss, parallel, rewards, rollout
+from engine import audit, launch, optimizers, placement
+meeting, run_path, modules = launch.meet, runpy.run_path, (data, loss, parallel, rewards, rollout, zero)
+launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 
 def row(*_, **__):
     home, outcomes = os.getcwd(), {}
@@ -112,7 +116,6 @@ def row(*_, **__):
 
 runpy.run_path = row
 """
-
 
 calls = itertools.count()
 
@@ -160,7 +163,7 @@ def apart(folder, other, models=TRAINED):
 # ---------------------------------------------------------------------------------------------------------------------
 # stages, offload, and what of a batch is computed at once
 
-EACH = dict(none="", optimizer="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
+EACH = dict(none="", optim="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
 TABLE = [  # stage, offload, micro_batch_size, gradient_checkpointing, head_chunk: every two of them meet in every combination
     (1, "none", 1, True, 0), (1, "optimizer", 2, True, 0), (1, "params", 64, False, 5), (2, "none", 2, False, 5),
     (2, "optimizer", 64, False, 0), (2, "params", 1, True, 0), (3, "none", 64, True, 5), (3, "optimizer", 1, False, 5),
@@ -187,7 +190,7 @@ def test_the_table_has_all_pairs():
 
 def settings(stage, offload, micro, again, chunk):
     offload = "ref=params,reward=params" if (stage, offload) == (1, "params") else EACH[offload]
-    return dict(zero=str(stage), offload=offload, micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk)
+    return dict(zero_stage=str(stage), offload=offload, micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk)
 
 
 @pytest.fixture(scope="module")
@@ -204,13 +207,13 @@ def stages(world, tmp_path_factory):
         cases[f"double {row}"] = ppo(world, dtype="float64", **SMALL, **settings(*row))
     for name, keys in uneven.items():
         cases[name] = ppo(world, ranks=1, **keys)
-        cases[f"{name} split"] = ppo(world, zero=STAGES[name], **keys)
+        cases[f"{name} split"] = ppo(world, zero_stage=STAGES[name], **keys)
     for ranks, stage in ((1, ""), (3, "3")):
         # as much as a tiny model has: a layer's norm of 2 numbers for 3 ranks
         cases[f"grpo {ranks}"] = one_run("grpo.py", *[(world.grpo(
-            "out", dtype="float64", zero=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
+            "out", dtype="float64", zero_stage=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
     for name, stage in (("adafactor 1", ""), ("adafactor 2", "1")):  # whose steps, too, are of one size for noise: the same ranks
-        cases[name] = ppo(world, 2, dtype="float64", zero=stage, optimizer="adafactor", max_iters=2)
+        cases[name] = ppo(world, 2, dtype="float64", zero_stage=stage, optim="adafactor", max_iters=2)
     return folder, succeeded(in_a_row(folder, cases))
 
 
@@ -252,8 +255,8 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    place = zero.Place(optimizer="adafactor")
-    optimizer = zero.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
+    place = placement.Place(optim="adafactor")
+    optimizer = optimizers.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
     want = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -272,7 +275,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
             update = p.grad / variance.sqrt()
             update /= max(1.0, update.square().mean().sqrt().item())
             want[name] = want[name] * (1 - 0.1 * lr) - lr * update
-        zero.step(optimizer, lr)
+        optimizers.step(optimizer, lr)
         for name, p in model.named_parameters():
             assert torch.allclose(p, want[name], rtol=1e-12, atol=1e-15)
 
@@ -313,11 +316,10 @@ def checksum(t):
 @pytest.mark.parametrize("name, ranks, path", [("single (3, 'none', 64, True, 5)", 2, "policy"), ("grpo 3", 3, "qwen")])
 def test_checksums_of_shards_add_up(stages, world, name, ranks, path):
     each = [facts(f"{stages[0]}/{name}", rank)["sums"][0] for rank in range(ranks)]
-    model = Transformer.from_pretrained(getattr(world, path), dtype=torch.float64 if name == "grpo 3" else torch.float32)
+    model = from_pretrained(getattr(world, path), dtype=torch.float64 if name == "grpo 3" else torch.float32)
     want = [checksum(p.detach()) for p in model.parameters()]
     assert [(sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*each, strict=True)] == want
     assert len(want) > 10 and each[0] != each[1]
-
 
 FLIP = """
 def at(iteration):
@@ -335,6 +337,7 @@ parallel.all_reduce_metrics = after
 """
 DIE = """
 import loss, rewards, rollout, signal, time
+from engine import audit, launch, optimizers, placement
 def once(owner, name, action):
     f = getattr(owner, name)
     def changed(*args, **kwargs):
@@ -361,11 +364,11 @@ parallel.all_reduce_gradients = spoiled
 """
 AUDITED = dict(sync_check_interval=1, timeout=20, batch_size=4, ppo_epochs=1)
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
-    "a bit of ref_policy": (FLIP, dict(zero="ref=3"), r"iteration 2: the frozen ref_policy has "
+    "a bit of ref_policy": (FLIP, dict(zero_stage="ref=3"), r"iteration 2: the frozen ref_policy has "
                             r"changed: parameter layers\.0\.up\.weight is not what it was at the start \(on rank 1\)"),
-    "a NaN in the policy": (POISON, dict(zero="policy=3"),
+    "a NaN in the policy": (POISON, dict(zero_stage="policy=3"),
                             r"iteration 2: policy's layers\.0\.up\.weight is not finite \(on rank 1\); the last checkpoint"),
-    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero="policy=3", ppo_epochs=21, num_minibatches=1,
+    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21, num_minibatches=1,
                                                             micro_batch_size=64),
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
@@ -376,8 +379,8 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
 RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step": (1, dict(max_iters=1, num_minibatches=1)),
-    "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero="3")),
-    "one of many": (4, dict(zero="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
+    "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
+    "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
 SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
              "update": "once(loss, 'policy_loss', term)"}
 
@@ -386,10 +389,10 @@ SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
 def hurt(world, tmp_path_factory):
     folder, cases = str(tmp_path_factory.mktemp("hurt")), {}
     for name, (action, _, _) in LOST.items():
-        cases[name] = [ppo(world, code=DIE + action, only=1, zero="3", timeout=4 if "hangs" in name else 20,
+        cases[name] = [ppo(world, code=DIE + action, only=1, zero_stage="3", timeout=4 if "hangs" in name else 20,
                            reward_timeout=3, **SMALL)]
     for name, (rule, _) in RULED.items():
-        cases[name] = [ppo(world, zero="reward=3", rewards=f"{world.rule(rule)},reward_model", timeout=6,
+        cases[name] = [ppo(world, zero_stage="reward=3", reward_functions=f"{world.rule(rule)},reward_model", timeout=6,
                            reward_timeout=3, **SMALL)]
     return folder, forked(folder, cases, at_once=6)
 
@@ -401,7 +404,7 @@ def stopped(world, tmp_path_factory):
         jobs[name] = ppo(world, code=code, only=1, **AUDITED | keys)
     for name, (step, keys) in SKIPS.items():
         jobs[name] = ppo(world, code=OVERFLOW.replace("WHEN", f"steps == {step}"), only=1, dtype="float16", **AUDITED | keys)
-    keys = SMALL | dict(zero="3", dtype="float64", max_iters=2)
+    keys = SMALL | dict(zero_stage="3", dtype="float64", max_iters=2)
     for name, action in SIGNALLED.items():
         code = DIE + f"def term():\n    os.kill(os.getpid(), signal.SIGTERM)\n{action}"
         jobs[f"SIGTERM in the {name}"] = ppo(world, code=code, only=1, **keys)
@@ -453,31 +456,31 @@ def test_sigterm_at_stage_3_loses_nothing(stopped, name):
 
 
 def test_next_loss_scale_by_hand():
-    halves, counts, doubles = zero.next_loss_scale(65536.0, 7, True), zero.next_loss_scale(65536.0, 7, False), \
-        zero.next_loss_scale(65536.0, 199, False)
+    halves, counts, doubles = optimizers.next_loss_scale(65536.0, 7, True), optimizers.next_loss_scale(65536.0, 7, False), \
+        optimizers.next_loss_scale(65536.0, 199, False)
     assert halves == (32768.0, 0) and counts == (65536.0, 8) and doubles == (131072.0, 0)
-    assert zero.next_loss_scale(1.0, 0, True) == (1.0, 0) and zero.next_loss_scale(1.5, 0, True) == (1.0, 0)
-    assert zero.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and zero.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
-    assert zero.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
+    assert optimizers.next_loss_scale(1.0, 0, True) == (1.0, 0) and optimizers.next_loss_scale(1.5, 0, True) == (1.0, 0)
+    assert optimizers.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and optimizers.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
+    assert optimizers.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
     scale, clean = 1.0, 0
     for _ in range(1000):  # 1000 = 5 x 200
-        scale, clean = zero.next_loss_scale(scale, clean, False)
+        scale, clean = optimizers.next_loss_scale(scale, clean, False)
     assert (scale, clean) == (32.0, 0)
 
 
 def test_twenty_overflows_are_skipped_and_one_more_stops(capsys):
     state = dict(loss_scale=2.0**16, clean_steps=5, skipped=0)
     good, bad = torch.tensor(1.0), torch.tensor(torch.inf)
-    assert not zero.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
+    assert not optimizers.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
     for i in range(20):
-        assert zero.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
+        assert optimizers.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
     assert state["loss_scale"] == 1.0 and state["skipped"] == 20  # 2**16 has been halved to 1, and stays there
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 20 and "iteration 3: a float16 gradient overflowed at loss scale 65536; step skipped" == lines[0]
     with pytest.raises(Stop, match="20 steps in a row"):
-        zero.overflowed(state, (bad, good), 3)
+        optimizers.overflowed(state, (bad, good), 3)
     state = dict(loss_scale=2.0**16, clean_steps=0, skipped=19)
-    assert zero.overflowed(state, (bad,), 0) and not zero.overflowed(state, (good,), 0) and state["skipped"] == 0
+    assert optimizers.overflowed(state, (bad,), 0) and not optimizers.overflowed(state, (good,), 0) and state["skipped"] == 0
 
 
 @pytest.mark.parametrize("name", SKIPS)
@@ -511,13 +514,13 @@ PRECISE = {
     "pure": dict(dtype="bfloat16", master_weights=False)}
 FROZEN = {"float32": ("float32", "float32"), "bfloat16": ("float32", "bfloat16"), "float16": ("float32", "float16"),
           "pure": ("bfloat16", "bfloat16")}  # of vectors and of matrices
-WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero="3"), "shared": dict(value_init="shared")}
+WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero_stage="3"), "shared": dict(value_init="shared")}
 
 
 @pytest.fixture(scope="module")
 def precise(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("precise"))
-    cases = {f"{kind} {way}": ppo(world, 2 if "zero" in keys else 1, max_iters=1, ppo_epochs=1, num_minibatches=1,
+    cases = {f"{kind} {way}": ppo(world, 2 if "zero_stage" in keys else 1, max_iters=1, ppo_epochs=1, num_minibatches=1,
                                   **PRECISE[kind], **keys)
              for kind in PRECISE for way, keys in WAYS.items()}
     return folder, in_a_row(folder, cases)
@@ -542,12 +545,12 @@ def test_the_kl_is_zero_until_the_first_step(precise, world, kind, way):
 
 
 def test_frozen_matrices_alone_are_stored_in_16_bits(world):
-    for name, place in (("frozen", zero.Place()), ("adapted", zero.Place(lora=dict(rank=2)))):
-        model = zero.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")
-        kinds = {p.dim(): p.dtype for p in zero.trunk_of(model).parameters()}
+    for name, place in (("frozen", placement.Place()), ("adapted", placement.Place(lora=dict(rank=2)))):
+        model = placement.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")
+        kinds = {p.dim(): p.dtype for p in placement.trunk_of(model).parameters()}
         assert kinds == {1: torch.float32, 2: torch.bfloat16}
-        assert not any(p.requires_grad for p in zero.trunk_of(model).parameters())
-    model = zero.load(world.policy, zero.Place(), torch.device("cpu"), matrices=torch.bfloat16, trained=True)
+        assert not any(p.requires_grad for p in placement.trunk_of(model).parameters())
+    model = placement.load(world.policy, placement.Place(), torch.device("cpu"), matrices=torch.bfloat16, trained=True)
     assert {p.dtype for p in model.parameters()} == {torch.float32} and all(p.requires_grad for p in model.parameters())
 
 
@@ -572,7 +575,7 @@ def resumed(world, tmp_path_factory):
         for kind, (keys, chains) in kinds.items():
             for name, parts in chains.items():
                 stage, _, offload = parts[part][0].partition(" ")
-                jobs[name] = ppo(world, parts[part][1], zero=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
+                jobs[name] = ppo(world, parts[part][1], zero_stage=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
             if part == 1:
                 jobs[kind] = ppo(world, 1, max_iters=2, **CONSTANT | keys)
         outcomes = in_a_row(folder, jobs)
@@ -615,19 +618,18 @@ def trunk(world, tmp_path_factory):
                              ("elsewhere", f"{world.root}/elsewhere/policy"))}
     succeeded(in_a_row(folder, rm))
     adapter, merged = (f"{folder}/rm policy/out/reward_model{end}" for end in ("_adapter", ""))
-    rule, one = dict(rewards="length") | BASE, dict(share_base=True)
+    rule, one = dict(reward_functions="length") | BASE, dict(share_base=True)
     bad = dict(wrong=dict(reward_path=world.reward), other=dict(reward_path=f"{folder}/rm other/out/reward_model_adapter"),
                elsewhere=dict(reward_path=f"{folder}/rm elsewhere/out/reward_model_adapter"),
                nowhere=dict(reward_path=f"{folder}/nowhere"), plain=dict(reward_path=adapter, lora=""),
                value=dict(reward_path=adapter, lora="policy=2"))
     cases = {"rule": ppo(world, 1, **rule), "rule, one": ppo(world, 1, **rule | one),
              "merged": ppo(world, 1, **BASE, reward_path=merged), "adapter": ppo(world, 1, **BASE | one, reward_path=adapter),
-             "adapter, split": ppo(world, 2, **BASE | one, reward_path=adapter, zero="policy=3", ema_decay=0.5),
+             "adapter, split": ppo(world, 2, **BASE | one, reward_path=adapter, zero_stage="policy=3", ema_decay=0.5),
              "shared": ppo(world, 1, **BASE | one | dict(value_init="shared", lora="policy=2:4"), reward_path=adapter),
              "valued": ppo(world, 1, **BASE | one | dict(value_init="reward"), reward_path=adapter)}
     cases |= {f"bad {name}": ppo(world, 1, **BASE | one | keys) for name, keys in bad.items()}
     return folder, in_a_row(folder, cases)
-
 
 GOOD = ["rule", "rule, one", "merged", "adapter", "adapter, split", "shared", "valued"]
 
@@ -645,7 +647,7 @@ def test_one_trunk_is_as_good_as_four(trunk):
 
 
 def test_one_trunk_is_in_memory_once(trunk, world):
-    c = Transformer.from_pretrained(world.policy).config
+    c = from_pretrained(world.policy).config
     d, ff, V, P = c.d_model, c.d_ff, c.vocab_size, c.max_positions
     base = 2 * V * d + P * d + 4 * (d * d + d) + (2 * d * ff + ff + d) + 3 * 2 * d  # one layer, three norms
     adapter = 2 * ((d + 3 * d) + (d + d) + (d + ff) + (ff + d))  # rank 2: q, k and v share A
@@ -708,7 +710,7 @@ def test_the_shared_trunk_learns_from_both_losses(both, world):
     batch = both[0]
     ours = {n.removeprefix("gradient/"): g for n, g in batch.items() if n.startswith("gradient/")}
     model = hf.AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
-    head = Transformer.from_scratch(parse_config(json.load(open(f"{world.policy}/config.json"))).hf, "scalar", seed=1,
+    head = from_scratch(parse_config(json.load(open(f"{world.policy}/config.json"))).hf, "scalar", seed=1,
                                     dtype=torch.float64).score.weight.detach().requires_grad_()
     V, count, loss = load_tokenizer(world.policy).vocab_size, batch["response_mask"].sum(), 0
     R = batch["response_mask"].shape[1]
@@ -759,7 +761,7 @@ def train(model, optimizer, steps=5):
     for i in range(steps):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        zero.step(optimizer, 1e-2 / (i + 1))
+        optimizers.step(optimizer, 1e-2 / (i + 1))
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -769,8 +771,8 @@ def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
     results = []
     for offload in ("none", "optimizer"):
         model = small(dtype)
-        optimizer = zero.make_optimizer(model, zero.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
-        assert isinstance(optimizer, zero.OffloadedAdamW) == (offload == "optimizer")
+        optimizer = optimizers.make_optimizer(model, placement.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
+        assert isinstance(optimizer, optimizers.OffloadedAdamW) == (offload == "optimizer")
         results.append(train(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(results[0], small(dtype).parameters(), strict=True))
@@ -779,37 +781,37 @@ def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
 def test_offloaded_adamw_is_the_paper():
     """Adam (arXiv 1412.6980, algorithm 1) with decoupled decay (arXiv 1711.05101), on one number, in Python's floats."""
     p = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
-    optimizer = zero.OffloadedAdamW([p], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    optimizer = optimizers.OffloadedAdamW([p], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
     x, m, v = 1.5, 0.0, 0.0
     for t, (g, lr) in enumerate([(0.3, 0.1), (-2.0, 0.05), (0.0, 0.2), (1.0, 0.0)], 1):
         p.grad = torch.tensor([g], dtype=torch.float64)
-        zero.step(optimizer, lr)
+        optimizers.step(optimizer, lr)
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
         x = x * (1 - lr * 0.2) - lr * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)) ** 0.5 + 1e-3)
         assert abs(p.item() - x) < 1e-12
     p.grad = None
-    zero.step(optimizer, 1.0)
+    optimizers.step(optimizer, 1.0)
     assert abs(p.item() - x) < 1e-12
 
 
 def test_optimizer_states_by_name_come_back():
     """optimizer_tensors -> fill_optimizer, between an offloaded optimizer and a plain one, then two more steps."""
     whole, first, second = small(), small(), small()
-    kinds = [zero.make_optimizer(m, zero.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
+    kinds = [optimizers.make_optimizer(m, placement.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
              for m, o in ((whole, "none"), (first, "none"), (second, "optimizer"))]
     want = train(whole, kinds[0], 4)
     train(first, kinds[1], 2)
     second.load_state_dict(first.state_dict())
-    tensors = zero.optimizer_tensors(first, kinds[1])
+    tensors = optimizers.optimizer_tensors(first, kinds[1])
     assert tensors.keys() == {f"{i}.{kind}.{key}" for i in (0, 1) for kind in ("weight", "bias")
                               for key in ("step", "exp_avg", "exp_avg_sq")}
-    zero.fill_optimizer(second, kinds[2], tensors)
+    optimizers.fill_optimizer(second, kinds[2], tensors)
     generator = torch.Generator().manual_seed(1)
     for i in range(4):
         for p in second.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
         if i >= 2:
-            zero.step(kinds[2], 1e-2 / (i + 1))
+            optimizers.step(kinds[2], 1e-2 / (i + 1))
     assert all(torch.equal(a, b) for a, b in zip(want, second.parameters(), strict=True))
 
 
@@ -817,7 +819,7 @@ def test_optimizer_states_by_name_come_back():
 def test_the_moving_average_by_hand(dtype):
     model = small(dtype)
     model[0].bias.requires_grad_(False)
-    ema = zero.MovingAverage(model, 0.75)
+    ema = optimizers.MovingAverage(model, 0.75)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     want = {n: p.detach().double().clone() for n, p in model.named_parameters() if p.requires_grad}
     for i in range(4):
@@ -840,7 +842,7 @@ def test_the_moving_average_by_hand(dtype):
     with pytest.raises(KeyError), ema.in_place():
         raise KeyError
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    other = zero.MovingAverage(small(dtype), 0.5)
+    other = optimizers.MovingAverage(small(dtype), 0.5)
     model[0].bias.requires_grad_(True)
     other.fill(averages | {"0.bias": torch.ones(5)})
     assert all(torch.equal(t, (averages | {"0.bias": torch.ones(5)})[n]) for n, t in other.tensors().items())
@@ -850,7 +852,7 @@ def test_the_moving_average_by_hand(dtype):
 # the keys
 
 ALL = ("policy", "ref", "reward", "value")
-P = zero.Place
+P = placement.Place
 PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places that are not as usual
     (("", "", "", "adamw"), {}),
     (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
@@ -862,7 +864,7 @@ PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places t
     (("", "", "16", "adamw"), {n: P(lora=dict(rank=16, alpha=32.0)) for n in ("policy", "value")}),
     (("", "", "policy=4:1,value=8:3:q+v", "adamw"), dict(policy=P(lora=dict(rank=4, alpha=1.0)), value=P(
         lora=dict(rank=8, alpha=3.0, targets="q,v")))),
-    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optimizer="adafactor"), ref=P(1), reward=P(1), value=P(1))),
+    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optim="adafactor"), ref=P(1), reward=P(1), value=P(1))),
     (("", "", "2", "adamw", True, "policy"), {n: P(lora=dict(rank=2, alpha=4.0)) for n in ("policy", "value")}),
     (("", "", "policy=2", "adamw", True, "shared"), dict(policy=P(lora=dict(rank=2, alpha=4.0)))),
 ]
@@ -870,29 +872,28 @@ PLACES = [  # zero, offload, lora, optimizer, share_base, value_init -> places t
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    assert zero.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+    assert placement.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
 
 
 def test_places_without_a_value_model():
-    assert zero.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
+    assert placement.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
         policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
     with pytest.raises(BadConfig, match="value"):
-        zero.placements(("policy",), "value=3", "", "", "adamw")
-    assert zero.only_lora("").lora is None and zero.only_lora("3").lora == dict(rank=3, alpha=6.0)
-
+        placement.placements(("policy",), "value=3", "", "", "adamw")
+    assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
 
 BAD = [  # as above -> the key that is named
-    (("4", "", "", "adamw"), "zero"), (("policy=-1", "", "", "adamw"), "zero"), (("policy", "", "", "adamw"), "zero"),
-    (("critic=3", "", "", "adamw"), "zero"), (("policy=3,", "", "", "adamw"), "zero"), (("=3", "", "", "adamw"), "zero"),
-    (("policy==3", "", "", "adamw"), "zero"), (("policy=3;ref=3", "", "", "adamw"), "zero"), (("3.0", "", "", "adamw"), "zero"),
-    (("policy=3\nref=3", "", "", "adamw"), "zero"), (("", "params=policy", "", "adamw"), "offload"),
+    (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"), (("policy", "", "", "adamw"), "zero_stage"),
+    (("critic=3", "", "", "adamw"), "zero_stage"), (("policy=3,", "", "", "adamw"), "zero_stage"), (("=3", "", "", "adamw"), "zero_stage"),
+    (("policy==3", "", "", "adamw"), "zero_stage"), (("policy=3;ref=3", "", "", "adamw"), "zero_stage"), (("3.0", "", "", "adamw"), "zero_stage"),
+    (("policy=3\nref=3", "", "", "adamw"), "zero_stage"), (("", "params=policy", "", "adamw"), "offload"),
     (("", "all", "", "adamw"), "offload"), (("", "", "0", "adamw"), "lora"), (("", "", "-2", "adamw"), "lora"),
     (("", "", "2:4:q:v", "adamw"), "lora"), (("", "", "q+v", "adamw"), "lora"), (("", "", "ref=2", "adamw"), "lora"),
     (("", "", "2:x", "adamw"), "lora"), (("", "", "2:nan", "adamw"), "lora"), (("", "", "2:1e999", "adamw"), "lora"),
-    (("", "", "2:0", "adamw"), "lora"), (("", "", "", "sgd"), "optimizer"), (("", "", "", "ref=adamw"), "optimizer")]
+    (("", "", "2:0", "adamw"), "lora"), (("", "", "", "sgd"), "optim"), (("", "", "", "ref=adamw"), "optim")]
 CONFLICTS = [  # as above -> the key that is named; all of them parse
     (("", "ref=optimizer", "", "adamw"), "offload"), (("", "reward=optimizer", "", "adamw"), "offload"),
-    (("policy=2", "", "", "adafactor"), "optimizer"), (("", "policy=optimizer", "", "adafactor"), "optimizer"),
+    (("policy=2", "", "", "adafactor"), "optim"), (("", "policy=optimizer", "", "adafactor"), "optim"),
     (("", "policy=params", "", "adamw"), "offload"), (("1", "value=params", "", "adamw"), "offload"),
     (("3", "policy=params", "2", "adamw"), "offload"), (("", "ref=params", "policy=2", "adamw"), "offload"),
     (("", "", "", "adamw", True, "policy"), "share_base"), (("", "", "policy=2", "adamw", True, "policy"), "share_base"),
@@ -905,7 +906,7 @@ CONFLICTS = [  # as above -> the key that is named; all of them parse
 @pytest.mark.parametrize("keys, named", BAD + CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
-        zero.placements(("policy", "value"), *keys)
+        placement.placements(("policy", "value"), *keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
     assert (keys, named) not in BAD or "wanted NAME=VALUE" in message, message
@@ -921,7 +922,7 @@ def test_no_text_makes_a_traceback():
         for i in rng.sample(range(4), 2):
             keys[i] = "".join(rng.choice(bits) for _ in range(rng.randrange(5)))
         try:
-            places = zero.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
+            places = placement.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
             assert set(places) == set(ALL)
             for place in places.values():
                 assert place.stage in range(4) and (place.lora is None or 0 < place.lora["alpha"] < float("inf"))
@@ -936,16 +937,16 @@ def test_precisions():
     for dtype, master, wanted, under in (("float32", True, (f32, None), None), ("float64", True, (torch.float64, None), None),
                                          ("bfloat16", True, (f32, b16), b16), ("float16", True, (f32, f16), f16),
                                          ("bfloat16", False, (b16, None), None)):
-        context, *kinds = zero.precisions(dtype, master, cpu)
+        context, *kinds = placement.precisions(dtype, master, cpu)
         assert tuple(kinds) == wanted
         with context:
             assert torch.is_autocast_enabled("cpu") == (under is not None)
             assert under is None or torch.get_autocast_dtype("cpu") == under
     for dtype in ("float32", "float16", "float64"):
         with pytest.raises(BadConfig, match=f"^master_weights = False .*not in {dtype}; type --dtype=bfloat16"):
-            zero.precisions(dtype, False, cpu)
+            placement.precisions(dtype, False, cpu)
 
 
 def test_adapters_for_names_that_a_model_lacks(world):
     with pytest.raises(BadInput, match="LoRA targets"):
-        zero.load(world.policy, P(lora=dict(rank=2, alpha=4.0, targets="q,v")), torch.device("cpu"), trained=True)
+        placement.load(world.policy, P(lora=dict(rank=2, alpha=4.0, targets="q,v")), torch.device("cpu"), trained=True)

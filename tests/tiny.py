@@ -37,7 +37,6 @@ def distance(folder, other):
     assert a.keys() == b.keys()
     return max((a[n].double() - b[n].double()).abs().max().item() for n in a)
 
-
 RULES = """
 import os, time
 
@@ -102,16 +101,16 @@ class World:
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
             eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2,
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
-            timeout=60, reward_timeout=30, device="cpu")
+            timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
 
     def grpo(self, out_dir, **keys):
         """--key=value for grpo.py: five groups of three, so that two and three ranks part them in the middle."""
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            rewards=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
+            reward_functions=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
             max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
-            learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device="cpu")
+            learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
 
     def rule(self, name):
@@ -122,14 +121,14 @@ class World:
         defaults = dict(
             out_dir=out_dir, train_path=self.sft_train, val_path=self.sft_val, tokenizer_path=self.tokenizer, n_head=2,
             d_model=16, d_ff=32, context=32, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, eval_size=5,
-            timeout=60, device="cpu")
+            timeout=60, device_type="cpu")
         return arguments(defaults | keys)
 
     def rm(self, out_dir, **keys):
         defaults = dict(
             out_dir=out_dir, train_path=self.pairs_train, val_path=self.pairs_val, demonstrations_path=self.sft_val,
             init_from=self.policy, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3,
-            timeout=60, device="cpu")
+            timeout=60, device_type="cpu")
         return arguments(defaults | keys)
 
 
@@ -141,9 +140,9 @@ def build(folder):
     """Tokenizers, a policy, reward models, rules and data in this folder, in a second. Returns a World."""
     import torch
 
-    from checkpoint import save_model
-    from data import load_tokenizer
-    from model import Transformer
+    from engine.checkpoint import save_model
+    from engine.pretrained import from_scratch
+    from engine.tokenizers import load_tokenizer
 
     tokenizers = {}
     for name, markers in (("tokenizer", MARKERS), ("other_tokenizer", MARKERS[::-1])):
@@ -156,14 +155,14 @@ def build(folder):
     config = dict(model_type="gpt2", n_embd=32, n_layer=1, n_head=2, n_inner=64, n_positions=32, tie_word_embeddings=False,
                   vocab_size=tokenizer.vocab_size + 4, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                   pad_token_id=tokenizer.pad_id)
-    policy = Transformer.from_scratch(config, seed=1)
+    policy = from_scratch(config, seed=1)
     with torch.no_grad():  # about one token in six is the EOS: responses of all lengths, some of them cut off
         direction = policy.lm_head.weight[tokenizer.eos_id]
         policy.norm.bias.copy_(4.0 * direction / direction.square().sum())
     save_model(os.path.join(folder, "policy"), policy, tokenizer)
     for name, tokenizer_name, context in (("reward", "tokenizer", 32), ("other_reward", "other_tokenizer", 32),
                                           ("short_reward", "tokenizer", 10)):
-        model = Transformer.from_scratch(config | dict(n_positions=context), head="scalar", seed=2)
+        model = from_scratch(config | dict(n_positions=context), head="scalar", seed=2)
         model.config.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
 
@@ -204,7 +203,6 @@ def run_all(calls, at_once=2):
     """[(args of run, its keywords), ...] -> their results; two at a time, for two cores."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda call: run(*call[0], **call[1]), calls))
-
 
 forker = None  # the process of forked.py, one for all tests: to import everything takes seconds
 

@@ -3,7 +3,7 @@ Preference pairs for the built-in task: the SFT model answers each problem sever
 labeller: where one answer is right and another wrong, they become a pair. This is the last time that anyone sees the truth;
 the reward model has to learn it from the pairs, and PPO only ever sees the reward model.
 
-    python data/arithmetic/pairs.py [--policy=out/arithmetic_sft/policy] [--pairs=2000] [--seed=1]
+    python data/arithmetic/pairs.py [--policy_path=out/arithmetic_sft/policy] [--pairs=2000] [--seed=1]
 
 Writes pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"} beside itself.
 """
@@ -14,21 +14,24 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import BadInput, configure  # noqa: E402
-from data import batch_rows, load_tokenizer, read_jsonl  # noqa: E402
-from model import Transformer, freeze  # noqa: E402
+from configurator import configure  # noqa: E402
+from data import batch_rows, read_jsonl  # noqa: E402
+from engine.pretrained import from_pretrained  # noqa: E402
+from engine.tokenizers import load_tokenizer  # noqa: E402
+from errors import BadInput  # noqa: E402
+from model import freeze  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
 
-policy = "out/arithmetic_sft/policy"  # the model whose answers are compared
+policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
 pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
 seed = 1  # decides problems and answers [>= 0]
 config = configure(globals())
 
-tokenizer = load_tokenizer(policy)
-model = freeze(Transformer.from_pretrained(policy))
+tokenizer = load_tokenizer(policy_path)
+model = freeze(from_pretrained(policy_path))
 problems = read_jsonl(os.path.join(HERE, "rl_train.jsonl"), ["prompt", "answer"])
 wanted = pairs + pairs // 10
 found = []
@@ -50,7 +53,7 @@ for iteration in range(100):
     if len(found) >= wanted:
         break
 else:
-    raise BadInput(f"{policy} gave only {len(found)} pairs of a right and a wrong answer; is it trained?")
+    raise BadInput(f"{policy_path} gave only {len(found)} pairs of a right and a wrong answer; is it trained?")
 
 for name, part in (("train", found[:pairs]), ("val", found[pairs:wanted])):
     with open(os.path.join(HERE, f"pairs_{name}.jsonl"), "w", encoding="utf-8") as f:

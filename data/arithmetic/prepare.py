@@ -70,6 +70,5 @@ def main():
         json.dump(TOKENIZER, f, indent=2)
     print("tokenizer/: 256 bytes, <think>, </think>, <eos>, <pad>")
 
-
 if __name__ == "__main__":
     main()

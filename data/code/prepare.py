@@ -177,6 +177,5 @@ def main():
         stop(f"--out={args.out}: {e.strerror}")
     print("tokenizer/: 256 bytes, <eos>, <pad>")
 
-
 if __name__ == "__main__":
     main()

@@ -87,7 +87,7 @@ def main():
     for name, largest in (("train", 1_000_000), ("val", 100_000)):
         if not 1 <= getattr(args, name) <= largest:
             stop(f"--{name}={getattr(args, name)} is out of range: [1..{largest}]")
-    from answers import evaluate_arithmetic
+    from engine.answers import evaluate_arithmetic
 
     walk = problems(random.Random(args.seed), evaluate_arithmetic)
     files = {name: os.path.join(args.out, f"{name}.jsonl") for name in ("rl_val", "rl_train")}
@@ -103,7 +103,6 @@ def main():
         print(f"rl_train.jsonl: {args.train} rows\nrl_val.jsonl: {args.val} rows")
     except OSError as e:
         stop(f"--out={args.out}: {e.strerror}")
-
 
 if __name__ == "__main__":
     main()

@@ -125,6 +125,5 @@ def main():
         stop(f"--out={args.out}: {e.strerror}")
     print("\n".join(report))
 
-
 if __name__ == "__main__":
     main()

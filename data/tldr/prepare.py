@@ -185,6 +185,5 @@ def main():
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
         print(f"{name}.jsonl: {kept[name]} rows{reasons}")
 
-
 if __name__ == "__main__":
     main()

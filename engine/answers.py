@@ -14,17 +14,16 @@ from fractions import Fraction
 LONGEST = 200  # characters of an answer; a longer one is only right letter for letter
 DEEPEST = 20  # parentheses in arithmetic
 MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20  # beyond these: no number, no list, only text
-
 INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"  # 1234 or 1,234; not 1,2 and not 042
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
 MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)([+-]?[0-9]{{1,3}})")
-
 GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
 xi pi rho sigma tau phi varphi chi psi omega""".split())
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
 PARENTHESES = r"\((?:[^()]|\([^()]*\))*\)"
+
 
 # a/b is \frac{a}{b} where b is one factor, as 1/2x is not clear; and where a is a product without
 # functions, as \sin x/2 is not clear.
@@ -32,12 +31,12 @@ FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|{PARENTHESES})"
 DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
 FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
 
+
 # What may stand before "=" and be left out: a variable (x, AB, m_1, f(x), \theta), or one of the
 # words. Other words, or a sign such as the ! of !=, could say that it is not equal.
 NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-
 CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro", "¢": "cent"}  # ¤ stands for a dollar that is not LaTeX's
 UNIT_NAMES = """percent|degree degrees|radian radians|dollar dollars usd|cent cents|euro euros|unit units|point points
 way ways|digit digits|integer integers|multiple multiples|edge edges|student students|meal meals
@@ -50,6 +49,7 @@ per|mi_per_h mph|km_per_h kph km/h|m_per_s m/s|km_per_s km/s"""
 UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ") for names in re.split(r"[|\n]", UNIT_NAMES)
                       for alias in names.split()}  # alias -> the name that stands for all
 
+
 # A word behind a number is what is counted, as in "72 clips", and no matter. Not so these words,
 # which change the number or deny it: 12 million, 2 thirds, 5 pi, 0.3 repeating, 5 below.
 NO_UNITS = re.compile(rf"""(?:
@@ -60,7 +60,6 @@ NO_UNITS = re.compile(rf"""(?:
     |inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
     |repeating|recurring|repeated|not|never|false|wrong|incorrect|infinity|nan|inf|{GREEK}
     |(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt)[a-z]?)""", re.IGNORECASE | re.VERBOSE)
-
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # a matrix's row ends; first, as "\\ " is no "\ "
     (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
@@ -83,6 +82,7 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
 ]]
+
 
 # What an answer says: its name in "name = ...", its value, its unit, and all behind the name as
 # text. The value is a Fraction, or (kind, parts) with parts that are Answers, or else text. The

@@ -1,9 +1,23 @@
 """
 What a run says of itself: the figures of a scored batch, a few samples, the models it holds. It decides nothing.
 """
+import os
+import resource
 import time
 
-from model import Adapted
+import torch
+
+from engine.adapters import Adapted
+
+
+def peak_memory_mib(device):
+    """The most memory that this process has held: allocated by torch on a GPU, resident in all on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    if os.path.exists("/proc/self/status"):  # Linux: getrusage would count what our parent held when it started us
+        with open("/proc/self/status", encoding="utf-8") as f:
+            return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def summarize(batch, prefix, reward_names=()):
@@ -35,7 +49,6 @@ def print_samples(batch, rows, tokenizer, n=2):
     R = batch["response_mask"].shape[1]
     for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
         print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
-
 
 COLUMNS = {"score": "objective/scores .2f", "kl": "objective/kl .2f", "acc": "objective/accuracy .2f",
            "len": "objective/length .1f", "flat groups": "objective/flat_groups .2f", "pg": "loss/policy .4f",

@@ -1,54 +1,63 @@
 """
 Talk to a model: any saved by these scripts, or any of the hub that model.py knows.
 
-python sample.py --model=out/arithmetic_ppo/policy                             # chat: type a prompt, get a response
-python sample.py --model=out/arithmetic_ppo/policy --prompt="123+456=" --samples=4
-python sample.py --model=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=5 \\
-                 --reward_model=out/arithmetic_rm/reward_model                 # with the score of each response
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy                             # chat: type a prompt, get a response
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompt="123+456=" --samples=4
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=5 \\
+                 --reward_path=out/arithmetic_rm/reward_model                 # with the score of each response
 
 Chat keeps no memory: with a chat template each line is a conversation of its own, else it is continued as plain text.
 """
 import contextlib
+import os
 import sys
 
 import torch
 
-from configurator import BadConfig, configure
-from data import check_text, check_tokenizer_fits, encode_for_all, load_tokenizer, read_jsonl
-from model import Transformer, freeze
-from rewards import reward_model_scores
-from rollout import generate, response_uniforms
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import configure  # noqa: E402
+from data import check_text, encode_for_all, read_jsonl  # noqa: E402
+from engine.pretrained import from_pretrained  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from errors import BadConfig  # noqa: E402
+from model import freeze  # noqa: E402
+from rewards import reward_model_scores  # noqa: E402
+from rollout import generate, response_uniforms  # noqa: E402
+
 
 # ---------------------------------------------------------------------------------------------------------------------
-model = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
+policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
 prompt = ""  # one prompt; empty: see prompts
 prompts = ""  # JSONL file with "prompt"; empty as well: chat, one prompt a line from standard input
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
-reward_model = ""  # folder or hub name of a reward model; its score is printed beside each response
+reward_path = ""  # folder or hub name of a reward model; its score is printed beside each response
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 batch_size = 64  # responses that decode at once [1..1000000]
 seed = 1  # decides the responses [>= 0]
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
-device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+device = device_type
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
-tokenizer = load_tokenizer(model)
-policy = freeze(Transformer.from_pretrained(model, dtype=weights_dtype, device=device))
-check_tokenizer_fits(tokenizer, policy, model)
+tokenizer = load_tokenizer(policy_path)
+policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
+check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
-if reward_model:
-    scorer_tokenizer = load_tokenizer(reward_model)
-    scorer = freeze(Transformer.from_pretrained(reward_model, head="scalar", dtype=weights_dtype, device=device))
+if reward_path:
+    scorer_tokenizer = load_tokenizer(reward_path)
+    scorer = freeze(from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
     if scorer.new_head:
-        raise BadConfig(f"reward_model {reward_model!r} has no score head, it is a plain language model; train one with rm.py")
-    check_tokenizer_fits(scorer_tokenizer, scorer, reward_model)
+        raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
+    check_tokenizer_fits(scorer_tokenizer, scorer, reward_path)
     models["reward_model"] = scorer
 
 
@@ -74,7 +83,7 @@ def print_batch(picks):
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
         scores = [None] * len(rows)
-        if reward_model:
+        if reward_path:
             batch |= dict(rows=rows, completions=texts)
             scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size).tolist()
     for i, (row, text, score) in enumerate(zip(rows, texts, scores, strict=True)):
@@ -89,7 +98,6 @@ def as_row(text, where):
     check_text(text, "prompt", where)
     chat = getattr(getattr(tokenizer, "backend", None), "chat_template", None)
     return {"prompt": [{"role": "user", "content": text}] if chat else text}
-
 
 if prompts:
     rows = read_jsonl(prompts, ["prompt"])

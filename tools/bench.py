@@ -1,8 +1,8 @@
 """
 How fast is it, against what, and in how much memory? One run on random models, nothing to prepare:
 
-OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python bench.py          # a 4-layer, 256-wide Llama on two CPU cores
-python bench.py --d_model=2048 --n_layer=16 --n_head=32 --dtype=bfloat16       # about a 1B model, on a GPU
+OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python tools/bench.py          # a 4-layer, 256-wide Llama on two CPU cores
+python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --dtype=bfloat16       # about a 1B model, on a GPU
 
 First tokens/s of our generate and of transformers' generate, in turns on the same weights and prompts, every response of
 full length. Then a PPO iteration (ppo.py as a subprocess, two more iterations to warm up) by phase, and its peak memory:
@@ -19,11 +19,16 @@ import time
 
 import torch
 
-from checkpoint import save_model
-from configurator import BadConfig, Stop, configure
-from data import ByteTokenizer
-from model import Transformer, freeze
-from rollout import generate
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import configure  # noqa: E402
+from engine.checkpoint import save_model  # noqa: E402
+from engine.pretrained import from_scratch  # noqa: E402
+from engine.tokenizers import ByteTokenizer  # noqa: E402
+from errors import BadConfig, Stop  # noqa: E402
+from model import freeze  # noqa: E402
+from rollout import generate  # noqa: E402
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 d_model = 256  # width of the Llama [>= 2]
@@ -40,13 +45,15 @@ micro_batch_size = 8  # rows scored or trained at once [>= 1]
 repeats = 5  # timed runs of each, after one to warm up [>= 1]
 transformers = True  # also time transformers' generate
 ppo = True  # also time a PPO iteration
-device = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
 config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if d_model % (2 * n_head) or n_head % n_kv_head:
     raise BadConfig("d_model must be a multiple of 2 * n_head, and n_head of n_kv_head")
-device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+device = device_type
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 shape = dict(batch=batch_size, prompt=prompt_length, new=max_new_tokens)
@@ -54,7 +61,7 @@ shape = dict(batch=batch_size, prompt=prompt_length, new=max_new_tokens)
 
 def build(head):
     """A random Llama that never samples EOS: its logits are large, except for EOS and padding, whose are always 0."""
-    model = Transformer.from_scratch(dict(
+    model = from_scratch(dict(
         model_type="llama", vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=n_layer,
         num_attention_heads=n_head, num_key_value_heads=n_kv_head, max_position_embeddings=prompt_length + max_new_tokens,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None), head)
@@ -80,7 +87,6 @@ def report(name, seconds, **more):
     rate = batch_size * max_new_tokens / statistics.median(seconds)
     print(f"{name:<28} {statistics.median(seconds):8.3f} s (min {min(seconds):.3f}, max {max(seconds):.3f}) {rate:9.0f} tokens/s"
           + "".join(f"  {k} {v}" for k, v in more.items()), flush=True)
-
 
 with tempfile.TemporaryDirectory() as folder:
     tokenizer = ByteTokenizer({"markers": [f"<x{i}>" for i in range(vocab_size - 258)], "eos": "<eos>", "pad": "<pad>"})
@@ -125,8 +131,8 @@ with tempfile.TemporaryDirectory() as folder:
         keys = dict(out_dir=path["run"], policy_path=path["policy"], reward_path=path["reward_model"],
                     prompts_path=path["prompts.jsonl"], eval_path=path["prompts.jsonl"], eval_size=1, eval_interval=10**6,
                     batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=max_new_tokens, temperature=1.0,
-                    ppo_epochs=ppo_epochs, max_iters=repeats + 2, learning_rate=1e-5, device=device, dtype=dtype)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ppo.py")
+                    ppo_epochs=ppo_epochs, max_iters=repeats + 2, learning_rate=1e-5, device_type=device, dtype=dtype)
+        script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "ppo.py")
         # OpenMP may have pinned this thread to one core, and a child would inherit that
         done = subprocess.run([sys.executable, script, *[f"--{k}={v}" for k, v in keys.items()]], capture_output=True, text=True,
                               preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))

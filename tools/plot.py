@@ -1,13 +1,18 @@
 """
 Draw runs: log.jsonl of one or several, overlaid, as a PNG; and print a table of each run's first and last evaluation.
 
-python plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
-python plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=overoptimization.png
+python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
+python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=overoptimization.png
 """
 import json
 import os
+import sys
 
-from configurator import BadConfig, BadInput, configure
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import configure  # noqa: E402
+from errors import BadConfig, BadInput  # noqa: E402
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
@@ -36,7 +41,6 @@ def read_log(folder):
     if not records:
         raise BadInput(f"{file}: nothing is logged yet")
     return records
-
 
 folders = [folder for folder in runs.split(",") if folder]
 if not folders:

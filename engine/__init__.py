@@ -1,0 +1,9 @@
+"""
+The engine room: what makes a run fit, scale and survive. It need not be read to understand PPO or GRPO.
+
+This file notes which CPUs the process may use. It must be imported before torch: with OMP_PROC_BIND=true
+torch's OpenMP pins the thread that imports it to one of them.
+"""
+import os
+
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))

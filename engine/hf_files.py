@@ -1,0 +1,134 @@
+"""
+The files of a Hugging Face model: where the folder is, which tensors are in it, and reading them.
+"""
+import functools
+import json
+import math
+import os
+import re
+from types import SimpleNamespace
+
+import torch
+
+from errors import BadInput, first_line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def find_folder(path):
+    """A model's local folder: the path itself, or the hub's copy of that name. Raises BadInput when there is neither."""
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
+        return path
+    if os.path.exists(path) or not re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as EleutherAI/pythia-1b")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+            folder = snapshot_download(path, allow_patterns=["pytorch_model*.bin"])  # old, and pickled: see BinFile
+        return folder
+    except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
+        raise BadInput(f"{path}: no such folder here, and the hub did not give it: {str(e).splitlines()[0]}") from e
+
+
+def read_json(file):
+    """A JSON object from a file. Raises BadInput."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, ValueError, RecursionError) as e:  # RecursionError: nested too deep
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+    if not isinstance(value, dict):
+        raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
+    return value
+
+
+def tensor_files(folder):
+    """
+    {tensor name: (file, shape, dtype as the file calls it)} of a folder's weights, in one file or in
+    shards, without reading them; safetensors where there are some. Raises BadInput.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = os.path.join(folder, name), os.path.join(folder, f"{name}.index.json")
+        if os.path.isfile(index):
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+                raise BadInput(f"{index}: no weight_map in it, from tensors to files; download it again")
+            headers = {}
+            for shard in sorted(set(names.values())):
+                if not os.path.isfile(os.path.join(folder, shard)):
+                    raise BadInput(f"{folder}: shard {shard} is missing; download it again")
+                headers[shard] = read_headers(os.path.join(folder, shard))
+            absent = [(name, shard) for name, shard in names.items() if name not in headers[shard]]
+            if absent:
+                raise BadInput(f"{index}: tensor {absent[0][0]!r} is not in {absent[0][1]}, as it says; "
+                               "download them again")
+            return {name: (os.path.join(folder, shard), *headers[shard][name])
+                    for name, shard in names.items()}
+        if os.path.isfile(single):
+            return {name: (single, *header) for name, header in read_headers(single).items()}
+    raise BadInput(f"{folder}: no model.safetensors here, and no pytorch_model.bin; save or download the model again")
+
+
+def read_headers(file):
+    """{tensor name: (shape, dtype)} of a file of weights."""
+    return read_tensors(file, lambda f: {name: (tuple(piece.get_shape()), str(piece.get_dtype()))
+                                         for name in f.keys() for piece in [f.get_slice(name)]})
+
+
+def check_dtype(dtype, file, name):
+    """Raise BadInput for weights of other types: quantized ones mean nothing without their scales."""
+    good = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
+    if dtype.removeprefix("torch.") not in good:
+        raise BadInput(f"{file}: tensor {name!r} is of type {dtype}, wanted 16-, 32- or 64-bit floating "
+                       "point; get the model as it was before it was quantized")
+
+
+def check_numbers(tensor, dtype, file, name):
+    """Raise BadInput if a tensor holds NaN, or numbers that are infinite in the dtype it shall get."""
+    low, high = (x.item() for x in tensor.aminmax())  # both NaN if there is one; takes no memory
+    limit = torch.finfo(dtype).max
+    if not (-limit <= low and high <= limit):
+        found = "NaN" if math.isnan(low) else f"numbers from {low:g} to {high:g}"
+        raise BadInput(f"{file}: tensor {name!r} holds {found}, not all of them finite in "
+                       f"{str(dtype).removeprefix('torch.')}; save or download the model again")
+
+
+def read_tensors(file, use):
+    """use(open file), for one tensor at a time: the file is opened anew each time, for a map left open counts as memory."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if file.endswith(".bin"):
+            return use(open_bin(file))
+        with safe_open(file, framework="pt") as f:
+            return use(f)
+    except (OSError, SafetensorError) as e:
+        raise BadInput(f"{file}: not a readable safetensors file ({e}); save or download it again") from e
+
+
+class BinFile:
+    """An old hub file of weights behind the face of safe_open. Its pickle is read by torch's weights-only loader: no code."""
+
+    def __init__(self, file):
+        try:
+            try:
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # older still, from before torch 1.6: no map of it can be made
+                tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as e:  # the unpickler raises whatever a damaged or hostile file makes of it
+            raise BadInput(f"{file}: not a file of mere weights ({first_line(e)[:120]}); get the model as safetensors") from e
+        if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+            raise BadInput(f"{file}: not a dict of tensors; get the model as safetensors")
+        self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
+
+    def get_slice(self, name):
+        t = self.get_tensor(name)
+        return SimpleNamespace(get_shape=lambda: t.shape, get_dtype=lambda: t.dtype)
+
+open_bin = functools.lru_cache(maxsize=1)(BinFile)  # one at a time, for those that cannot be mapped; forgotten after loading

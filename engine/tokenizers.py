@@ -1,0 +1,346 @@
+"""
+Three kinds of tokenizer with one interface: the built-in byte-level one (tiktoken), GPT-2's from its vocab.json (tiktoken), and
+whatever AutoTokenizer finds in a Hugging Face folder. Text that looks like a special token is plain text to all of them.
+"""
+import hashlib
+import json
+import os
+import re
+
+from data import is_surrogate
+from engine.hf_files import find_folder, read_json
+from errors import BadInput, first_line, one_line, shorten, warn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+def load_tokenizer(path):
+    """
+    The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name.
+    Raises BadInput where a file is broken, or where all ends that config.json or generation_config.json
+    names are plain text to this tokenizer: then they are of different models.
+    """
+    folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
+    settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
+                if os.path.isfile(os.path.join(folder, name))}
+    family = settings.get("config.json", {}).get("model_type")
+    if "tiktoken.json" in settings:
+        file = os.path.join(folder, "tiktoken.json")
+        tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], file))
+    elif family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json")) \
+            and "tokenizer.json" not in settings:
+        tokenizer = GPT2Tokenizer(folder)
+    else:
+        tokenizer = HFTokenizer(folder)
+    named = set()  # by the model's files; the tokenizer has its own
+    for file in ("generation_config.json", "config.json"):
+        ids = settings.get(file, {}).get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < tokenizer.vocab_size]
+        if not wrong and all(map(tokenizer.is_plain_text, ids)):
+            wrong = ids  # a newline may be an end, too, but hardly the only one
+        if wrong:
+            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is no special token of "
+                           f"the tokenizer beside it, which has {tokenizer.vocab_size} tokens and ends with "
+                           f"{tokenizer.eos_id}; do they belong together?")
+        named.update(ids)
+    if named and tokenizer.eos_id not in named:
+        warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with {tokenizer.eos_id}; do they belong "
+             "together? A response may end with any of them")
+    tokenizer.eos_ids |= named
+    return tokenizer
+
+JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json", "added_tokens.json")
+
+
+def check_tokenizer_fits(tokenizer, model, path):
+    """
+    Raise BadInput if the tokenizer has ids that the model has no embedding for. Fewer is fine: the
+    others are masked. But vocabularies are padded by a few per cent only: of more, warn.
+    """
+    tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
+    if tokens > embeddings:
+        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
+                       f"{embeddings}; they do not belong together")
+    if tokens < 0.9 * embeddings:
+        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; do they "
+             "belong together?")
+
+
+def read_text(file):
+    """The text of a file. Raises BadInput."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            return f.read()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def attempt(read):
+    """(What read() returns, None), or (None, whatever a library of others raises in it on a broken file)."""
+    try:
+        return read(), None
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        return None, e
+
+
+def tokenizer_file_at_fault(folder):
+    """The tokenizer.json in a folder, if that alone cannot be read, else what stands beside it."""
+    from tokenizers import Tokenizer as Backend
+
+    file = os.path.join(folder, "tokenizer.json")
+    if os.path.isfile(file) and attempt(lambda: Backend.from_file(file))[1]:
+        return file
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    return os.path.join(folder, " or ".join(n for n in names if os.path.isfile(os.path.join(folder, n))))
+
+
+def check_ids(vocab, file):
+    """Raise BadInput unless a vocabulary {token: id} gives every token an id of its own."""
+    tokens = {}
+    for token, i in vocab.items():
+        if type(i) is not int or not 0 <= i < 10**8:
+            raise BadInput(f"{file}: the id of {shorten(token)} is {shorten(i)}; wanted an integer from 0")
+        if i in tokens:
+            raise BadInput(f"{file}: {shorten(tokens[i])} and {shorten(token)} have the same id {i}")
+        tokens[i] = token
+
+
+def check_byte_settings(settings, file):
+    """The settings of a ByteTokenizer. Raises BadInput unless they are markers, eos and pad: different strings."""
+    markers = settings.get("markers")
+    names = [*(markers if isinstance(markers, list) else [None]), settings.get("eos"), settings.get("pad")]
+    texts = [x for x in names if isinstance(x, str) and x and not any(map(is_surrogate, x))]
+    if len(set(texts)) < len(names):
+        raise BadInput(f"{file}: wanted markers, a list of strings, eos and pad, all of them different")
+    return settings
+
+
+class Tokenizer:
+    """What all kinds share. encode is text -> ids; decode is ids -> text, without EOS and padding."""
+
+    eos_id = pad_id = vocab_size = 0
+    eos_ids = frozenset()
+    special_texts = ()  # those of special tokens, which encode takes for plain text
+    bos_ids = ()  # what stands before a plain-text prompt
+
+    def specials_in(self, text):
+        """Which special tokens a text spells."""
+        return [s for s in self.special_texts if s in text]
+    def is_plain_text(self, i):
+        """Whether the token of this id is a piece of text, and no end or marker."""
+        return False
+
+    def encode_prompt(self, prompt):
+        """Ids of a prompt: a string (after BOS, if the tokenizer has one) or a list of chat messages."""
+        if isinstance(prompt, str):
+            return list(self.bos_ids) + self.encode(prompt)
+        return self.encode_chat(prompt)
+
+    def encode_chat(self, messages):
+        raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; write prompts as strings")
+
+    def encode_completion(self, completion):
+        """Ids of a whole completion, EOS included: a string, or a list with one assistant message."""
+        if not isinstance(completion, str):
+            completion = "".join(m["content"] for m in completion)
+        return self.encode(completion) + [self.eos_id]
+
+BYTE_LEVEL = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}  # GPT-2's printable names of bytes
+BYTE_LEVEL |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
+
+
+class ByteTokenizer(Tokenizer):
+    """One token a byte, plus markers that text may contain, EOS and padding: tiktoken without merges, nothing to download."""
+
+    def __init__(self, settings):
+        import tiktoken
+
+        self.settings = settings
+        self.special_texts = settings["eos"], settings["pad"]
+        specials = [*settings["markers"], *self.special_texts]
+        self.encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
+                                          special_tokens={s: 256 + i for i, s in enumerate(specials)})
+        self.vocab_size = 256 + len(specials)
+        self.eos_id, self.pad_id = self.vocab_size - 2, self.vocab_size - 1
+        self.eos_ids = {self.eos_id}
+        self.fingerprint = json.dumps(settings, sort_keys=True)
+
+    def is_plain_text(self, i):
+        return i < 256
+
+    def encode(self, text):
+        return self.encoding.encode(text, allowed_special=set(self.settings["markers"]), disallowed_special=())
+
+    def decode(self, ids):
+        return self.encoding.decode([i for i in ids if i not in (self.eos_id, self.pad_id)], errors="replace")
+
+    def save(self, folder):
+        """Write tiktoken.json for us, and the same as tokenizer.json for transformers."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        with open(os.path.join(folder, "tiktoken.json"), "w", encoding="utf-8") as f:
+            json.dump(self.settings, f, indent=2)
+        backend = Backend(models.BPE(vocab={BYTE_LEVEL[b]: b for b in range(256)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_tokens([AddedToken(s, normalized=False) for s in self.settings["markers"]])
+        backend.add_special_tokens([self.settings["eos"], self.settings["pad"]])
+        backend.save(os.path.join(folder, "tokenizer.json"))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            json.dump(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=self.settings["eos"],
+                           pad_token=self.settings["pad"], clean_up_tokenization_spaces=False), f, indent=2)
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's merges through tiktoken, from the vocab.json in the folder: its ids are in the order of the merges."""
+
+    def __init__(self, folder):
+        import tiktoken
+
+        self.files = {}
+        for name in ("vocab.json", "merges.txt"):
+            if os.path.isfile(os.path.join(folder, name)):
+                self.files[name] = read_text(os.path.join(folder, name))
+        vocab = read_json(os.path.join(folder, "vocab.json"))
+        check_ids(vocab, f"{folder}/vocab.json")
+        byte_of = {name: b for b, name in BYTE_LEVEL.items()}
+        eos = "<|endoftext|>"
+        if eos not in vocab:
+            raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's vocabulary")
+        self.special_texts = (eos,)
+        unknown = [token for token in vocab if token != eos and (not token or set(token) - byte_of.keys())]
+        unknown += [ch for ch in byte_of if ch not in vocab]
+        if unknown:
+            raise BadInput(f"{folder}/vocab.json: {shorten(unknown[0])} is no token of GPT-2's, or is missing there; this is "
+                           "not its vocabulary")
+        self.eos_id = self.pad_id = vocab[eos]
+        ranks = {bytes(byte_of[ch] for ch in token): i for token, i in vocab.items() if token != eos}
+        pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+        self.encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={eos: self.eos_id})
+        self.vocab_size = max(vocab.values()) + 1
+        self.eos_ids = {self.eos_id}
+        self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
+
+    def is_plain_text(self, i):
+        return i != self.eos_id
+
+    def encode(self, text):
+        return self.encoding.encode(text, disallowed_special=())
+
+    def decode(self, ids):
+        return self.encoding.decode([i for i in ids if i != self.eos_id], errors="replace")
+
+    def save(self, folder):
+        for name, text in self.files.items():
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+                f.write(text)
+
+
+class HFTokenizer(Tokenizer):
+    """Any tokenizer that transformers can load, with its chat template."""
+
+    def __init__(self, folder):
+        from transformers import AutoTokenizer  # here, for it takes seconds and 150 MB that the toy does not need
+
+        names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):  # it would make up an empty one
+            raise BadInput(f"{folder}: no tokenizer in this folder ({', '.join(names)}); copy its files there")
+        self.folder = folder
+        template = os.path.join(folder, "chat_template.jinja")
+        if os.path.isfile(template):
+            read_text(template)
+
+        def read():
+            self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.backend.decode(self.backend.encode("a"))
+            ids = self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id
+            return self.backend.get_vocab(), self.backend("")["input_ids"], *ids
+
+        found, e = attempt(read)
+        if e:
+            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer ({first_line(e)[:200]}); "
+                           "save or download it again") from e
+        vocab, lead, eos, pad, bos = found  # lead: [BOS] where the tokenizer puts one before text, else []
+        if eos is None:
+            raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; set eos_token in "
+                           "tokenizer_config.json")
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab, f"{folder}: its vocabulary")
+        self.specials = {i: t.content for i, t in self.backend.added_tokens_decoder.items()}
+        self.eos_id, self.pad_id = eos, eos if pad is None else pad
+        self.eos_ids = {self.eos_id}
+        # whether tokenizer_config.json names a role of theirs or not
+        added = self.backend.added_tokens_decoder.values()
+        self.special_texts = [t.content for t in added if t.special and t.content.strip()]
+        self.vocab_size = max(vocab.values()) + 1
+        self.bos_ids = [i for i in lead if i == bos]
+        self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
+        named = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or ""))) - vocab.keys()
+        if named:
+            warn(f"{folder}: its chat template writes {min(named)}, which to its tokenizer is no token but plain "
+                 "letters; is that meant?")
+
+    def is_plain_text(self, i):
+        return i not in self.specials
+
+    def encode(self, text):
+        return self.backend.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, ids):
+        return self.backend.decode([i for i in ids if i not in self.eos_ids and i != self.pad_id])
+
+    def encode_chat(self, messages):
+        """
+        The template's ids of these messages up to where the response goes on: in a new turn, or,
+        where the last message is the assistant's, at its end, in the same turn. A user who types a
+        special token gets its letters, not the token. Raises BadInput.
+        """
+        if not self.backend.chat_template:
+            return super().encode_chat(messages)
+        # a text that contains a special token is rendered as a placeholder; the blanks around it
+        # stay, for the template may trim them
+        filled, hidden = [dict(m) for m in messages], {}
+        for i, m in enumerate(filled):
+            if self.specials_in(m["content"]):
+                mark, content = f"\ue000{i}\ue001", m["content"].strip()
+                m["content"], hidden[mark] = m["content"].replace(content, mark), content
+        text, ids = self.render(filled), []
+        # the template's pieces are encoded with special tokens, the hidden texts without
+        for mark, content in hidden.items():
+            before, found, text = text.partition(mark)
+            if not found:
+                raise BadInput("a message contains special tokens and the chat template drops or moves messages; "
+                               "remove the special tokens from the prompt")
+            ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
+        return ids + self.backend.encode(text, add_special_tokens=False)
+
+    def render(self, messages):
+        """
+        The chat template's text of some messages, with an open turn of the assistant at its end:
+        its last message, or a new turn. Raises BadInput where the template does not keep that
+        message, and with the template's own words where it refuses them.
+        """
+        last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
+        how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
+        try:
+            text = self.backend.apply_chat_template(messages, tokenize=False, **how)
+        except Exception as e:  # the template is somebody's program: it may raise whatever it likes
+            if last is None or "continue_final_message" not in str(e):
+                raise BadInput(f"the chat template of {self.folder} refuses the messages: "
+                               f"{one_line(first_line(e), 300)}") from e
+            text = ""  # transformers does not find the last message in what the template gave
+        if last is not None and not (last and text.rstrip().endswith(last)):
+            raise BadInput("the last message is the assistant's, for the response to go on with, "
+                           "but the chat template drops or changes a part of it, or it is blank; "
+                           "end the prompt with another role's message, or write it as a string")
+        return text
+
+    def save(self, folder):
+        self.backend.save_pretrained(folder)
