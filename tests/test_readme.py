@@ -1,4 +1,4 @@
-"""What README.md and docs/ say of the repository is true: the map, the files, commands, keys, metrics and links that they name."""
+"""What README.md and docs/ say of the repository is true: its map, files, commands, keys, metrics and links."""
 import ast
 import glob
 import os
@@ -177,7 +177,8 @@ def keys_of(path):
 
 
 KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*/*.py", "tests/*.py"))) | memory.OPTIONS.keys()
-OTHERS = {"key", "max_restarts", "shutdown_timeout", "help", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "index_url"}
+OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
+          "rdzv_endpoint"}  # of pip and torchrun
 
 
 @pytest.mark.parametrize("page", PAGES)
