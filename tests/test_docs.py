@@ -1,11 +1,14 @@
 """The worked examples of docs/algorithms.md and docs/rewards.md, computed by the code; and the lines of code quoted there."""
+import json
 import os
 import re
+import textwrap
 
 import pytest
 import torch
 from conftest import ROOT
 
+from engine.programs import check_tests
 from gae import compute_gae
 from loss import adapt_kl_coef, kl_estimate, masked_whiten, preference_loss, value_loss
 from relatives import group_advantages, token_weights
@@ -13,6 +16,8 @@ from rewards import soft_overlong
 
 with open(os.path.join(ROOT, "docs", "algorithms.md"), encoding="utf-8") as _f:
     PAGE = _f.read()
+with open(os.path.join(ROOT, "docs", "rewards.md"), encoding="utf-8") as _f:
+    REWARDS = _f.read()
 PROSE = " ".join(PAGE.split())
 
 
@@ -148,9 +153,22 @@ def test_adapted_kl_coef():
 def test_pairs():
     chosen, rejected = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
     a, b, c = preference_loss(chosen, rejected).tolist()
-    with open(os.path.join(ROOT, "docs", "rewards.md"), encoding="utf-8") as f:
-        text = " ".join(f.read().split())
+    text = " ".join(REWARDS.split())
     assert f"Scores of 2 and 1 have the loss {a:.4f}, equal scores {b:.4f}, and scores of 1 and 2 have {c:.4f}" in text
+
+
+def test_the_reward_of_ones_own_runs():
+    (source,) = re.findall(r"^    # mine\.py\n((?:    .*\n)+)", REWARDS, re.MULTILINE)
+    namespace = {}
+    exec(textwrap.dedent(source), namespace)
+    assert namespace["brevity"](dict(completions=["ab", ""])) == pytest.approx([1 / 3, 1])
+
+
+def test_the_tests_of_a_row_are_tests():
+    rows = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", REWARDS, re.MULTILINE)]
+    assert len(rows) == 2
+    calls, outputs, scripts = check_tests(rows, "docs")
+    assert (calls, outputs, scripts) == ([("add", [1, 2]), ("add", [3, 4])], [3, 7], [(b"1 2", b"3")])
 
 
 def test_groups():

@@ -221,16 +221,23 @@ def metrics_of(record):
     return names
 
 
+# what a reward of the reader's own is given, as docs/rewards.md says
+TABLE = PAGES["docs/rewards.md"].partition("| key | what it is |\n")[2].partition("\n\n")[0]
+GIVEN = [name for line in TABLE.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
     rewards = f"{world.rule('letters')},0*{world.rule('odd')}"
+    with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
+        f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, max_iters=1),
                 grpo=world.grpo("out", reward_functions=rewards, max_iters=1, max_refills=1),
                 sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1),
-                alone=world.grpo("out", reward_functions=world.rule("letters"), max_iters=1))
+                alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
     results = forked(folder, {name: [one_run("grpo.py" if name == "alone" else f"{name}.py", arguments)]
                               for name, arguments in runs.items()})
     for (result,) in results.values():
@@ -255,6 +262,11 @@ def test_rewards_are_logged_one_by_one_where_there_are_several(logs):
         first = logs[script][0]
         assert first["objective/scores"] == pytest.approx(first["objective/reward/letters"])
     assert not any("/reward/" in key for record in logs["alone"] for key in record)
+
+
+def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):
+    assert "completions" in GIVEN and "seconds" in GIVEN
+    assert logs["alone"][0]["objective/scores"] == len(GIVEN)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
