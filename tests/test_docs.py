@@ -49,20 +49,27 @@ def close(x, wanted, digits=4):
 QUOTE = re.compile(r"`([\w/]+\.py)`[^`]*:\n\n```python\n(.*?)```", re.DOTALL)
 
 
+def code_of(text):
+    """The lines of code of a text, without indentation, blank lines and comments."""
+    lines = [re.sub(r"(^|\s+)# .*", "", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
 def quotes():
-    return [(path, [line.strip() for line in text.splitlines() if line.strip()]) for path, text in QUOTE.findall(PAGE)]
+    """[(file, lines that follow each other in it)] of the page; a line "..." parts two such pieces of a quote."""
+    return [(path, code_of(piece)) for path, text in QUOTE.findall(PAGE) for piece in re.split(r"^\.\.\.$", text, flags=re.M)]
 
 
 def test_every_quote_says_where_it_is_from():
-    assert len(quotes()) == PAGE.count("```python") > 10
-    assert "@@" not in PAGE
+    assert len(QUOTE.findall(PAGE)) == PAGE.count("```python") > 10
     assert {"ppo.py", "grpo.py", "gae.py", "loss.py", "relatives.py"} <= {path for path, _ in quotes()}
 
 
 @pytest.mark.parametrize("path, lines", quotes(), ids=[f"{path}: {lines[0][:40]}" for path, lines in quotes()])
 def test_quoted_lines_stand_in_the_file(path, lines):
     with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-        source = [line.strip() for line in f if line.strip()]
+        source = code_of(f.read())
+    assert lines
     assert any(source[i:i + len(lines)] == lines for i in range(len(source))), f"{path} does not have {lines}"
 
 
