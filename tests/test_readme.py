@@ -11,7 +11,6 @@ import pytest
 from conftest import ROOT
 
 import tiny
-from configurator import configure
 from tiny import forked, one_run
 from tools import memory
 
@@ -134,8 +133,8 @@ def check_command(words):
     source = read(script)  # which must be there
     if script.endswith(".sh") or arguments == ["--help"]:
         return
-    if "configure(globals())" in source:
-        configure(memory.script_keys(os.path.join(ROOT, script)) | dict(__file__=os.path.join(ROOT, script)), arguments)
+    if "configure(globals()" in source:
+        memory.read_config(script.removesuffix(".py"), arguments)
     elif script == "tools/memory.py":
         options, rest = memory.split_arguments(arguments)
         memory.read_config(memory.which_script(rest, options["script"]), rest)
@@ -170,9 +169,10 @@ def test_commands_are_found_and_wrong_ones_refused():
 
 
 def keys_of(path):
+    """The keys or options of a file, if it is a script."""
     source = read(path)
-    if "configure(globals())" in source:
-        return memory.script_keys(os.path.join(ROOT, path)).keys()
+    if "configure(globals()" in source:
+        return memory.read_config(path.removesuffix(".py"), []).keys()
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
