@@ -35,9 +35,9 @@ from engine import audit, launch, report, together
 from engine.adapters import Adapted, load_adapted, load_adapter
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
-from engine.memory import predicted_mib
 from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
 from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
+from engine.planner import predicted_mib
 from engine.report import is_better, print_models, print_samples, progress, summarize
 from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
 from engine.run_folder import fingerprint, open_run
