@@ -199,7 +199,7 @@ def check_range(key, value, comment, where):
 def print_help(script, doc, keys, comments, headings):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
-    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]\n")
+    print(f"\nusage: python {os.path.relpath(script)} [config.py ...] [--key=value ...]\n")
     for key, value in keys.items():
         for heading in headings.get(key, ()):
             print(f"\n  {heading}")

@@ -26,8 +26,8 @@ its libraries and the gaps between tensors: leave some room with --gpu-gb.
 
 Letters in the table: b rows of a micro-batch, n rows that decode at once, P prompt length, R
 response length, V vocabulary, d width, L layers, kv key-value heads x head size; and bytes of an
-element: e of a weight, a of the result of a matrix product, f of the logits. The words with an
-underscore are functions of engine/memory.py, which has all formulas in full.
+element: e of a weight, a of the result of a matrix product, f of the logits. Names such as
+kept_by_trunk and saving are functions of engine/memory.py, which has all formulas in full.
 """
 import ast
 import contextlib
