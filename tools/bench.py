@@ -1,4 +1,4 @@
-"""
+r"""
 How fast are sampling and PPO, and how much memory does PPO take? Measured on random models.
 
 A 4-layer, 256-wide Llama on two CPU cores, with each thread pinned to a core:
@@ -7,7 +7,7 @@ OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python tools/bench.py
 
 A model of about 1B parameters on a GPU:
 
-python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 \\
+python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 \
     --dtype=bfloat16
 
 First, tokens/s of generate here and of transformers' generate, in turns, on the same weights and

@@ -1,4 +1,4 @@
-"""
+r"""
 Talk to a model: one that these scripts have saved, or one of the hub whose family model.py knows.
 
 python tools/sample.py --policy_path=out/arithmetic_ppo/policy    # type a prompt, get a response
@@ -6,7 +6,7 @@ python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompt="123+456
 
 Responses to the prompts of a file, each with its score:
 
-python tools/sample.py --policy_path=out/arithmetic_ppo/policy \\
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=5 --reward_path=out/arithmetic_rm/reward_model
 
 Each line that you type is a new conversation: the model does not see the earlier ones. A model with
