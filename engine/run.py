@@ -16,7 +16,7 @@ from engine import launch
 from engine.audit import audit, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
-from engine.memory import predicted_mib
+from engine.planner import predicted_mib
 from engine.optimizers import overflowed
 from engine.placement import sharded
 from engine.report import peak_memory_mib, print_models, print_samples, progress
