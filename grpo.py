@@ -266,12 +266,12 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
     mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
-    batch = parallel.gather_rows(mine)  # b rows -> all B
+    batch = parallel.gather_rows(mine, len(rows))  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
     if learned:
         batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
     batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
-    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
+    audit.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
 
     batch["raw_scores"] = batch["scores"]
     if missing_eos_penalty > 0:
@@ -301,8 +301,8 @@ def run_models(batch, minibatches):
                 said["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
     reshard(models.values())
     leave_if_asked()
-    batch |= parallel.add_up(said)
-    parallel.check_finite({name: batch[name] for name in names}, iteration)
+    batch |= parallel.all_reduce_sum(said)
+    audit.check_finite({name: batch[name] for name in names}, iteration)
 
 
 def my_micro_batches(batch, rows):
@@ -416,7 +416,7 @@ for iteration in range(start, max_iters + 1):
     if max_refills > 0:  # groups that are flat even now are left out, as if they had not been sampled
         batch["counted"] = batch["counted"] & ~even.repeat_interleave(group_size)[:, None]
     learns = (advantages != 0) & batch["counted"].any(1)  # (B,)
-    parallel.check_finite(dict(advantages=advantages), iteration)
+    audit.check_finite(dict(advantages=advantages), iteration)
 
     # 4) GRPO: clipped steps on the policy
     enter("update")
@@ -469,7 +469,7 @@ for iteration in range(start, max_iters + 1):
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
             continue  # on all ranks, for the gradients are everybody's
-        parallel.check_gradients(policy_norm, policy, "policy", iteration)
+        audit.check_gradients(policy_norm, policy, "policy", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
         if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
             steps -= 1

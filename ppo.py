@@ -281,12 +281,12 @@ def sample_and_judge(rows, prompts, purpose, noise):
     mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
     mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
-    batch = parallel.gather_rows(mine)  # b rows -> all B
+    batch = parallel.gather_rows(mine, len(rows))  # b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
     if learned:
         batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
     batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
-    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
+    audit.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
     return batch
 
 
@@ -321,8 +321,8 @@ def run_models(batch, minibatches):
             said["values"][mb["index"], :length] = response_values(mb)
     reshard(models.values())
     leave_if_asked()
-    batch |= parallel.add_up(said)
-    parallel.check_finite({name: batch[name] for name in names}, iteration)
+    batch |= parallel.all_reduce_sum(said)
+    audit.check_finite({name: batch[name] for name in names}, iteration)
 
 
 def my_micro_batches(batch, rows):
@@ -420,7 +420,7 @@ for iteration in range(start, max_iters + 1):
     rewards[batch["index"], last_real(mask)] += batch["scores"]
     advantages, batch["returns"] = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["advantages"] = masked_whiten(advantages, mask)  # over the responses of all ranks
-    parallel.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"], returns=batch["returns"]), iteration)
+    audit.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"], returns=batch["returns"]), iteration)
 
     # 4) PPO epochs: policy and value model each have their loss, optimizer and learning rate
     enter("update")
@@ -468,8 +468,8 @@ for iteration in range(start, max_iters + 1):
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity
             continue  # on all ranks, for the gradients are everybody's
-        parallel.check_gradients(policy_norm, policy, "policy", iteration)
-        parallel.check_gradients(value_norm, value_model, "value_model", iteration)
+        audit.check_gradients(policy_norm, policy, "policy", iteration)
+        audit.check_gradients(value_norm, value_model, "value_model", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
         if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
             steps -= 1

@@ -6,8 +6,9 @@ import math
 import os
 
 from engine.disk import patiently, read_bytes
-from engine.together import from_rank_0
+from engine.together import together
 from errors import Stop
+from parallel import rank_and_size
 
 
 def read_log(out_dir):
@@ -36,8 +37,8 @@ def cut_log(out_dir, iteration):
 
 def write_log(out_dir, record):
     """
-    Append one iteration's object to log.jsonl, the whole line or nothing; numbers that are not finite as null, for JSON has no
-    others. Raises Stop, on all ranks, when the disk is full.
+    A collective: rank 0 appends one iteration's object to log.jsonl, the whole line or nothing. Numbers that are not
+    finite are written as null, for JSON has no others. Raises Stop, on all ranks, when the disk is full.
     """
     finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
     line = json.dumps(finite, allow_nan=False) + "\n"
@@ -54,4 +55,4 @@ def write_log(out_dir, record):
             raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before. Make room, and resume with "
                        "the same command") from e
 
-    from_rank_0(append)
+    together(append if rank_and_size()[0] == 0 else lambda: None)
