@@ -141,7 +141,7 @@ if kl_correction and kl_in == "reward":
 if kl_correction and kl_estimator == "k2":
     raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
@@ -182,7 +182,7 @@ train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
-               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
+               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})  # COLLECTIVE
 
 # optimizers, then resume or begin
 adam = (beta1, beta2), adam_eps, weight_decay
@@ -196,7 +196,7 @@ if checkpoint:
 else:  # what the loop carries from one iteration to the next, beside weights and optimizers
     state = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
 start = state["iteration"]
-parallel.broadcast_parameters(models.values())
+parallel.broadcast_parameters(models.values())  # COLLECTIVE
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
 predicted = predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size, device)
@@ -256,7 +256,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    each = together.together(lambda: collect(pending, reward_timeout))  # COLLECTIVE: before any forward that needs all ranks
     if learned:
         forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
         with precision, on_device(reward_model, device):
@@ -266,7 +266,7 @@ def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
     mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
     mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
-    batch = parallel.gather_rows(mine, len(rows))  # b rows -> all B
+    batch = parallel.gather_rows(mine, len(rows))  # COLLECTIVE: b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
     if learned:
         batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
@@ -301,7 +301,7 @@ def run_models(batch, minibatches):
                 said["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
     reshard(models.values())
     leave_if_asked()
-    batch |= parallel.all_reduce_sum(said)
+    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE
     audit.check_finite({name: batch[name] for name in names}, iteration)
 
 
@@ -325,18 +325,18 @@ def enter(phase):
 def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
-    audit.audit(models, frozen_sums, iteration)
+    audit.audit(models, frozen_sums, iteration)  # COLLECTIVE
     save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
     """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if launch.stop_agreed():
+    if launch.stop_agreed():  # COLLECTIVE
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
         threads.shutdown(wait=False, cancel_futures=True)
-        launch.finish()
+        launch.finish()  # COLLECTIVE
         sys.exit(0)
 
 
@@ -353,7 +353,7 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % sync_check_interval == 0 or iteration == start:
-        audit.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)  # COLLECTIVE
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
@@ -370,7 +370,7 @@ for iteration in range(start, max_iters + 1):
         save()
     if last:
         enter("log")
-        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
+        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})  # COLLECTIVE
         break
 
     # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
@@ -399,10 +399,10 @@ for iteration in range(start, max_iters + 1):
     run_models(batch, orders[0].tensor_split(num_minibatches))
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
-                                      "the sampler", iteration, models)
+                                      "the sampler", iteration, models)  # COLLECTIVE
     if iteration == 0 and ref_policy:
         audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
-                            models)
+                            models)  # COLLECTIVE
 
     # 3) advantages: one number a response, for all of its tokens
     judged = batch["scores"]  # (B,)
@@ -461,17 +461,17 @@ for iteration in range(start, max_iters + 1):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients, loss_scale)
+        parallel.all_reduce_gradients(gradients, loss_scale)  # COLLECTIVE
         policy_norm = parallel.clip_gradients(gradients, grad_clip)
         if steps == 0:
-            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
+            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)  # COLLECTIVE
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
             skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
             continue  # on all ranks, for the gradients are everybody's
         audit.check_gradients(policy_norm, policy, "policy", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
-        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
+        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:  # COLLECTIVE
             steps -= 1
             break
         step(optimizers["policy"], policy_lr)
@@ -488,7 +488,7 @@ for iteration in range(start, max_iters + 1):
     enter("metrics")
     token_count = int(mask.sum())
     record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-    record |= summarize(batch, "objective", each_reward) | sampled | parallel.all_reduce_metrics(sums)
+    record |= summarize(batch, "objective", each_reward) | sampled | parallel.all_reduce_metrics(sums)  # COLLECTIVE
     if max_refills > 0:
         record |= summarize(batch, "trained", each_reward) | {"trained/flat_groups": even.double().mean().item()}
     record |= {
@@ -502,7 +502,7 @@ for iteration in range(start, max_iters + 1):
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
     record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
-    write_log(out_dir, record)
+    write_log(out_dir, record)  # COLLECTIVE
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
 
@@ -512,4 +512,4 @@ if ema:
         save_final(out_dir, "ema_policy", policy, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-launch.finish()
+launch.finish()  # COLLECTIVE

@@ -136,7 +136,7 @@ if kl_coef_target > 0 and batch_size >= 5 * kl_horizon:
                     f"{batch_size}: a single iteration could make kl_coef 0 or negative; type "
                     f"--kl_horizon={batch_size} or more")
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)
+rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
 # several rewards may be mixed; reward_model is the learned one, the others are rules
 terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
 rules = [term for term in terms if term[1] != "reward_model"]
@@ -186,7 +186,7 @@ train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models
                                for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
                | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
-               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
+               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})  # COLLECTIVE
 
 # optimizers, then resume or begin
 adam = (beta1, beta2), adam_eps, weight_decay
@@ -204,7 +204,7 @@ else:  # what the loop carries from one iteration to the next, beside weights an
     state = dict(iteration=0, kl_coef=kl_coef, score_moments=[0, 0.0, 0.0], best_score=None,
                  loss_scale=2.0**16, clean_steps=0, skipped=0)
 start = state["iteration"]
-parallel.broadcast_parameters(models.values())
+parallel.broadcast_parameters(models.values())  # COLLECTIVE
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
@@ -271,7 +271,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
     leave_if_asked()
     if purpose == "rollout":
         enter("score")
-    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
+    each = together.together(lambda: collect(pending, reward_timeout))  # COLLECTIVE: before any forward that needs all ranks
     if learned:
         forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
         with precision, on_device(reward_model, device):
@@ -281,7 +281,7 @@ def sample_and_judge(rows, prompts, purpose, noise):
     mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
     mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
     leave_if_asked()
-    batch = parallel.gather_rows(mine, len(rows))  # b rows -> all B
+    batch = parallel.gather_rows(mine, len(rows))  # COLLECTIVE: b rows -> all B
     batch["index"] = torch.arange(len(rows), device=device)
     if learned:
         batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
@@ -321,7 +321,7 @@ def run_models(batch, minibatches):
             said["values"][mb["index"], :length] = response_values(mb)
     reshard(models.values())
     leave_if_asked()
-    batch |= parallel.all_reduce_sum(said)
+    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE
     audit.check_finite({name: batch[name] for name in names}, iteration)
 
 
@@ -345,18 +345,18 @@ def enter(phase):
 def save():
     """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
     enter("checkpoint")
-    audit.audit(models, frozen_sums, iteration)
+    audit.audit(models, frozen_sums, iteration)  # COLLECTIVE
     save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
 
 
 def leave_if_asked():
     """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if launch.stop_agreed():
+    if launch.stop_agreed():  # COLLECTIVE
         save()
         if master:
             print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
         threads.shutdown(wait=False, cancel_futures=True)
-        launch.finish()
+        launch.finish()  # COLLECTIVE
         sys.exit(0)
 
 
@@ -373,7 +373,7 @@ for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     if iteration % sync_check_interval == 0 or iteration == start:
-        audit.audit(models, frozen_sums, iteration)
+        audit.audit(models, frozen_sums, iteration)  # COLLECTIVE
     if iteration % eval_interval == 0 or last:
         rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
         batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
@@ -393,7 +393,7 @@ for iteration in range(start, max_iters + 1):
         save()
     if last:
         enter("log")
-        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
+        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})  # COLLECTIVE
         break
 
     # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
@@ -408,10 +408,10 @@ for iteration in range(start, max_iters + 1):
     shape_scores(batch)
     mask = batch["response_mask"]  # (B, R)
     sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
-                                      "the sampler", iteration, models)
+                                      "the sampler", iteration, models)  # COLLECTIVE
     if iteration == 0:
         audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
-                            models)
+                            models)  # COLLECTIVE
 
     # 3) rewards and advantages: the KL costs at every token, the score comes with the last one
     kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
@@ -459,11 +459,11 @@ for iteration in range(start, max_iters + 1):
                 sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
 
         # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients, loss_scale)
+        parallel.all_reduce_gradients(gradients, loss_scale)  # COLLECTIVE
         policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
         value_norm = parallel.clip_gradients(value_gradients, grad_clip)
         if steps == 0:
-            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
+            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)  # COLLECTIVE
         steps += 1
         if dtype == "float16" and overflowed(state, (policy_norm, value_norm), iteration):
             skips, policy_norm, value_norm = skips + 1, torch.zeros(()), torch.zeros(())  # JSON has no infinity
@@ -471,7 +471,7 @@ for iteration in range(start, max_iters + 1):
         audit.check_gradients(policy_norm, policy, "policy", iteration)
         audit.check_gradients(value_norm, value_model, "value_model", iteration)
         drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
-        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
+        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:  # COLLECTIVE
             steps -= 1
             break
         step(optimizers["policy"], policy_lr)
@@ -483,7 +483,7 @@ for iteration in range(start, max_iters + 1):
     enter("metrics")
     token_count = int(mask.sum())
     record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-    record |= summarize(batch, "objective", each_reward) | parallel.all_reduce_metrics(sums)
+    record |= summarize(batch, "objective", each_reward) | parallel.all_reduce_metrics(sums)  # COLLECTIVE
     returns, residual = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
     record |= {
         "objective/kl_coef": state["kl_coef"], "objective/non_score_reward": non_score_reward.item(),
@@ -500,7 +500,7 @@ for iteration in range(start, max_iters + 1):
     total = sum(times.values())
     record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
     record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
-    write_log(out_dir, record)
+    write_log(out_dir, record)  # COLLECTIVE
     if master:
         print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
 
@@ -511,4 +511,4 @@ if ema:
 save_final(out_dir, "value_model", value_model, tokenizer)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-launch.finish()
+launch.finish()  # COLLECTIVE
