@@ -32,7 +32,7 @@ import torch
 import parallel
 from configurator import configure
 from data import batch_rows, encode_for_all, my_micro_batches, other_row, permutation, replace_rows
-from engine import build, launch, report
+from engine import audit, build, launch, report
 from engine.checks import check_grpo
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
@@ -170,8 +170,8 @@ def read_with_models(batch, minibatches):
                 for name, model in readers.items():
                     said[name][mb["index"], :length] = logprobs_of(model, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.add_up(said)  # COLLECTIVE: the rows of all ranks
-    parallel.check_finite({name: batch[name] for name in readers}, run.iteration)
+    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE: the rows of all ranks
+    audit.check_finite({name: batch[name] for name in readers}, run.iteration)
 
 
 def shape_scores(batch):
@@ -280,7 +280,7 @@ for iteration in range(run.start, max_iters + 1):
         kl = kl_estimate(old_logprobs, batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
-    parallel.check_finite(dict(advantages=advantages), iteration)
+    audit.check_finite(dict(advantages=advantages), iteration)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
     # which tokens are trained on, (B, R)
     batch["counted"] = mask
@@ -351,7 +351,7 @@ for iteration in range(run.start, max_iters + 1):
             if run.overflowed(policy_norm):  # float16 only: all ranks skip this step
                 policy_norm = torch.zeros(())
                 continue
-            parallel.check_gradients(policy_norm, policy, "policy", iteration)
+            audit.check_gradients(policy_norm, policy, "policy", iteration)
             if target_kl > 0:
                 moved = sums["policy/approx_kl"] - before  # of this minibatch, on this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE

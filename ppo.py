@@ -32,7 +32,7 @@ import torch
 import parallel
 from configurator import configure
 from data import batch_rows, encode_for_all, my_micro_batches, permutation
-from engine import build, launch, report
+from engine import audit, build, launch, report
 from engine.checks import check_ppo
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
@@ -188,8 +188,8 @@ def read_with_models(batch, minibatches):
                 said["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
                 said["values"][mb["index"], :length] = values_of(mb)
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.add_up(said)  # COLLECTIVE: the rows of all ranks
-    parallel.check_finite({name: batch[name] for name in names}, run.iteration)
+    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE: the rows of all ranks
+    audit.check_finite({name: batch[name] for name in names}, run.iteration)
 
 
 def shape_scores(scores, finished):
@@ -268,7 +268,7 @@ for iteration in range(run.start, max_iters + 1):
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
-    parallel.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"],
+    audit.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"],
                                returns=returns), iteration)
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
@@ -336,8 +336,8 @@ for iteration in range(run.start, max_iters + 1):
             if run.overflowed(policy_norm, value_norm):  # float16 only: all ranks skip this step
                 policy_norm = value_norm = torch.zeros(())
                 continue
-            parallel.check_gradients(policy_norm, policy, "policy", iteration)
-            parallel.check_gradients(value_norm, value_model, "value_model", iteration)
+            audit.check_gradients(policy_norm, policy, "policy", iteration)
+            audit.check_gradients(value_norm, value_model, "value_model", iteration)
             if target_kl > 0:
                 moved = sums["policy/approx_kl"] - before  # of this minibatch, on this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE

@@ -10,7 +10,7 @@ import hashlib
 import torch
 
 import parallel
-from engine import launch
+from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.placement import decoding_copy
 from errors import BadInput
@@ -213,10 +213,10 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
         run.enter("score")
     mine |= scorer.score(mine | texts, pending, len(wanted))
     run.leave_if_asked()
-    batch = parallel.gather_rows(mine)  # COLLECTIVE: b rows of this rank -> all B
+    batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
     batch["index"] = torch.arange(len(wanted), device=run.device)
     scorer.add_up(batch)
-    parallel.check_finite({name: batch[name] for name in ("sampler_logprobs", "scores")}, iteration)
+    audit.check_finite({name: batch[name] for name in ("sampler_logprobs", "scores")}, iteration)
     return batch
 
 

@@ -38,23 +38,24 @@ def log_of(folder, name):
 DUMP = """
 import json, torch
 import parallel
-gather_rows, check_finite, batch, number = parallel.gather_rows, parallel.check_finite, {}, 0
+from engine import audit
+gather_rows, check_finite, batch, number = parallel.gather_rows, audit.check_finite, {}, 0
 def write(more, count):
     global batch, number
     batch, number = batch | more, number + count
     if RANK == 0:
         torch.save(batch, f"batch-{number - 1}.pt")
-def dump(mine):
+def dump(mine, total):
     global batch
     batch = {}
-    everyones = gather_rows(mine)
+    everyones = gather_rows(mine, total)
     write(everyones, 1)
     return everyones
 def dump_more(tensors, iteration):
     check_finite(tensors, iteration)
     if all(len(x) == len(batch["tokens"]) for x in tensors.values()):
         write(tensors, 0)
-parallel.gather_rows, parallel.check_finite = dump, dump_more
+parallel.gather_rows, audit.check_finite = dump, dump_more
 """
 
 
