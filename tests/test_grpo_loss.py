@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from loss import kl_estimate, policy_loss
-from relatives import cispo_loss, flat_groups, group_advantages, token_weights
+from relatives import (cispo_loss, dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
+                       token_weights)
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 G, R = 4, 8
@@ -252,6 +253,25 @@ def test_sequence_ratio_by_hand():
     assert losses.tolist() == [pytest.approx([4.0, 4.0, 0.0])] and not clipped.any()
     (losses / 2).sum().backward()  # seq-mean-token-mean of one response
     assert leaf.grad.tolist() == [pytest.approx([2.0, 2.0, 0.0])]
+
+
+def test_the_examples_in_the_docstrings():
+    """relatives.py, by hand: ratios 2 and 8 are 4 for both; A = -2 and ratio 50 lose 6, not 100; scores 1, 0, 0, 1."""
+    mask = torch.tensor([[True, True, False]])
+    log_ratio = torch.tensor([[2.0, 8.0, 1.0]], dtype=torch.float64).log()
+    assert gspo_log_ratio(log_ratio, mask).exp().tolist() == [pytest.approx([4.0, 4.0, 1.0])]
+    assert (gspo_log_ratio(log_ratio, ~mask & False) == 0).all()  # a response without tokens
+    A = torch.tensor([[-2.0, 2.0]])
+    losses, clipped = dual_clipped_loss(torch.tensor([[100.0, -2.4]]), torch.tensor([[False, True]]), A, 3.0)
+    assert losses.tolist() == [[6.0, pytest.approx(-2.4)]] and clipped.tolist() == [[True, True]]
+    losses, clipped = dual_clipped_loss(torch.tensor([[5.8, -2.4]]), torch.tensor([[False, False]]), A, 3.0)
+    assert losses.tolist() == [pytest.approx([5.8, -2.4])] and clipped.tolist() == [[False, False]]
+    got = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+    assert got.tolist() == [pytest.approx(x, abs=5e-4) for x in (0.866, -0.866, -0.866, 0.866)]
+    mask = torch.arange(3) < torch.tensor([[1], [3]])
+    for aggregation, short, long in (("token-mean", 1 / 4, 1 / 4), ("seq-mean-token-mean", 1 / 2, 1 / 6),
+                                     ("seq-mean-token-sum-norm", 1 / 8, 1 / 8)):
+        assert token_weights(mask, aggregation, 4).tolist() == [pytest.approx([short, 0, 0]), pytest.approx([long] * 3)]
 
 
 def test_grpos_gradient_coefficient():

@@ -1,5 +1,6 @@
 """loss.py in float64 against values worked out by hand, by NumPy or by enumerating every outcome of a small distribution."""
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -180,6 +181,8 @@ def test_kl_estimates_by_hand():
     ln2 = np.log(2)
     for kind, want in dict(k1=[ln2, -ln2, 0], k2=[ln2**2 / 2, ln2**2 / 2, 0], k3=[ln2 - 0.5, 1 - ln2, 0]).items():
         assert np.abs(kl_estimate(logprobs, ref, kind).numpy() - want).max() < 1e-15
+        docstring = float(re.search(rf"{kind} = ([0-9.]+)", kl_estimate.__doc__)[1])  # p = 0.5, q = 0.25
+        assert docstring == pytest.approx(want[0], abs=5e-4)
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(logprobs, ref, "k4")
 
