@@ -16,15 +16,10 @@ from parallel import rank_and_size
 
 def write_log(out_dir, record):
     """
-<<<<<<< HEAD
-    Append one iteration's record, the whole line or nothing. All ranks call it; rank 0 writes.
+    A collective. Append one iteration's record, the whole line or nothing. Rank 0 writes.
 
     A float that is NaN or infinite becomes null, as JSON has no such numbers. Raises Stop, on all
     ranks, when the disk is full.
-=======
-    A collective: rank 0 appends one iteration's object to log.jsonl, the whole line or nothing. Numbers that are not
-    finite are written as null, for JSON has no others. Raises Stop, on all ranks, when the disk is full.
->>>>>>> ranks
     """
     finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x
               for k, x in record.items()}
@@ -42,8 +37,7 @@ def write_log(out_dir, record):
             raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before."
                        " Make room, and resume with the same command") from e
 
-<<<<<<< HEAD
-    from_rank_0(append)
+    together(append if rank_and_size()[0] == 0 else lambda: None)
 
 
 def read_log(out_dir):
@@ -72,6 +66,3 @@ def cut_log(out_dir, iteration):
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         f.writelines(kept)
     os.replace(file + ".tmp", file)
-=======
-    together(append if rank_and_size()[0] == 0 else lambda: None)
->>>>>>> ranks
