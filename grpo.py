@@ -129,7 +129,7 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
-run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)  # COLLECTIVE
+run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
 state = run.state  # what the loop carries on, beside weights and optimizer
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
@@ -152,7 +152,7 @@ def logprobs_of(model, mb):
 
 def read_with_models(batch, minibatches):
     """
-    What policy and reference say of each response token before the update: adds old_logprobs and,
+    A collective: what policy and reference say of each response token before the update: adds old_logprobs and,
     with a reference, ref_logprobs, (B, R) each. Every rank does its share.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
@@ -194,8 +194,9 @@ def compared(batch):
 
 def refill(batch, picked, flat):
     """
-    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose scores are all equal has
-    nothing to compare, so another prompt's group takes its place, up to max_refills times.
+    A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group whose scores are
+    all equal has nothing to compare, so another prompt's group takes its place, up to max_refills
+    times.
 
     picked: the data rows of the batch, changed in place; flat: which of its groups are flat,
     (B / G,) bool. Returns the batch, and which groups are flat even now.
@@ -219,7 +220,7 @@ def refill(batch, picked, flat):
 
 
 def evaluate():
-    """The policy on held-out prompts, with the same noise every time, for a smoother curve."""
+    """A collective: the policy on held-out prompts, with the same noise every time."""
     rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE

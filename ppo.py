@@ -136,7 +136,7 @@ optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_r
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
-run = Run(config, models, optimizers, tokenizer, prompts, device,  # COLLECTIVE
+run = Run(config, models, optimizers, tokenizer, prompts, device,
           state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema)
 state = run.state
 if kl_coef_target == 0:
@@ -170,7 +170,7 @@ def values_of(mb):
 
 def read_with_models(batch, minibatches):
     """
-    What policy, reference and value model say of each response token before the update: adds
+    A collective: what policy, reference and value model say of each response token before the update: adds
     old_logprobs, ref_logprobs and values, (B, R) each. Every rank does its share.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
@@ -206,7 +206,7 @@ def shape_scores(scores, finished):
 
 
 def evaluate():
-    """The policy on held-out prompts, with the same noise every time, for a smoother curve."""
+    """A collective: the policy on held-out prompts, with the same noise every time."""
     rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE

@@ -344,7 +344,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         return right_pad(sequences, reward_tokenizer.pad_id)
 
     # If encoding fails on one rank, together tells the others, before they wait for its forwards.
-    tokens, mask = together.together(encode)
+    tokens, mask = together.together(encode)  # COLLECTIVE
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
                            count)
@@ -404,7 +404,7 @@ class Scorer:
 
     def score(self, mine, pending, rows):
         """
-        The scores of this rank's b responses by each reward: {"reward/NAME": (b,)}; and whether they are
+        A collective: the scores of this rank's b responses by each reward: {"reward/NAME": (b,)}; and whether they are
         right and think out loud, {"accuracy", "thinks"}, (b,) each. mine: texts and tensors of all of
         them; pending: what `start` gave for each part; rows: how many responses all ranks have.
         """

@@ -261,8 +261,8 @@ def sample(logits, uniform, temperature, vocab_size=None):
 def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iteration, slots=None,
                      group_size=1):
     """
-    Sample group_size responses to each of some prompts, and score them. Every rank does its share and
-    gets everyone's, so that from here on all ranks compute on the same numbers.
+    A collective: sample group_size responses to each of some prompts, and score them. Every rank
+    does its share and gets everyone's: from here on all ranks compute on the same numbers.
 
     rows, prompts: the data rows and their prompts' token ids. purpose ("rollout", "eval", ...),
     iteration and slots (the prompts' places in the batch; None: 0, 1, 2, ...) decide the noise.
@@ -300,12 +300,12 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
         pending.append(scorer.start(parts[-1] | said, len(part) / max(len(share), 1)))
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
-    run.leave_if_asked()
+    run.leave_if_asked()  # COLLECTIVE
 
     if purpose == "rollout":
         run.enter("score")
-    mine |= scorer.score(mine | texts, pending, len(wanted))
-    run.leave_if_asked()
+    mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
+    run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
     batch["index"] = torch.arange(len(wanted), device=run.device)
     scorer.add_up(batch)

@@ -32,13 +32,14 @@ MUST_MATCH = "seed", "batch_size", "group_size", "lora", "share_base", "value_in
 
 def ranks_agree(config, models, tokenizers):
     """
-    Raise BadConfig, on all ranks, unless all have the same code, settings, data, tokenizers and
-    weights. models: {name: model}.
+    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
+    tokenizers and weights. models: {name: model}.
     """
     paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
     contents = {f"the content of {path}": sha256(path) for path in paths}
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
-    agree(config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
+    agree(  # COLLECTIVE
+        config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
 
 
 class Run:
@@ -107,38 +108,42 @@ class Run:
         parallel.phase = f"iteration {self.iteration}, {phase}"
 
     def begin(self, iteration):
-        """Begin an iteration: count its seconds from here, and audit the models when that is due."""
+        """A collective when the audit is due: begin an iteration, and count its seconds."""
         self.iteration = iteration
         self.enter("audit")
         self.times.clear()
         if iteration % self.config["sync_check_interval"] == 0 or iteration == self.start:
-            audit(self.models, self.frozen_sums, iteration)
+            audit(self.models, self.frozen_sums, iteration)  # COLLECTIVE
 
     # checkpoints, and requests to stop
 
     def save_if_due(self):
-        """A checkpoint that says: this iteration comes next. To be called before its update."""
+        """
+        A collective when a checkpoint is due. It says: this iteration comes next; so it is made before
+        the update.
+        """
         interval = self.config["checkpoint_interval"]
         due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
         if due or self.iteration == self.config["max_iters"]:
             self.save()
 
     def save(self):
+        """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        audit(self.models, self.frozen_sums, self.iteration)
+        audit(self.models, self.frozen_sums, self.iteration)  # COLLECTIVE
         save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
                         self.tokenizer, self.config["keep_checkpoints"], self.ema)
 
     def save_as(self, name):
-        """Save the policy as it is now as out_dir/name."""
+        """A collective: save the policy as it is now as out_dir/name."""
         save_final(self.out_dir, name, self.models["policy"], self.tokenizer)
 
     def leave_if_asked(self):
         """
-        After SIGTERM or Ctrl-C on any rank all ranks save and exit together. An iteration that has
-        begun is begun again by the run that resumes, and samples the same responses.
+        A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. An
+        iteration that has begun is begun again by the run that resumes, and samples the same.
         """
-        if not launch.stop_agreed():
+        if not launch.stop_agreed():  # COLLECTIVE
             return
         self.save()
         if self.rank == 0:
@@ -167,11 +172,11 @@ class Run:
 
     def must_agree(self, worst_gap, what):
         """
-        The largest gap of any rank. Raises Stop, on all ranks, where it is more than rounding explains:
-        before any update the log-probs of `what` must be the policy's.
+        A collective: the largest gap of any rank. Raises Stop, on all ranks, where it is more than
+        rounding explains: before any update the log-probs of `what` must be the policy's.
         """
         limit = gap_limit(self.config["dtype"], self.config["temperature"])
-        return must_agree(worst_gap, limit, what, self.iteration, self.models)
+        return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
 
     @property
     def loss_scale(self):
@@ -203,8 +208,8 @@ class Run:
 
     def log(self, record, tokens=0):
         """
-        Append an iteration's record to log.jsonl, with its seconds and memory, and print a line of it.
-        tokens: how many it trained on; 0 where it trained nothing, as the last one only evaluates.
+        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and print
+        a line of it. tokens: how many it trained on; 0 where it trained nothing, as the last one only evaluates.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | record
@@ -213,13 +218,13 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record["mem/peak_mib"] = peak_memory_mib(self.device)
             record["mem/predicted_mib"] = self.predicted
-        write_log(self.out_dir, record)
+        write_log(self.out_dir, record)  # COLLECTIVE
         if tokens and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]
             print(progress(record, self.start, done, max_iters, tokens, self.began), flush=True)
 
     def finish(self):
-        """Save what the run was for, and leave together with the other ranks."""
+        """A collective: save what the run was for, and leave together with the other ranks."""
         self.save_as("policy")
         if self.ema:
             with self.ema.in_place():
