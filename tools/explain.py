@@ -18,6 +18,7 @@ a temporary folder: the run's folder is only read.
 import contextlib
 import io
 import itertools
+import math
 import os
 import runpy
 import signal
@@ -29,9 +30,7 @@ import textwrap
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import engine  # noqa: E402, F401, first: it notes which CPUs there are, before OpenMP pins this thread
-
-import torch  # noqa: E402
+import engine  # noqa: E402, F401, before torch: it notes which CPUs there are
 
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
@@ -49,7 +48,7 @@ from relatives import clipped_loss, gspo_log_ratio  # noqa: E402
 # --------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
 prompt = "123+456="  # what the policy is asked
-answer = ""  # the right answer, for rewards that need one; empty = the one in the run's data, if any
+answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 out = ""  # the picture, a PNG; empty = only the table
 configure(globals())
@@ -88,18 +87,19 @@ def read_run():
 
 def keys_of_one_iteration(config, iteration):
     """
-    The run's keys, with what this tool changes in them; and a line for each change that a reader of
-    the table should know.
+    The run's keys, with what this tool changes in them; and the changes that a reader of the table
+    should know, as lines of text.
     """
-    keys, notes = dict(config), []
-    keys |= dict(checkpoint_interval=0, eval_size=1, eval_interval=max(config["max_iters"], iteration) + 2)
+    never = max(config["max_iters"], iteration) + 2
+    keys, notes = config | dict(checkpoint_interval=0, eval_interval=never, eval_size=1), []
     if iteration >= config["max_iters"]:
         keys["max_iters"] = iteration + 1
-        decays = [name for name in ("lr_decay", "value_lr_decay") if config.get(name, "constant") != "constant"]
+        decays = [name for name in ("lr_decay", "value_lr_decay")
+                  if config.get(name, "constant") != "constant"]
         if decays:
             keys |= dict.fromkeys(decays, "constant")
-            notes.append("the run is over and its learning rate has come down to 0, which would change "
-                         "nothing: this update has the peak learning rate")
+            notes.append("the run is over and its learning rate has come down to 0, with which an "
+                         "update changes nothing: this update has the peak learning rate")
     if config.get("max_refills"):
         keys["max_refills"] = 0
         notes.append("max_refills = 0 here: the group stays, even if all its scores are equal")
@@ -109,8 +109,10 @@ def keys_of_one_iteration(config, iteration):
 def asked_row(rows, config, terms):
     """
     The data row of the prompt. A prompt of the run's data has that row, with all its fields;
-    another one is written as the prompts of `rows` are: as text, or as a chat message. terms: the
-    run's rewards, [(weight, name, function)]. Raises BadInput where they need a field that is not there.
+    another one is written as the prompts of `rows` are: as text, or as a chat message.
+
+    terms: the run's rewards, [(weight, name, function)]. Raises BadInput where one of them needs a
+    field that the row does not have.
     """
     known = rows + read_prompts(config["eval_path"], terms)
     row = next((row for row in known if prompt_text(row) == prompt), None)
@@ -124,9 +126,9 @@ def asked_row(rows, config, terms):
     for _, name, _ in terms:
         for field in NEEDS.get(name, ()):
             if row.get(field) is None:
-                hint = "type --answer=..., or" if field == "answer" else "so"
-                raise BadInput(f"prompt {prompt!r}: the run's reward {name!r} needs its {field!r}; {hint} give a "
-                               f"prompt of {config['prompts_path']}")
+                hint = "type --answer=..., or give" if field == "answer" else "give"
+                raise BadInput(f"prompt {prompt!r}: the run's reward {name!r} needs its {field!r}; "
+                               f"{hint} a prompt of {config['prompts_path']}")
     return row
 
 
@@ -170,7 +172,8 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
         except BadInput as e:  # in words of what the user has typed
             said = str(e).replace(folder, run)
             if asked is not None:
-                said = said.replace(f"{config['prompts_path']}, row {asked + 1}:", f"prompt {prompt!r}:")
+                place = f"{config['prompts_path']}, row {asked + 1}:"
+                said = said.replace(place, f"prompt {prompt!r}:")
             raise BadInput(said) from e
     raise RuntimeError(f"{script}.py has ended without calling run.log")
 
@@ -194,54 +197,58 @@ def token_text(i, tokenizer):
     return text if len(text) <= 10 else f"{text[:8]}.."
 
 
+def response_ids(row, names):
+    """The token ids of a response of the batch."""
+    mask = names["mask"][row]  # (R,)
+    return names["batch"]["tokens"][row, -len(mask):][mask].tolist()
+
+
 def response_text(row, names):
     """The text of a response of the batch, in quotes."""
-    mask = names["mask"][row]
-    ids = names["batch"]["tokens"][row, -len(mask):][mask].tolist()
-    return repr(names["tokenizer"].decode(ids))
+    return repr(names["tokenizer"].decode(response_ids(row, names)))
 
 
-def tokens_of(names):
-    """The texts of the first response's tokens, a list of n."""
+def of_the_first(tensors, names):
+    """{column: list of n numbers}, of the n tokens of the first response. tensors: (B, R) each."""
     mask = names["mask"][0]
-    ids = names["batch"]["tokens"][0, -len(mask):][mask].tolist()
-    return [token_text(i, names["tokenizer"]) for i in ids]
+    columns = {name: tensor[0][mask].tolist() for name, tensor in tensors.items()}
+    return columns | dict(token=[token_text(i, names["tokenizer"]) for i in response_ids(0, names)])
 
 
 def ppo_columns(names, after):
-    """{column: (n,) list of numbers} for the n tokens of the first response of ppo.py."""
+    """The columns of a response of ppo.py. after: the batch as it is read after the update."""
     batch, mask = names["batch"], names["mask"]
-    values = batch["values"][0][mask[0]]  # (n,)
-    rewards = names["rewards"][0][mask[0]]
-    following = torch.cat([values[1:], values.new_zeros(1)])  # behind the last token nothing follows
     new, old = after["old_logprobs"], batch["old_logprobs"]
     losses, clipped = clipped_loss(new, old, batch["advantages"], mask, names["cliprange"])
-    tensors = dict(  # (B, R) each
-        old=old, ref=batch["ref_logprobs"], kl=names["kl"], reward=names["rewards"], value=batch["values"],
-        raw=names["advantages"], whitened=batch["advantages"], returns=batch["returns"],
-        new=new, ratio=(new - old).exp(), clipped=clipped, loss=losses, new_value=after["values"])
-    columns = {name: tensor[0][mask[0]].tolist() for name, tensor in tensors.items()}
-    return columns | dict(delta=(rewards + names["gamma"] * following - values).tolist())
+    columns = of_the_first(dict(
+        old=old, ref=batch["ref_logprobs"], kl=names["kl"], reward=names["rewards"],
+        value=batch["values"], raw=names["advantages"], whitened=batch["advantages"],
+        returns=batch["returns"], new=new, ratio=(new - old).exp(), clipped=clipped, loss=losses,
+        new_value=after["values"]), names)
+    values = [*columns["value"], 0.0]  # behind the last token nothing follows
+    columns["delta"] = [reward + names["gamma"] * values[t + 1] - values[t]
+                        for t, reward in enumerate(columns["reward"])]
+    return columns
 
 
 def grpo_columns(names, after):
-    """{column: (n,) list of numbers} for the n tokens of the first response of grpo.py."""
-    batch, mask = names["batch"], names["mask"]
+    """The columns of a response of grpo.py. after: the batch as it is read after the update."""
+    batch, counted = names["batch"], names["batch"]["counted"]
     new, old = after["old_logprobs"], batch["old_logprobs"]
     log_ratio = new - old
     if names["importance"] == "sequence":
-        log_ratio = gspo_log_ratio(log_ratio, batch["counted"])
-    given = new, old, batch["advantages"], batch["counted"]
+        log_ratio = gspo_log_ratio(log_ratio, counted)
+    given = new, old, batch["advantages"], counted
     if names["special_loss"]:
         losses, clipped = names["special_loss"](*given)
     else:
         losses, clipped = clipped_loss(*given, names["cliprange"], names["cliprange_high"])
-    tensors = dict(old=old, advantage=batch["advantages"], new=new, ratio=log_ratio.exp(), clipped=clipped,
-                   loss=losses)  # (B, R) each
+    tensors = dict(old=old, advantage=batch["advantages"], new=new, ratio=log_ratio.exp(),
+                   clipped=clipped, loss=losses)
     if names["ref_policy"]:
         ref = batch["ref_logprobs"]
         tensors |= dict(ref=ref, kl=kl_estimate(old, ref, names["kl_estimator"]))
-    return {name: tensor[0][mask[0]].tolist() for name, tensor in tensors.items()}
+    return of_the_first(tensors, names)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,162 +291,178 @@ def print_lines(*lines):
                             break_on_hyphens=False))
 
 
-def print_ppo(columns, names):
-    """The table of a response of ppo.py, its sums, and where each column comes from."""
-    batch, record, n = names["batch"], names["record"], len(columns["token"])
-    kl_coef, in_reward = record["objective/kl_coef"], names["kl_in"] == "reward"
-    shown = [("log-prob", "policy", "old"), ("log-prob", "reference", "ref"), ("", "KL", "kl"),
-             ("", "reward", "reward"), ("", "value", "value"), ("", "delta", "delta"),
-             ("advantage", "raw", "raw"), ("advantage", "whitened", "whitened"),
-             ("", "return", "returns"), ("after the update", "log-prob", "new"),
-             ("after the update", "ratio", "ratio"), ("after the update", "clipped", "clipped"),
-             ("after the update", "loss", "loss")]
-    print_tokens(columns, shown)
+def print_tokens(columns, shown):
+    """The table of tokens. shown: [(group, name above the column, key of columns)]."""
+    n = len(columns["token"])
+    cells = [("", "#", [str(i + 1) for i in range(n)]), ("", "token", columns["token"])]
+    for group, name, key in shown:
+        values, digits = columns.get(key, [None] * n), 4 if key in ("kl", "reward") else 3
+        texts = [number(x, digits) for x in values]
+        if key == "clipped":
+            texts = ["yes" if x else "no" for x in values]
+        cells.append((group, name, texts))
+    print_table(cells)
 
-    score, shaped = batch["scores"][0].item(), names["scores"][0].item()
+
+BEFORE = [("log-prob", "policy", "old"), ("log-prob", "reference", "ref"), ("", "KL", "kl")]
+AFTER = [("after the update", "log-prob", "new"), ("after the update", "ratio", "ratio"),
+         ("after the update", "clipped", "clipped"), ("after the update", "loss", "loss")]
+
+
+def said_of_score(names):
+    """The score of the first response as the sum of its rewards; is its answer right, if known?"""
+    batch = names["batch"]
     parts = [f"{weight:g} * {name} {number(batch[f'reward/{name}'][0].item())}"
              for weight, name, _ in names["terms"]]
-    mean = masked_mean(names["advantages"], names["mask"]).item()
-    deviation = names["advantages"][names["mask"]].std(correction=0).item()
-    total, kl = sum(columns["reward"]), sum(columns["kl"])
+    right = batch["accuracy"][0].item()
+    known = "" if math.isnan(right) else f"; the answer is {'right' if right else 'wrong'}"
+    return f"{number(batch['scores'][0].item())} = {' + '.join(parts)}{known}"
+
+
+def said_of_loss(columns):
+    """The mean loss of the response's tokens, and how many of them the clip has stopped."""
+    n, clipped = len(columns["token"]), sum(columns["clipped"])
+    mean = number(sum(columns["loss"]) / n)
+    return f"{mean}, the mean of its column; {clipped} of {n} tokens are clipped"
+
+
+# where a column comes from: (column, file, formula)
+LOGPROBS = [
+    ("log-prob, policy", "loss.py",
+     "log of the token's probability under the policy that sampled it"),
+    ("log-prob, reference", "loss.py", "the same under the reference policy, which never changes")]
+KL = {"k1": "log-prob of the policy - log-prob of the reference",
+      "k2": "(log-prob of the policy - log-prob of the reference)^2 / 2",
+      "k3": "q/p - 1 - log(q/p), p and q the probabilities under policy and reference"}
+NEW = "the policy's log-prob of the same token, after all steps of the update"
+RATIO = "exp(log-prob after - log-prob before): how much likelier the token is now"
+
+
+def said_of_clip(low, high):
+    """The formulas of the columns clipped and loss, for a ratio that may go from low to high."""
+    return (f"yes: the ratio has left {low:g} to {high:g} on the side to which the advantage A "
+            "drives it, so the token's gradient is 0",
+            f"the larger of -A * ratio and -A * (ratio cut to {low:g} to {high:g}), as one more "
+            "step would see it")
+
+
+def print_ppo(columns, names):
+    """The table of a response of ppo.py, its sums, and where each column comes from."""
+    print_tokens(columns, [
+        *BEFORE, ("", "reward", "reward"), ("", "value", "value"), ("", "delta", "delta"),
+        ("advantage", "raw", "raw"), ("advantage", "whitened", "whitened"),
+        ("", "return", "returns"), *AFTER])
+
+    kl_coef = names["record"]["objective/kl_coef"]  # of this iteration: it may adapt after it
+    in_reward = names["kl_in"] == "reward"
+    shaped, kl = names["scores"][0].item(), sum(columns["kl"])
+    rewards = f"{number(sum(columns['reward']))} = shaped score {number(shaped)}"
+    if in_reward:
+        rewards += f" - kl_coef {kl_coef:g} * KL {number(kl, 4)}"
     print("\nsums of this response")
     print_lines(
-        ("score", f"{number(score)} = {' + '.join(parts)}" + said_of_accuracy(batch)),
+        ("score", said_of_score(names)),
         ("shaped score", f"{number(shaped)}, after scale_scores = {names['scale_scores']}, "
                          f"missing_eos_penalty = {names['missing_eos_penalty']:g} and "
                          f"reward_clip = {names['reward_clip']:g}"),
         ("KL", f"{number(kl, 4)} nats, the sum of its column"),
-        ("rewards", f"{number(total)}" + (
-            f" = shaped score {number(shaped)} - kl_coef {kl_coef:g} * KL {number(kl, 4)}" if in_reward
-            else ", the shaped score alone: kl_in = loss, so the KL is a part of the loss")),
-        ("value", f"{number(columns['value'][0])} before the first token, what the value model "
-                  f"expected of the whole response; its return was {number(columns['returns'][0])}; "
-                  f"after the update the value is {number(columns['new_value'][0])}"),
-        ("loss", f"{number(sum(columns['loss']) / n)}, the mean of its column; {sum(columns['clipped'])} "
-                 f"of {n} tokens are clipped"))
+        ("rewards", rewards),
+        ("value", f"{number(columns['value'][0])} before the first token: what the value model "
+                  "expects of the whole response; its return is "
+                  f"{number(columns['returns'][0])}, and after the update the value is "
+                  f"{number(columns['new_value'][0])}"),
+        ("loss", said_of_loss(columns)))
 
-    low, high = 1 - names["cliprange"], 1 + names["cliprange"]
-    reward = f"-kl_coef * KL, kl_coef = {kl_coef:g}" if in_reward else "0"
+    mask, raw = names["mask"], names["advantages"]
+    mean, deviation = masked_mean(raw, mask).item(), raw[mask].std(correction=0).item()
+    clipped, loss = said_of_clip(1 - names["cliprange"], 1 + names["cliprange"])
     print_formulas([
-        *LOGPROB_FORMULAS,
-        ("KL", "loss.py", KL_FORMULAS[names["kl_estimator"]]),
-        ("reward", "ppo.py", f"{reward}; the last token gets the shaped score, too"),
+        *LOGPROBS,
+        ("KL", "loss.py", KL[names["kl_estimator"]]),
+        ("reward", "ppo.py", f"-kl_coef * KL, kl_coef = {kl_coef:g}; to the last token's the "
+                             "shaped score is added" if in_reward else
+                             "the shaped score at the last token; the KL is in the loss"),
         ("value", "loss.py", "what the value model expects of this token and all that follow"),
         ("delta", "gae.py", "reward + gamma * value of the next token - value, gamma = "
                             f"{names['gamma']:g}; behind the last token the value is 0"),
         ("advantage, raw", "gae.py", "delta + gamma * lam * raw advantage of the next token, "
                                      f"lam = {names['lam']:g}"),
-        ("advantage, whitened", "loss.py", f"(raw - {number(mean)}) / {number(deviation)}: mean and "
-                                           f"deviation of all {int(names['mask'].sum())} tokens of the batch"),
+        ("advantage, whitened", "loss.py",
+         f"A = (raw - {number(mean)}) / {number(deviation)}: mean and deviation of all "
+         f"{int(mask.sum())} tokens of the batch"),
         ("return", "gae.py", "raw advantage + value; what the value is trained towards"),
-        AFTER_FORMULA,
-        ("ratio", "ppo.py", RATIO_FORMULA),
-        ("clipped", "ppo.py", f"yes: the ratio has left {low:g} to {high:g} on the side to which the "
-                              "advantage A drives it"),
-        ("loss", "ppo.py", f"the larger of -A * ratio and -A * (ratio cut to {low:g} to {high:g}), "
-                           "A = whitened advantage; as one more step would see it"),
-        ("loss of a step", "ppo.py", "the mean of the losses of all tokens of the step"
-                                     + ("" if in_reward else f" + kl_coef {kl_coef:g} * the mean of their KL")),
+        ("log-prob, after", "loss.py", NEW), ("ratio", "ppo.py", RATIO),
+        ("clipped", "ppo.py", clipped), ("loss", "ppo.py", loss),
+        ("loss of a step", "ppo.py", "the mean over all tokens of the step" + (
+            "" if in_reward else f", + kl_coef {kl_coef:g} * the mean of their KL")),
     ])
 
 
 def print_grpo(columns, names):
     """The group of a prompt of grpo.py, the table of its first response, and the formulas."""
-    batch, size, mask = names["batch"], names["group_size"], names["mask"]
+    batch, size = names["batch"], names["group_size"]
     scores, advantages = names["scores"][:size].double(), batch["advantages"][:size, 0]
-    texts = [response_text(i, names) for i in range(size)]
-    room = WIDTH - 36
+    mean, deviation = scores.mean().item(), scores.std().item()
+    texts, room = [response_text(i, names) for i in range(size)], WIDTH - 36
     print(f"the group of {size} responses")
     print_table([
         ("", "#", [str(i + 1) for i in range(size)]),
         ("", "score", [number(x) for x in scores.tolist()]),
         ("", "advantage", [number(x) for x in advantages.tolist()]),
-        ("", "tokens", [str(x) for x in mask[:size].sum(1).tolist()]),
+        ("", "tokens", [str(x) for x in names["mask"][:size].sum(1).tolist()]),
         ("", "ends", ["yes" if x else "no" for x in batch["finished"][:size].tolist()]),
-        ("", "response", [text if len(text) <= room else f"{text[:room - 2]}.." for text in texts])])
-    mean, deviation = scores.mean().item(), scores.std().item()
-    flat = "; all scores are equal, so there is nothing to learn from this group"
+        ("", "response", [x if len(x) <= room else f"{x[:room - 2]}.." for x in texts])])
+    flat = (scores == scores[0]).all()
     print(f"mean of the scores {number(mean)}, deviation {number(deviation)}"
-          f"{flat if (scores == scores[0]).all() else ''}\n")
+          + ("; all are equal, so this group teaches nothing" if flat else ""))
 
-    print("response 1, token by token")
-    n = len(columns["token"])
-    shown = [("log-prob", "policy", "old"), ("log-prob", "reference", "ref"), ("", "KL", "kl"),
-             ("", "advantage", "advantage"), ("after the update", "log-prob", "new"),
-             ("after the update", "ratio", "ratio"), ("after the update", "clipped", "clipped"),
-             ("after the update", "loss", "loss")]
-    print_tokens(columns, shown)
+    print("\nresponse 1, token by token")
+    print_tokens(columns, [*BEFORE, ("", "advantage", "advantage"), *AFTER])
 
-    parts = [f"{weight:g} * {name} {number(batch[f'reward/{name}'][0].item())}"
-             for weight, name, _ in names["terms"]]
-    lines = [("score", f"{number(batch['scores'][0].item())} = {' + '.join(parts)}" + said_of_accuracy(batch))]
+    kl_coef, in_loss = names["kl_coef"], names["kl_in"] == "loss"
+    lines = [("score", said_of_score(names))]
     if scores[0].item() != batch["scores"][0].item():
-        penalty = f" and - kl_coef {names['kl_coef']:g} * KL" if names["kl_in"] == "reward" else ""
+        less = "" if in_loss else f", less kl_coef {kl_coef:g} * the KL"
         lines.append(("shaped score", f"{number(scores[0].item())}, after missing_eos_penalty = "
-                                      f"{names['missing_eos_penalty']:g}, reward_clip = {names['reward_clip']:g}{penalty}"))
-    if names["ref_policy"]:
+                                      f"{names['missing_eos_penalty']:g} and reward_clip = "
+                                      f"{names['reward_clip']:g}{less}"))
+    if "kl" in columns:
         lines.append(("KL", f"{number(sum(columns['kl']), 4)} nats, the sum of its column"))
     print("\nsums of this response")
-    print_lines(*lines, ("loss", f"{number(sum(columns['loss']) / n)}, the mean of its column; "
-                                 f"{sum(columns['clipped'])} of {n} tokens are clipped"))
+    print_lines(*lines, ("loss", said_of_loss(columns)))
 
-    low, high = 1 - names["cliprange"], 1 + names["cliprange_high"]
     base = "mean of the group" if names["baseline"] == "mean" else "mean of the other scores"
-    scale = {"std": f"({{}}) / (deviation of the group {number(deviation)} + 0.0001)",
-             "batch": f"({{}}) / (deviation of all scores {number(names['scores'].double().std().item())} + 0.0001)",
-             "none": "{}"}[names["scale_by"]]
-    loss = (f"the larger of -A * ratio and -A * (ratio cut to {low:g} to {high:g}), A = advantage"
-            + (f"; where A < 0 at most -A * {names['dual_clip']:g}" if names["dual_clip"] else ""))
-    clipped = f"yes: the ratio has left {low:g} to {high:g} on the side to which the advantage A drives it"
+    advantage = f"A = score - {base}, the same for all tokens"
+    if names["scale_by"] != "none":
+        of_all = names["scores"].double().std().item()
+        scale = (f"deviation of the group {number(deviation)}" if names["scale_by"] == "std" else
+                 f"deviation of all scores {number(of_all)}")
+        advantage = f"A = (score - {base}) / ({scale} + 0.0001), the same for all tokens"
+    low, high = 1 - names["cliprange"], 1 + names["cliprange_high"]
+    clipped, loss = said_of_clip(low, high)
+    if names["dual_clip"]:
+        loss += f"; where A < 0 at most -A * {names['dual_clip']:g}"
     if names["loss_type"] == "cispo":
-        loss = f"-A * log-prob * (ratio cut to {low:g} to {high:g}), A = advantage"
-        clipped = f"yes: the ratio has left {low:g} to {high:g}"
-    ratio = "grpo.py", RATIO_FORMULA
+        clipped = f"yes: the ratio has left {low:g} to {high:g}; its gradient is bounded, not 0"
+        loss = f"-A * log-prob after * (ratio cut to {low:g} to {high:g}), as one more step sees it"
+    ratio = ("ratio", "grpo.py", RATIO)
     if names["importance"] == "sequence":
-        ratio = "relatives.py", "exp(mean of log-prob after - log-prob before over the response)"
-    kl = [("KL", "loss.py", KL_FORMULAS[names["kl_estimator"]])] if names["ref_policy"] else []
+        ratio = ("ratio", "relatives.py",
+                 "exp(mean over the response of log-prob after - log-prob before)")
+    step = f"the sum of weight * loss over its tokens, aggregation = {names['aggregation']}"
+    if in_loss and "kl" in columns:
+        step += f", + kl_coef {kl_coef:g} * the same of their KL"
     file = "relatives.py" if names["special_loss"] else "grpo.py"
+    kl = [LOGPROBS[1], ("KL", "loss.py", KL[names["kl_estimator"]])] if "kl" in columns else []
     print_formulas([
-        *(LOGPROB_FORMULAS if names["ref_policy"] else LOGPROB_FORMULAS[:1]), *kl,
-        ("advantage", "relatives.py", scale.format(f"score - {base}") + "; the same for all tokens"),
-        AFTER_FORMULA, ("ratio", *ratio), ("clipped", file, clipped),
-        ("loss", file, f"{loss}; as one more step would see it"),
-        ("loss of a step", "relatives.py",
-         f"the sum of loss * weight over all tokens of the step, aggregation = {names['aggregation']}"
-         + (f" + kl_coef {names['kl_coef']:g} * the same of their KL" if kl and names["kl_in"] == "loss" else ""))])
-
-
-LOGPROB_FORMULAS = [
-    ("log-prob, policy", "loss.py", "log of the probability that the policy gave this token when it sampled it"),
-    ("log-prob, reference", "loss.py", "the same of the reference policy, which is the SFT model and never changes")]
-KL_FORMULAS = {
-    "k1": "log-prob of the policy - log-prob of the reference",
-    "k2": "(log-prob of the policy - log-prob of the reference)^2 / 2",
-    "k3": "q/p - 1 - log(q/p), p and q the probabilities under policy and reference"}
-AFTER_FORMULA = ("log-prob, after", "loss.py", "the policy's log-prob of the same token, after all steps of the update")
-RATIO_FORMULA = "exp(log-prob after - log-prob before): how much likelier the token is now"
-
-
-def said_of_accuracy(batch):
-    """Whether the answer is right, where the data says what is right."""
-    right = batch["accuracy"][0].item()
-    return "" if right != right else f"; the answer is {'right' if right else 'wrong'}"
-
-
-def print_tokens(columns, shown):
-    """The table of tokens. shown: [(group, name above the column, name in columns)]."""
-    n = len(columns["token"])
-    cells = [("", "#", [str(i + 1) for i in range(n)]), ("", "token", columns["token"])]
-    for group, name, key in shown:
-        values, digits = columns.get(key, [None] * n), 4 if key in ("kl", "reward") else 3
-        texts = ["yes" if x else "no" for x in values] if key == "clipped" else [number(x, digits) for x in values]
-        cells.append((group, name, texts))
-    print_table(cells)
+        LOGPROBS[0], *kl, ("advantage", "relatives.py", advantage),
+        ("log-prob, after", "loss.py", NEW), ratio, ("clipped", file, clipped),
+        ("loss", file, loss), ("loss of a step", "relatives.py", step)])
 
 
 def print_formulas(formulas):
     """formulas: [(column, file, formula)]."""
-    print("\nwhere the columns come from: name, file, formula")
+    print("\nwhere the columns come from: the file, the formula")
     print_lines(*formulas)
 
 
@@ -448,42 +471,42 @@ def print_formulas(formulas):
 
 
 def draw(columns, names):
-    """Save the columns as a picture, in `out`: a panel for each step, all over the same tokens."""
+    """Save the picture in `out`: one panel above the other, all over the same tokens."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, not a window
     import matplotlib.pyplot as plt
 
-    n = len(columns["token"])
+    n, kl = len(columns["token"]), sum(columns.get("kl", [0.0]))
     columns = {name: cells[-LONGEST:] for name, cells in columns.items()}
-    ppo = script == "ppo"
-    panels = [draw_logprobs, draw_rewards, draw_values, draw_advantages, draw_ratios] if ppo else [
-        draw_scores, draw_logprobs, draw_kl, draw_ratios]
-    figure, axes = plt.subplots(len(panels), 1, figsize=(12.8, 7.2))
-    over_tokens = [axis for axis, panel in zip(axes, panels, strict=True) if panel is not draw_scores]
     shown = len(columns["token"])
-    for axis in over_tokens:
-        axis.set_xlim(-0.7, shown - 0.3)
-        axis.set_xticks(range(shown), [""] * shown)
-        axis.margins(y=0.15)
+    panels = [draw_scores, draw_logprobs, draw_kl, draw_ratios]
+    if script == "ppo":
+        panels = [draw_logprobs, draw_rewards, draw_values, draw_advantages, draw_ratios]
+
+    figure, axes = plt.subplots(len(panels), 1, figsize=(12.8, 7.2))
     for axis, panel in zip(axes, panels, strict=True):
+        if panel is not draw_scores:  # its bars are responses
+            axis.set_xlim(-0.7, shown - 0.3)
+            axis.set_xticks(range(shown), [""] * shown)
+        axis.margins(y=0.15)
         panel(axis, columns, names)
         axis.tick_params(labelsize=9)
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
-    # parse_math=False: a $ is a dollar
+        axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
+
+    # parse_math=False: a $ in a text is a dollar
     texts = [text if text == "EOS" else text[1:].removesuffix("'") for text in columns["token"]]
-    over_tokens[-1].set_xticks(range(shown), texts, rotation=0 if shown <= 12 else 90, parse_math=False,
-                               fontsize=11 if shown <= 40 else 8, family="monospace")
-    score = f"score {names['batch']['scores'][0].item():.2f}, KL {sum(columns.get('kl', [0])):.2f} nats"
-    part = "" if shown == n else f" (the last {shown} of {n} tokens)"
-    response = response_text(0, names)
-    title = f"{prompt!r} -> {response}"
+    axes[-1].set_xticks(range(shown), texts, rotation=0 if shown <= 12 else 90, parse_math=False,
+                        fontsize=11 if shown <= 40 else 8, family="monospace")
+    title = f"{prompt!r} -> {response_text(0, names)}"
     title = title if len(title) <= 100 else f"{title[:98]}.."
-    figure.suptitle(f"{title}\n{os.path.basename(os.path.normpath(run))}, iteration {iteration}: {score}{part}",
-                    fontsize=13, parse_math=False)
+    score = names["batch"]["scores"][0].item()
+    below = f"{os.path.basename(os.path.normpath(run))}, iteration {iteration}: "
+    below += f"score {score:.2f}, KL {kl:.2f} nats"
+    below += "" if shown == n else f" (the last {shown} of {n} tokens)"
+    figure.suptitle(f"{title}\n{below}", fontsize=13, parse_math=False)
     figure.align_ylabels()
     figure.tight_layout()
     try:
@@ -499,15 +522,17 @@ def draw_scores(axis, columns, names):
     size = names["group_size"]
     scores, advantages = names["scores"][:size].double(), names["batch"]["advantages"][:size, 0]
     mean, deviation = scores.mean().item(), scores.std().item()
-    bars = axis.bar(range(1, size + 1), scores.tolist(), width=0.6, zorder=3,
-                    color=["C0", *["0.75"] * (size - 1)])
-    axis.bar_label(bars, [f"{x:+.2f}" for x in advantages.tolist()], fontsize=9, zorder=5)
+    x = range(1, size + 1)
+    bars = axis.bar(x, scores.tolist(), width=0.6, zorder=3, color=["C0", *["0.75"] * (size - 1)])
+    axis.bar_label(bars, [f"{a:+.2f}" for a in advantages.tolist()], fontsize=9, zorder=5)
     axis.axhline(mean, color="C3", zorder=4, label=f"mean {mean:.2f}")
-    axis.axhspan(mean - deviation, mean + deviation, color="C3", alpha=0.1, label=f"deviation {deviation:.2f}")
-    axis.set_xticks(range(1, size + 1), [f"response {i}" if size <= 12 else str(i) for i in range(1, size + 1)])
+    axis.axhspan(mean - deviation, mean + deviation, color="C3", alpha=0.1,
+                 label=f"deviation {deviation:.2f}")
+    axis.set_xticks(x, [f"response {i}" if size <= 12 else str(i) for i in x])
     axis.margins(y=0.25)
     axis.set_ylabel("score")
-    axis.set_title("the group: each bar a response, above it its advantage; below: response 1", fontsize=10)
+    axis.set_title("the group: each bar a response, its advantage above it; "
+                   "the panels below: response 1", fontsize=10)
 
 
 def draw_logprobs(axis, columns, names):
@@ -564,14 +589,15 @@ def draw_advantages(axis, columns, names):
 
 
 def draw_ratios(axis, columns, names):
-    """The ratio of each token after the update, the range that the clip leaves alone, clipped ones."""
+    """The ratio of each token after the update, and the range beyond which the clip may stop it."""
     x = range(len(columns["token"]))
     low, high = 1 - names["cliprange"], 1 + names.get("cliprange_high", names["cliprange"])
     axis.axhline(1, color="0.7", linewidth=0.8)
     axis.axhspan(low, high, color="C2", alpha=0.12, label=f"{low:g} to {high:g}")
     axis.plot(x, columns["ratio"], "o", color="C0", markersize=5, label="ratio")
     clipped = [i for i in x if columns["clipped"][i]]
-    axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3", markersize=8, label="clipped")
+    axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3", markersize=8,
+              label="clipped")
     axis.set_ylabel("ratio")
 
 
@@ -588,11 +614,11 @@ keys, notes = keys_of_one_iteration(config, iteration)
 names = one_more_iteration(script, config, checkpoint, iteration, keys)
 after = read_again(names)
 columns = (ppo_columns if script == "ppo" else grpo_columns)(names, after)
-columns["token"] = tokens_of(names)
 
 steps, n = names["steps"], len(columns["token"])
 others = config["batch_size"] // config.get("group_size", 1) - 1
-print(f"\none response of {run}: iteration {iteration} of {script}.py, from {os.path.basename(checkpoint)}\n")
+print(f"\none response of {run}: iteration {iteration} of {script}.py, "
+      f"from {os.path.basename(checkpoint)}\n")
 finished = "ends with EOS" if names["batch"]["finished"][0] else "was cut off at max_new_tokens"
 print_lines(
     ("prompt", repr(prompt)),
