@@ -1,6 +1,6 @@
 """
-tools/explain.py: its numbers are those of by_hand.py, which works them out with transformers' models
-and plain loops; the run's folder stays as it is; bad input gets one line.
+tools/explain.py: its numbers are those of by_hand.py, which works them out with transformers'
+models and plain loops; the run's folder stays as it is; bad input gets one line.
 
 The runs here save a checkpoint at every iteration. The tool is given a copy that ends with the
 second, so it must compute what the run itself has computed next, and the third has the weights
@@ -28,9 +28,10 @@ DONE = 2  # iterations that the copies of the runs have done
 SEED = 6  # with which the responses looked at have 5 and 8 tokens
 BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, reward_clip=0.0)
 PPO = SimpleNamespace(**BATCH | dict(
-    batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1", kl_in="reward",
-    gamma=1.0, lam=0.95, cliprange=0.2))
-GRPO = SimpleNamespace(**BATCH | dict(batch_size=15, group_size=3, mix=[(1.0, "letters"), (0.5, "reward_model")]))
+    batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
+    kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2))
+GRPO = SimpleNamespace(**BATCH | dict(
+    batch_size=15, group_size=3, mix=[(1.0, "letters"), (0.5, "reward_model")]))
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +44,14 @@ def runs(world, tmp_path_factory):
     """The folder of the runs: NAME/out, and NAME/cut, which has done two iterations only."""
     folder = str(tmp_path_factory.mktemp("runs"))
     keys = dict(seed=SEED, max_iters=4, checkpoint_interval=1, keep_checkpoints=9)
-    rules = dict(reward_functions="accuracy,0.1*format", max_iters=1)
-    cases = dict(ppo=[one_run("ppo.py", world.ppo("out", **keys))],
-                 grpo=[one_run("grpo.py", world.grpo("out", **keys))],
-                 rules=[one_run("grpo.py", world.grpo("out", **rules))],
-                 gspo=[one_run("grpo.py", world.grpo("out", importance="sequence", kl_coef=0.0, max_iters=1, seed=SEED))],
-                 cispo=[one_run("grpo.py", world.grpo("out", loss_type="cispo", max_refills=1, max_iters=1))],
-                 sft=[one_run("sft.py", world.sft("out"))])
+    short = dict(max_iters=1)
+    grpo_runs = dict(
+        grpo=keys, rules=short | dict(reward_functions="accuracy,0.1*format"),
+        gspo=short | dict(importance="sequence", kl_coef=0.0),
+        cispo=short | dict(loss_type="cispo", max_refills=1))
+    cases = {name: [one_run("grpo.py", world.grpo("out", **k))] for name, k in grpo_runs.items()}
+    cases |= dict(ppo=[one_run("ppo.py", world.ppo("out", **keys))],
+                  sft=[one_run("sft.py", world.sft("out"))])
     for name, (result,) in forked(folder, cases).items():
         assert result["codes"] == [0], (name, result)
     for name in ("ppo", "grpo"):
@@ -72,7 +74,7 @@ def contents(folder):
 
 
 def next_prompt(world, c):
-    """The first prompt of the batch that the run itself has seen next, and the rows of the batch."""
+    """The first prompt of the batch that the run has seen next, and the rows of the batch."""
     rows = read_rows(world.rl_train)
     count = c.batch_size // getattr(c, "group_size", 1)
     picked = [rows[i] for i in by_hand.prompts_of(c, DONE, count, len(rows))]
@@ -86,7 +88,7 @@ def read_rows(path):
 
 @pytest.fixture(scope="module")
 def explained(world, runs):
-    """{name: what the tool has printed}, of several calls; and before and after them the runs' files."""
+    """Several calls of the tool: {name: result}; and the runs' files before and after them."""
     folder = os.path.join(runs, "explain")
     calls = dict(
         ppo=dict(run=f"{runs}/ppo/cut", prompt=next_prompt(world, PPO)[0], seed=SEED),
@@ -94,7 +96,7 @@ def explained(world, runs):
         ppo_over=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="deep/ppo.png"),
         ppo_other_seed=dict(run=f"{runs}/ppo/out", prompt="12+34=", seed=2),
         grpo_over=dict(run=f"{runs}/grpo/out", prompt="12+34=", out="grpo.png"),
-        gspo=dict(run=f"{runs}/gspo/out", prompt="12+34=", seed=SEED),
+        gspo=dict(run=f"{runs}/gspo/out", prompt="12+34=", seed=3),
         cispo=dict(run=f"{runs}/cispo/out", prompt="12+34=", seed=3),
         answered=dict(run=f"{runs}/rules/out", prompt="12+34=", answer="46"),
         of_the_data=dict(run=f"{runs}/rules/out", prompt=read_rows(world.rl_val)[0]["prompt"]),
@@ -107,10 +109,10 @@ def explained(world, runs):
         no_png=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="explain.txt"),
         unwritable=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="/proc/explain.png"))
     before = contents(runs)
-    results = forked(folder, {name: [one_run(TOOL, tiny.arguments(keys))] for name, keys in calls.items()})
+    cases = {name: [one_run(TOOL, tiny.arguments(keys))] for name, keys in calls.items()}
+    results = {name: result for name, (result,) in forked(folder, cases).items()}
     after = {path: sha for path, sha in contents(runs).items() if not path.startswith(folder)}
-    return SimpleNamespace(results={name: result for name, (result,) in results.items()}, folder=folder,
-                           before=before, after=after)
+    return SimpleNamespace(results=results, folder=folder, before=before, after=after)
 
 
 def printed(explained, name):
@@ -121,8 +123,8 @@ def printed(explained, name):
 
 def table(text, columns):
     """
-    The lines of the table of tokens as lists of numbers, one a column; "yes" and "no" stay. The text
-    of a token may have blanks, so that the columns are counted from the right.
+    The table of tokens: a list of numbers for each column; "yes", "no" and "-" stay. The text of a
+    token may have blanks, so the columns are counted from the right.
     """
     lines = text[text.index("# token "):text.index("sums of")].splitlines()[1:]
     cells = [line.split()[-columns:] for line in lines if line.strip()]
@@ -140,7 +142,8 @@ def close(shown, expected, digits=3):
 def letters(monkeypatch_module):
     """by_hand's sampler, with the end and the rule of the tiny world."""
     monkeypatch_module.setattr(by_hand, "ENDS", (by_hand.EOS,))
-    monkeypatch_module.setitem(by_hand.RULES, "letters", lambda c, row, r: sum(ch.isascii() for ch in r.text) / 8)
+    monkeypatch_module.setitem(by_hand.RULES, "letters",
+                               lambda c, row, r: sum(ch.isascii() for ch in r.text) / 8)
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +182,16 @@ def losses_of(ratios, advantages):
 def test_the_numbers_of_ppo(world, runs, explained, letters):
     text, run = printed(explained, "ppo"), os.path.join(runs, "ppo", "out")
     models, (_, rows) = models_of(world, run, value=True), next_prompt(world, PPO)
-    batch = [by_hand.respond(PPO, models, row, "rollout", DONE, slot) for slot, row in enumerate(rows)]
+    batch = [by_hand.respond(PPO, models, row, "rollout", DONE, slot)
+             for slot, row in enumerate(rows)]
     raw_score = batch[0].score
     by_hand.finish_scores(PPO, batch, by_hand.Counter())
     by_hand.find_advantages(PPO, batch, 0.2)
     r = batch[0]
     assert len(r.response) == 5
 
-    (old, ref, kl, reward, value, delta, raw, whitened, returns, new, ratio, clipped, loss) = table(text, 13)
+    (old, ref, kl, reward, value, delta, raw, whitened, returns,
+     new, ratio, clipped, loss) = table(text, 13)
     assert close(old, r.old) and close(ref, r.reference)
     assert close(kl, [p - q for p, q in zip(r.old, r.reference, strict=True)], 4)
     assert close(reward, r.rewards, 4) and close(value, r.values) and close(returns, r.returns)
@@ -202,13 +207,18 @@ def test_the_numbers_of_ppo(world, runs, explained, letters):
     assert close(new, after) and close(ratio, ratios) and close(loss, losses) and clipped == which
     assert "yes" in clipped and "no" in clipped and max(map(abs, ratios)) > 1.05
 
-    assert re.search(rf"^score +{raw_score:.3f} = 1 \* reward_model {raw_score:.3f}", text, re.MULTILINE)
-    assert re.search(rf"^rewards +{sum(r.rewards):.3f} = shaped score {r.score:.3f} - kl_coef 0.2 \* KL ", text,
-                     re.MULTILINE)
+    words = re.sub(r"\s+", " ", text)
+    right = "right" if r.text == rows[0]["answer"] else "wrong"
+    assert (f" score {raw_score:.3f} = 1 * reward_model {raw_score:.3f}; the answer is {right} "
+            in words)
+    total = sum(r.rewards)
+    assert f" rewards {total:.3f} = shaped score {r.score:.3f} - kl_coef 0.2 * KL " in words
+    every = [a for one in batch
+             for a in by_hand.advantages_and_returns(one.rewards, one.values, 1.0, 0.95)[0]]
+    mean, deviation = statistics.mean(every), statistics.pstdev(every)
+    assert (f"(raw - {mean:.3f}) / {deviation:.3f}: mean and deviation of all {len(every)} tokens "
+            in words)
     assert "note" not in text  # the run is not over: its own learning rate
-    every = [a for one in batch for a in by_hand.advantages_and_returns(one.rewards, one.values, 1.0, 0.95)[0]]
-    assert (f"(raw - {statistics.mean(every):.3f}) / {statistics.pstdev(every):.3f}: mean and deviation of all "
-            f"{len(every)} tokens") in re.sub(r"\s+", " ", text)
 
 
 def test_the_shown_deltas_give_the_shown_advantages(explained):
@@ -224,13 +234,14 @@ def test_the_shown_deltas_give_the_shown_advantages(explained):
 def test_the_numbers_of_grpo(world, runs, explained, letters):
     text, run = printed(explained, "grpo"), os.path.join(runs, "grpo", "out")
     models, (_, rows) = models_of(world, run, value=False), next_prompt(world, GRPO)
-    group = [by_hand.respond(GRPO, models, rows[0], "rollout", DONE, 0, which) for which in range(3)]
+    group = [by_hand.respond(GRPO, models, rows[0], "rollout", DONE, 0, which)
+             for which in range(3)]
     scores, r = [one.score for one in group], group[0]
     middle, deviation = statistics.mean(scores), statistics.stdev(scores)
     advantages = [(score - middle) / (deviation + 1e-4) for score in scores]
 
-    lines = text[text.index("the group of 3 responses"):text.index("mean of the scores")].splitlines()[2:]
-    shown = [line.split()[:5] for line in lines]
+    begin, end = text.index("the group of 3 responses"), text.index("mean of the scores")
+    shown = [line.split()[:5] for line in text[begin:end].splitlines()[2:]]
     assert close([float(cells[1]) for cells in shown], scores)
     assert close([float(cells[2]) for cells in shown], advantages)
     assert [int(cells[3]) for cells in shown] == [len(one.response) for one in group]
@@ -238,7 +249,8 @@ def test_the_numbers_of_grpo(world, runs, explained, letters):
     assert f"mean of the scores {middle:.3f}, deviation {deviation:.3f}" in text
 
     old, ref, kl, advantage, new, ratio, clipped, loss = table(text, 8)
-    assert close(old, r.old) and close(ref, r.reference) and close(advantage, [advantages[0]] * len(old))
+    assert close(old, r.old) and close(ref, r.reference)
+    assert close(advantage, [advantages[0]] * len(old))
     k3 = [math.exp(q - p) - 1 - (q - p) for p, q in zip(r.old, r.reference, strict=True)]
     assert close(kl, k3, 4)
     after = new_logprobs(run, r, GRPO)
@@ -286,8 +298,8 @@ def test_another_seed_is_another_response(explained):
 def test_the_answer_of_the_user_and_that_of_the_data(explained):
     for name in ("answered", "of_the_data"):
         text = printed(explained, name)
-        assert re.search(r"^score .* = 1 \* accuracy [01]\.000 \+ 0.1 \* format [01]\.000; the answer is (right|wrong)$", text,
-                         re.MULTILINE)
+        assert re.search(r"^score .* = 1 \* accuracy [01]\.000 \+ 0.1 \* format [01]\.000; "
+                         r"the answer is (right|wrong)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "ppo_over", "answered", "gspo", "cispo"])
@@ -308,7 +320,7 @@ def test_the_picture(name, file, explained):
 
 
 @pytest.mark.parametrize("name, said", [
-    ("unanswered", "prompt '12+34=': the run's reward 'accuracy' needs its 'answer'; type --answer=..., or give"),
+    ("unanswered", "prompt '12+34=': the run's reward 'accuracy' needs its 'answer'; type --answ"),
     ("nowhere", "there is no such folder; give the out_dir of a run of ppo.py or grpo.py"),
     ("no_checkpoint", "has no checkpoint; give the out_dir of a run of ppo.py or grpo.py"),
     ("supervised", "is a run of sft.py or rm.py, which sample no responses"),

@@ -619,12 +619,13 @@ steps, n = names["steps"], len(columns["token"])
 others = config["batch_size"] // config.get("group_size", 1) - 1
 print(f"\none response of {run}: iteration {iteration} of {script}.py, "
       f"from {os.path.basename(checkpoint)}\n")
-finished = "ends with EOS" if names["batch"]["finished"][0] else "was cut off at max_new_tokens"
+finished = "it ends with EOS" if names["batch"]["finished"][0] else "cut off at max_new_tokens"
+size = f", {config['group_size']} responses to each" if script == "grpo" else ""
 print_lines(
     ("prompt", repr(prompt)),
     ("response", response_text(0, names)),
-    ("", f"{n} tokens, {finished}"),
-    ("batch", f"this prompt and {others} prompts of the run's own"),
+    ("", f"length in tokens: {n}, {finished}"),
+    ("batch", f"this prompt and {others} prompts of the run's own{size}"),
     ("update", f"optimizer steps: {steps}, learning rate {names['policy_lr']:g}"),
     *(("note", note) for note in notes))
 print()
