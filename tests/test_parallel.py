@@ -16,6 +16,9 @@ import parallel
 from engine import audit, launch, together
 from errors import BadInput, Stop
 
+from engine.run import Run
+from rewards import Scorer
+
 import tiny
 from tiny import forked, one_run
 
@@ -369,16 +372,20 @@ def test_audit_names_model_parameter_and_ranks(said, size):
 # ---------------------------------------------------------------------------------------------------------------------
 # the collectives of an iteration, against the list in the docstring of parallel.py
 
-# Notes each of torch's collectives in iteration 1: [the function that the script calls, torch's call, how many elements].
+# Notes each of torch's collectives in iteration 1: [the outermost function of these ROOMS that led to it, torch's call, how many
+# elements].
 RECORD = """
-import json, sys
+import json, os, sys
+ROOMS = ("parallel.py", "together.py", "launch.py", "audit.py", "run_log.py")
 import torch.distributed as dist
 def record(name):
     original = getattr(dist, name)
     def recorded(*args, **kwargs):
         frame, function = sys._getframe(1), None
         while frame and "max_iters" not in frame.f_globals:  # up to the script, by one of its keys
-            frame, function = frame.f_back, frame.f_code.co_name
+            if os.path.basename(frame.f_code.co_filename) in ROOMS:
+                function = frame.f_code.co_name
+            frame = frame.f_back
         if frame and frame.f_globals.get("iteration") == 1:
             sent = args[1] if name == "all_gather" else args[0]
             with open(f"collectives-{RANK}.jsonl", "a") as f:
@@ -451,7 +458,11 @@ def is_collective(function):
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
+SCRIPTS = ("ppo.py", "grpo.py", "rollout.py", "rewards.py")
+listed = set()  # functions whose calls were found, for the last case
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_scripts_mark_their_collectives(script):
     """A call of a function that is a collective is marked # COLLECTIVE, and nothing else is."""
     with open(os.path.join(tiny.ROOT, script), encoding="utf-8") as f:
@@ -460,6 +471,8 @@ def test_the_scripts_mark_their_collectives(script):
     tree, names, used, called = ast.parse(source), {}, set(), set()
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), script, "exec"), names)
+    names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= dict(run=Run, scorer=Scorer)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         first, *rest = ast.unparse(call.func).split(".")  # "parallel", ["gather_rows"]
         if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
@@ -468,4 +481,19 @@ def test_the_scripts_mark_their_collectives(script):
             used |= marks
             called.add((rest or [first])[-1])
     assert used == marked, f"{script}: no collective is called on lines {sorted(marked - used)}"
-    assert called >= {function for _, _, function, *_ in LINE.findall(parallel.__doc__)}
+    listed.update(called)
+
+
+def functions_like(node):
+    """A function with the docstring of one in a script."""
+    def function():
+        pass
+    function.__doc__ = ast.get_docstring(node)
+    return function
+
+
+def test_every_collective_of_the_list_is_marked_somewhere():
+    with open(os.path.join(tiny.ROOT, "engine", "run.py"), encoding="utf-8") as f:
+        source = f.read()
+    wanted = {function for _, _, function, *_ in LINE.findall(parallel.__doc__)}
+    assert wanted <= listed | set(re.findall(r"(\w+)\(.*# COLLECTIVE", source))
