@@ -1,8 +1,8 @@
 """
-Raw torch.distributed: every number that one rank sends to another while it trains goes through
-this file. Each rank runs the whole script; a collective is a call that all ranks must make, in the
-same order, for it returns on none before the others have come. With one process every function
-here returns at once, so the scripts need no `if distributed`.
+Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data;
+a collective is a call in which the ranks exchange tensors: all of them must make it, in the same
+order, for each waits there for the others. In a run of one process every function here returns at
+once, so the scripts need no `if distributed`.
 
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 

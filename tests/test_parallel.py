@@ -237,10 +237,22 @@ def test_checksums_see_entries_move_between_parameters(dtype):
 def test_checksums_see_order_across_chunks():
     """Large parameters are summed in chunks: a swap between two of them, one place further on, must show as well."""
     values = torch.zeros(2**22 + 8, dtype=torch.float32)
-    values[1], values[2**22] = 1.0, 2.0
-    swapped = values.clone()
-    swapped[1], swapped[2**22] = 2.0, 1.0
-    assert differ(one_parameter(values), one_parameter(swapped))
+    for place in (2**22, 2**22 + 1):  # 1 is as far into its chunk as the second of these
+        values[1], values[place] = 1.0, 2.0
+        swapped = values.clone()
+        swapped[1], swapped[place] = 2.0, 1.0
+        assert differ(one_parameter(values), one_parameter(swapped))
+        values[place] = 0
+
+
+def test_checksums_by_hand():
+    """The bits of 1.0, 2.0 and -0.0 are 0x3f800000, 0x40000000 and, with the sign, -0x80000000. Weights 1, 3, 5."""
+    model = one_parameter(torch.tensor([1.0, 2.0, -0.0]))
+    assert audit.checksums({"m": model}).tolist() == [0x3f800000 + 3 * 0x40000000 - 5 * 0x80000000]
+    values = torch.zeros(2**20 + 6)
+    values[2**20 + 5] = 1.0
+    assert audit.checksums({"m": one_parameter(values)}).tolist() == [0x3f800000 * (2 * (2**20 + 5) + 1)]
+    assert audit.checksums({"m": one_parameter(torch.tensor([1.0, 1.0]).bfloat16())}).tolist() == [0x3f80 * 4]
 
 
 def test_audit_of_one_process_watches_the_frozen():
