@@ -213,7 +213,7 @@ for iteration in range(start, max_iters + 1):
             sums[key][1] += len(x)
     parallel.all_reduce_gradients(gradients)
     norm = parallel.clip_gradients(gradients, grad_clip)
-    parallel.check_gradients(norm, reward_model, "reward_model", iteration)
+    audit.check_gradients(norm, reward_model, "reward_model", iteration)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     step(optimizer, lr)
 

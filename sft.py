@@ -216,7 +216,7 @@ for iteration in range(start, max_iters + 1):
         sums["loss/sft"][1] += mask.sum().item()
     parallel.all_reduce_gradients(gradients)
     norm = parallel.clip_gradients(gradients, grad_clip)
-    parallel.check_gradients(norm, policy, "policy", iteration)
+    audit.check_gradients(norm, policy, "policy", iteration)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     step(optimizer, lr)
 

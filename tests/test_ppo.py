@@ -296,11 +296,12 @@ def scores(original, *args):
     return x
 
 def spoil(name):
-    def change(original, *args):
-        losses, clipped = original(*args)
-        if now == 2 and RANK == 1 and case == f"NaN {name}":
-            losses = losses * torch.nan
-        return losses, clipped
+    def change(original, *args, **kwargs):  # the number is right, its gradient is not
+        said = original(*args, **kwargs)
+        x = said[0] if name == "policy" else said
+        if now == 2 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient * torch.nan)
+        return said
     return change
 
 def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
@@ -312,8 +313,8 @@ def logprobs(original, logits, tokens):
 patch(data, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "reward_model_scores", scores)
-patch(loss, "policy_loss", spoil("policy"))
-patch(loss, "value_loss", spoil("value_model"))
+patch(loss, "response_logprobs", spoil("policy"))
+patch(loss, "response_values", spoil("value_model"))
 patch(rollout, "generate", generate)
 patch(loss, "logprobs_from_logits", logprobs)
 patch(torch.optim.AdamW, "step", step)
@@ -412,14 +413,15 @@ KNOBS = {
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {
-    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False,
+    "ema_decay": 0.5,
     "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device_type": "auto",
     "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
 
 
 def test_every_key_is_listed():
-    keys = read_keys(os.path.join(tiny.ROOT, "ppo.py"))[0].keys()
+    keys = read_keys(os.path.join(tiny.ROOT, "ppo.py")).keys()
     assert keys == KNOBS.keys() | UNMOVING.keys(), "add the new key to KNOBS or UNMOVING, and remove the old one"
 
 

@@ -2,8 +2,6 @@
 What must not happen, made to happen: ranks that start from different things, that die or hang, signals, a full disk, bad input.
 (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
 """
-import ast
-import functools
 import glob
 import json
 import os
@@ -19,8 +17,7 @@ import time
 import pytest
 import torch
 
-import configurator
-from configurator import configure, read_keys
+from configurator import read_arguments, read_keys
 from data import encode_prompts, read_jsonl
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
@@ -138,7 +135,7 @@ def test_a_host_with_a_config_of_its_own_is_heard(where, said):
     done = tiny.run("tools/plot.py", "nowhere.py", env=where)
     assert done.returncode == 2 and bool(done.stderr) == said
     if said:
-        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "tools/plot.py", f" (rank {where['RANK']})")
+        assert is_one_line(done.stderr, "cannot read config file 'nowhere.py'", "plot.py", f" (rank {where['RANK']})")
 
 
 def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
@@ -164,6 +161,7 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
     copy.mkdir()
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, copy)
+    shutil.copytree(f"{ROOT}/engine", copy / "engine", ignore=shutil.ignore_patterns("__pycache__"))
     with open(copy / "loss.py", "a", encoding="utf-8") as f:
         f.write("\nmasked_sum = torch.compile(masked_sum) if False else masked_sum\n")
     args = world.sft(tmp_path / "out")
@@ -346,7 +344,8 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 
 
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
-    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_coef_target=1.0, kl_horizon=20)
+    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20,
+                kl_coef_target=1.0, kl_horizon=20)
     env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
     for done in tiny.run_all([(("ppo.py", *world.ppo(tmp_path / name / "out", **keys)), dict(env=env)) for name in "ab"]):
         assert done.returncode == 0, done.stderr
@@ -540,37 +539,25 @@ NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", 
          "cpu", "float64", "out/x"]
 
 
-def defaults_of(script):
-    """{key: default} of a script's configuration."""
-    with open(script, encoding="utf-8") as f:
-        tree = ast.parse(f.read())
-    assigned = {node.targets[0].id: node.value for node in reversed(tree.body)  # the first one counts
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
-    return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
-
-
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "tools/sample.py"])
-def test_no_value_of_any_key_makes_a_traceback(script, monkeypatch):
-    """Every key with nasty values, in configure alone: it takes it, or says one line."""
-    monkeypatch.setattr(configurator, "read_keys", functools.cache(read_keys))  # or this would read the script 120 times
-    path, rng = os.path.join(ROOT, script), random.Random(0)
-    defaults, taken, hook = defaults_of(path), 0, sys.excepthook
+def test_no_value_of_any_key_makes_a_traceback(script):
+    """Every key with nasty values, in read_arguments alone: it takes it, or says one line."""
+    keys, rng, taken = read_keys(os.path.join(ROOT, script)), random.Random(0), 0
     for _ in range(120):
-        key, text = rng.choice(list(defaults)), rng.choice(NASTY)
+        key, text = rng.choice(list(keys)), rng.choice(NASTY)
         try:
-            value = configure({**defaults, "__file__": path}, [f"--{key}={text}"])[key]
-            assert type(value) is type(defaults[key])
+            (value, _), = read_arguments(keys, [f"--{key}={text}"]).values()
+            assert type(value) is type(keys[key].default)
             taken += 1
         except BadConfig as e:
             assert "\n" not in str(e) and key in str(e) and len(str(e)) < 500
-    sys.excepthook = hook
     assert 10 < taken < 110
 
 
 def test_nasty_runs_end_well(world, tmp_path):
     """Several keys at once, in whole runs: they end with 0, or 1 (a Stop: say, NaN), or 2, and never with a traceback."""
     rng, cases = random.Random(1), {}
-    defaults = defaults_of(os.path.join(ROOT, "ppo.py"))
+    defaults = {name: key.default for name, key in read_keys(os.path.join(ROOT, "ppo.py")).items()}
     names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir")]
     small = [x for x in NASTY if len(x) < 20]
     fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}
