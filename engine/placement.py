@@ -329,24 +329,25 @@ def no_grad_forwards(models, device):
     after an error in it, the layers that the forwards have gathered are freed: FSDP by itself frees
     them only in a backward pass.
     """
-    models = [model for model in models if model is not None]
-    trunks = dict.fromkeys(map(trunk_of, models))  # each once, however many models stand on it
+    trunks = [trunk_of(model) for model in models if model is not None]
+    trunks = list(dict.fromkeys(trunks))  # each once, however many models stand on it
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
             for trunk in trunks:
                 stack.enter_context(on_device(trunk, device))
             yield
     finally:
-        reshard(models)
+        for trunk in trunks:
+            reshard(trunk)
 
 
 @contextlib.contextmanager
-def on_device(model, device):
-    """Within this, a frozen model that lives in the CPU's memory is on the device."""
-    if model is None or not getattr(trunk_of(model), "offloaded", False):
+def on_device(trunk, device):
+    """In this block, a frozen trunk that lives in the CPU's memory is on the device."""
+    if not getattr(trunk, "offloaded", False):  # load sets it
         yield
         return
-    parameters = list(trunk_of(model).parameters())
+    parameters = list(trunk.parameters())
     homes = [p.data for p in parameters]
     for p in parameters:
         p.data = p.data.to(device)
@@ -357,12 +358,11 @@ def on_device(model, device):
             p.data = home  # nothing is copied back, because a frozen model has not changed
 
 
-def reshard(models):
-    """Free the gathered layers of sharded models; parameters() are the shards again."""
-    for trunk in map(trunk_of, models):
-        for module in trunk.modules():
-            if hasattr(module, "reshard"):  # FSDP's modules have it
-                module.reshard()
+def reshard(trunk):
+    """Free the gathered layers of a sharded trunk; parameters() are the shards again."""
+    for module in trunk.modules():
+        if hasattr(module, "reshard"):  # FSDP's modules have it
+            module.reshard()
 
 
 def decoding_copy(policy, matrices, device):
