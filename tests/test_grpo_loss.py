@@ -22,7 +22,8 @@ LENGTHS = [[5, 1, 3, 8], [8, 2, 8, 1], [4, 6, 7, 2]]  # of the responses to thre
 SCORES = [[1.0, 0.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [-0.5, 2.0, 0.0, 0.5]]
 UNFINISHED = [(0, 3), (1, 0), (2, 2)]  # (group, response); the last one was cut short of R tokens, as a context might
 PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token",
-             aggregation="seq-mean-token-mean", truncated="keep", low=0.2, high=0.2, dual=0.0, kl_coef=0.0, estimator="k3", correction=False)
+             aggregation="seq-mean-token-mean", truncated="keep", low=0.2, high=0.2, dual=0.0,
+             kl_coef=0.0, estimator="k3", correction=False)
 
 
 def make_case(seed=0):
