@@ -443,7 +443,8 @@ def test_the_examples_of_the_docstrings():
     assert not same_answer("", "") and evaluate_arithmetic("3*7+5") == 26
     assert plain(r"$\tfrac12$.") == r"\frac{1}{2}" and read_answer("x = 5 cm") == ("x", 5, "cm", "5cm")
     assert [split_unit(text) for text in ("5 m", "5m", "72 clips in May")] == [("5", "m"), ("5m", ""), ("72", "clip in may")]
-    assert split_parts("(1, 2]") == ("(]", ["1", " 2"]) and split_parts("{5}") == ("group", ["5"]) and split_parts("x") == ("", [])
+    assert split_parts("(1, 2]") == ("(]", ["1", " 2"]) and split_parts("{5}") == ("group", ["5"])
+    assert split_parts("x") == ("", [])
     assert split_at(",", "1,(2,3)") == ["1", "(2,3)"]
 
 
