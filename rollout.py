@@ -184,8 +184,8 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     cache_dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
     hidden = policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)  # (n, P, d)
-    # Only the last position's logits: those of all positions, (n, P, V), might be the largest tensor
-    # of the run.
+    # The logits of the last position alone: those of all positions, (n, P, V), might be the largest
+    # tensor of the run.
     logits = policy.output(hidden[:, -1])  # (n, V)
     del hidden  # nobody needs it while tokens are sampled
 
