@@ -79,9 +79,37 @@ def parse_lora(text):
     return lora | (dict(targets=targets.replace("+", ",")) if targets else {})
 
 
-def only_lora(text):
-    """The Place of a script's one model, which has a key lora and nothing else of this. Raises BadConfig."""
-    return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
+def parse_stage(text):
+    """"3" -> 3"""
+    return int(one_of("0", "1", "2", "3")(text))
+
+
+def place_of_one(name, zero_stage, offload, lora, optim):
+    """
+    The Place of the one model of sft.py or rm.py, from the keys of the same names. name: what the
+    model is called in them; a value may also have no name. Raises BadConfig on what cannot be had
+    together.
+    """
+    stages = parse_compound("zero_stage", zero_stage, [name], parse_stage, "0, 1, 2 or 3")
+    offloads = parse_compound("offload", offload, [name], one_of("none", "optimizer", "params"),
+                              "none, optimizer or params")
+    loras = parse_compound("lora", lora, [name], parse_lora, LORA)
+    optims = parse_compound("optim", optim, [name], one_of("adamw", "adafactor"),
+                            "adamw or adafactor")
+    place = Place(stages.get(name, 0), offloads.get(name, "none"), loras.get(name),
+                  optims.get(name, "adamw"))
+    check_trained(name, place)
+    return place
+
+
+def check_trained(name, place):
+    """Raise BadConfig unless a model that is trained can be held as this Place says."""
+    if place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
+        raise BadConfig(f"optim: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
+                        "offloaded; change zero_stage or offload, or type --optim=adamw")
+    if place.offload == "params" and (place.stage < 2 or place.lora):
+        raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
+                        f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
 
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
@@ -90,7 +118,7 @@ def placements(trained, zero_stage, offload, lora, optim, share_base=False, valu
     the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
     """
     names = ("policy", "ref", "reward", *trained[1:])
-    stages = parse_compound("zero_stage", zero_stage, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
+    stages = parse_compound("zero_stage", zero_stage, names, parse_stage, "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
     with_own = trained[:1] if value_init == "shared" else trained  # what `lora=16` and `offload=optimizer` mean by everybody
     offload = parse_compound("offload", offload, with_own if offload.strip() == "optimizer" else names,
@@ -102,12 +130,8 @@ def placements(trained, zero_stage, offload, lora, optim, share_base=False, valu
     for name, place in result.items():
         if name not in trained and place.offload == "optimizer":
             raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params")
-        if name in trained and place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
-            raise BadConfig(f"optim: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
-                            "offloaded; change zero_stage or offload, or type --optim=adamw")
-        if name in trained and place.offload == "params" and (place.stage < 2 or place.lora):
-            raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
-                            f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
+        if name in trained:
+            check_trained(name, place)
     if result["policy"].lora and result["ref"].offload != "none":
         raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be moved away; leave out ref")
     if share_base:
