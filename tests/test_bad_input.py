@@ -573,7 +573,8 @@ def runs(tmp_path_factory):
         "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "wanted a file"),
         "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
         "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
-        "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample], "command line: .*surrogate"),
+        "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample],
+                             "command line: .*surrogate"),
         "sample many": ("tools/sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
     }
     respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
@@ -589,7 +590,8 @@ def test_scripts_refuse_bad_rows_weights_and_files(runs):
     for name, (script, _, said) in cases.items():
         result, = results[name]
         assert result["codes"] == [2], (name, result)
-        assert re.fullmatch(rf"{os.path.basename(script)}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (name, result["stderr"])
+        assert re.fullmatch(rf"{os.path.basename(script)}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (
+            name, result["stderr"])
 
 
 def test_samples_come_batch_by_batch(runs):

@@ -105,8 +105,8 @@ def policy(data, tmp_path_factory):
 
 def grpo(policy, data, out_dir, **keys):
     defaults = dict(out_dir=out_dir, policy_path=policy, prompts_path=f"{data}/rl_train.jsonl", eval_path=f"{data}/rl_val.jsonl",
-                    eval_size=2, reward_functions="code,0.5*length", batch_size=8, group_size=4, max_new_tokens=8, rollout_batch_size=4,
-                    micro_batch_size=4, max_iters=2, device_type="cpu")
+                    eval_size=2, reward_functions="code,0.5*length", batch_size=8, group_size=4, max_new_tokens=8,
+                    rollout_batch_size=4, micro_batch_size=4, max_iters=2, device_type="cpu")
     return tiny.arguments(defaults | keys)
 
 

@@ -100,8 +100,8 @@ def forks(world, tmp_path_factory):
 def real(world, tmp_path_factory):
     """By python, not forked, with rules that the tiny model cannot please and one that it can."""
     out = str(tmp_path_factory.mktemp("real"))
-    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", reward_functions=f"accuracy,0.1*format,{world.rule('letters')}",
-                                                          max_refills=1)))
+    rules = f"accuracy,0.1*format,{world.rule('letters')}"
+    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", reward_functions=rules, max_refills=1)))
 
 
 def test_a_run_logs_every_phase(real):
@@ -278,8 +278,10 @@ RUNS = {"single": ("3", "2", "1"), "half": ("2",), "ppo": ("2", "1"), "ppo-rules
 def variants(world):
     """{name: (script, arguments)} of the runs that are made on any number of ranks."""
     mixed = f"{world.rule('odd')},accuracy"
-    return {"rules": ("grpo.py", dict(RULES, reward_functions=mixed)), "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
-            "cispo": ("grpo.py", dict(CISPO, reward_functions=world.rule("odd"))), "single": ("grpo.py", dict(RULES, dtype="float32")),
+    return {"rules": ("grpo.py", dict(RULES, reward_functions=mixed)),
+            "other": ("grpo.py", dict(OTHER, reward_path=world.other_reward)),
+            "cispo": ("grpo.py", dict(CISPO, reward_functions=world.rule("odd"))),
+            "single": ("grpo.py", dict(RULES, dtype="float32")),
             "half": ("grpo.py", dict(dtype="bfloat16")), "alike": ("grpo.py", ALIKE),
             "ppo": ("ppo.py", dict(dtype="float64", reward_functions=f"{world.rule('letters')},0.5*reward_model,accuracy")),
             "ppo-rules": ("ppo.py", dict(dtype="float64", reward_functions=world.rule("letters"), value_init="policy",
@@ -428,17 +430,20 @@ def sampling_cases(world):
         "never flat": (dict(REFILLED, reward_functions="reward_model"), DUMP),
         "never flat, not refilled": (dict(REFILLED, reward_functions="reward_model", max_refills=0), DUMP),
         "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3), DUMP),
-        "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9, entropy_coef=0.1), ""),
+        "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9,
+                            entropy_coef=0.1), ""),
         "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64"), UNFINISHED_ALL),
         "all cut, kept": (dict(reward_functions=letters, dtype="float64"), UNFINISHED_ALL),
         "no KL": (dict(reward_functions=letters, kl_coef=0), DUMP),
         "still": (dict(STILL, reward_functions=letters), UNEVEN),
         "prompts": (dict(reward_functions=world.rule("prompts"), max_iters=1), ""),
-        "KL in the score": (dict(dtype="float64", reward_functions=letters, kl_in="reward", kl_estimator="k1", scale_by="none"), DUMP),
+        "KL in the score": (dict(dtype="float64", reward_functions=letters, kl_in="reward", kl_estimator="k1",
+                                 scale_by="none"), DUMP),
         "ends": (dict(reward_functions=letters, missing_eos_penalty=5.0, eval_interval=1, keep_best=True, eval_size=0), ""),
     }
     found = {name: [one_run("grpo.py", (world.grpo("out", **keys), code))] for name, (keys, code) in runs.items()}
-    args = world.grpo("out", reward_functions=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1, keep_best=True)
+    args = world.grpo("out", reward_functions=odd, max_refills=2, max_iters=3, checkpoint_interval=1, eval_interval=1,
+                      keep_best=True)
     for count in (1, 2):
         found[f"whole {count}"] = [one_run("grpo.py", *[args] * count)]
         for number, action in enumerate(KILLS):
@@ -614,14 +619,19 @@ BAD = {  # name -> (keys, what is said)
     "groups": (dict(group_size=4), r"batch_size = 15 is not a multiple of group_size = 4; it counts responses, not prompts"),
     "one a group": (dict(group_size=1, batch_size=15), r"group_size = 1 .*out of range"),
     "minibatches": (dict(num_minibatches=16), r"num_minibatches = 16 would leave"),
-    "unknown reward": (dict(reward_functions="qqq"), r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
+    "unknown reward": (dict(reward_functions="qqq"),
+                       r"unknown reward 'qqq'; there are accuracy, .*reward_model, and FILE\.py:FUNCTION"),
     "misspelt": (dict(reward_functions="1.0*acuracy"), r"unknown reward 'acuracy'; did you mean 'accuracy'\?"),
-    "misspelt model": (dict(reward_functions="accuracy,reward_modle"), r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
+    "misspelt model": (dict(reward_functions="accuracy,reward_modle"),
+                       r"unknown reward 'reward_modle'; did you mean 'reward_model'\?"),
     "no rewards": (dict(reward_functions=" "), r"wanted at least one reward"),
     "no such file": (dict(reward_functions="nowhere.py:f"), r"there is no file '.+nowhere\.py'"),
-    "no answer": (dict(reward_functions="accuracy", prompts_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
-    "no held-out answer": (dict(reward_functions="accuracy", eval_path="MUTE"), r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
-    "no score head": (dict(reward_functions="reward_model", reward_path="POLICY"), r"has no score head, it is a plain language model"),
+    "no answer": (dict(reward_functions="accuracy", prompts_path="MUTE"),
+                  r"mute\.jsonl, row 2: the reward 'accuracy' needs the field"),
+    "no held-out answer": (dict(reward_functions="accuracy", eval_path="MUTE"),
+                           r"mute\.jsonl, row 2: the reward 'accuracy' needs the"),
+    "no score head": (dict(reward_functions="reward_model", reward_path="POLICY"),
+                      r"has no score head, it is a plain language model"),
     "no reward model": (dict(reward_path="nowhere"), r"nowhere: no such folder"),
     "short reward model": (dict(reward_path="SHORT"), r"the prompt has \d tokens; from 1 to 2 fit"),
     "cispo of sequences": (dict(loss_type="cispo", importance="sequence"), r"loss_type = 'cispo' has a weight a token"),

@@ -20,7 +20,8 @@ G, R = 4, 8
 LENGTHS = [[5, 1, 3, 8], [8, 2, 8, 1], [4, 6, 7, 2]]  # of the responses to three prompts
 SCORES = [[1.0, 0.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [-0.5, 2.0, 0.0, 0.5]]
 UNFINISHED = [(0, 3), (1, 0), (2, 2)]  # (group, response); the last one was cut short of R tokens, as a context might
-PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token", aggregation="seq-mean-token-mean", truncated="keep",
+PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token", aggregation="seq-mean-token-mean",
+             truncated="keep",
              low=0.2, high=0.2, dual=0.0, kl_coef=0.0, estimator="k3", correction=False)
 
 
@@ -178,7 +179,8 @@ def close(a, b, tolerance=1e-13):
     return max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
 
 SURROGATES = dict(clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
-                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss_type="cispo", high=0.5))
+                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007),
+                  cispo=dict(loss_type="cispo", high=0.5))
 KLS = [{}] + [dict(kl_coef=0.3, estimator=e, correction=c) for e in ("k1", "k2", "k3") for c in (False, True)]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NAMED = {  # what the papers' names mean in grpo.py's keys

@@ -14,6 +14,7 @@ import torch
 import transformers
 from test_configurator import CONFIGS, script_of
 
+from engine import memory as formulas
 from engine.adapters import Adapted
 from engine.hf_config import parse_config
 from engine.pretrained import from_scratch
@@ -89,7 +90,7 @@ import json, os, runpy, sys
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 import parallel
-from engine import memory, optimizers
+import engine.optimizers
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -102,14 +103,14 @@ for script, *args in json.load(open(sys.argv[1])):
     sys.argv, tracker = [script, *args], Tracker()
     with tracker:
         g = runpy.run_path(script, run_name="__main__")
-    optimizers = g["optimizers"].values()
+    stepped = [engine.optimizers.inner(o).state for o in g["optimizers"].values()]
     results.append(dict(
         parameters=held([p for model in g["models"].values() for p in model.parameters()]),
         gradients=held([p.grad for model in g["trained"].values() for p in model.parameters() if p.grad is not None]),
-        optimizer=held([t for o in optimizers for state in optimizers.inner(o).state.values() for t in state.values()]),
+        optimizer=held([t for states in stepped for state in states.values() for t in state.values()]),
         average=held(g["ema"].averages) if g["ema"] else 0,
         peak=tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
-    del g, optimizers
+    del g, stepped
 json.dump(results, open(OUT + os.environ.get("RANK", "0"), "w"))
 """
 
@@ -213,17 +214,17 @@ def test_every_tensor_of_every_family(variant, head):
     with torch.device("meta"):
         model = Transformer(c, head)
         adapted = Adapted(model, head, rank=3)
-    m = memory.Model(c, head, True, 4, 4, "adapted", rank=3)
-    assert sorted(shape for shape, _ in memory.base_tensors(m)) == sorted(tuple(p.shape) for p in model.parameters())
-    assert sorted(shape for shape, _ in memory.added_tensors(m)) == sorted(tuple(p.shape) for p in adapted.parameters())
+    m = formulas.Model(c, head, True, 4, 4, "adapted", rank=3)
+    assert sorted(shape for shape, _ in formulas.base_tensors(m)) == sorted(tuple(p.shape) for p in model.parameters())
+    assert sorted(shape for shape, _ in formulas.added_tensors(m)) == sorted(tuple(p.shape) for p in adapted.parameters())
 
 
 def test_shapes_by_name_are_those_of_the_hub():
     billions = {"llama-3.2-1b": 1.236, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554, "qwen2.5-0.5b": 0.494,
                 "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012}
     for name, shape in memory.KNOWN.items():
-        m = memory.Model(parse_config(shape), "lm", False, 1, 1)
-        assert round(memory.parameters(m) / 1e9, 3) == billions.pop(name)
+        m = formulas.Model(parse_config(shape), "lm", False, 1, 1)
+        assert round(formulas.parameters(m) / 1e9, 3) == billions.pop(name)
     assert not billions
 
 

@@ -412,7 +412,8 @@ KNOBS = {
 }
 # only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
 UNMOVING = {
-    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False, "ema_decay": 0.5,
+    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False,
+    "ema_decay": 0.5,
     "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device_type": "auto",
     "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}

@@ -344,7 +344,8 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 
 
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
-    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20, kl_coef_target=1.0, kl_horizon=20)
+    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20,
+                kl_coef_target=1.0, kl_horizon=20)
     env = dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # beside another process, threads that spin take minutes
     for done in tiny.run_all([(("ppo.py", *world.ppo(tmp_path / name / "out", **keys)), dict(env=env)) for name in "ab"]):
         assert done.returncode == 0, done.stderr

@@ -1187,8 +1187,8 @@ code = "import os\\ndef f(): return os.getresuid(), os.uname().nodename, os.getp
 print([tuple(v) for v in sandbox.run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 """
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("sandbox.py", "configurator.py"):
-            shutil.copy(os.path.join(ROOT, name), folder)
+        shutil.copytree(os.path.join(ROOT, "engine"), os.path.join(folder, "engine"))
+        shutil.copy(os.path.join(ROOT, "errors.py"), folder)
         os.chmod(folder, 0o755)
         done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code], user=12345, group=12345, extra_groups=[],
                               capture_output=True, text=True, cwd="/")
@@ -1639,7 +1639,8 @@ def test_the_quota_of_a_container(lines, folder, files, cpus, tmp_path, monkeypa
 def test_the_cpus_that_there_are():
     """Those that we were started on, for us and for programs, though something pins us to fewer later."""
     mine = sorted(os.sched_getaffinity(0))
-    code = CHILD.replace("import sandbox", f"import os\nos.sched_setaffinity(0, {{{mine[-1]}}})\nimport sandbox") + f"""
+    fewer = f"import os\nos.sched_setaffinity(0, {{{mine[-1]}}})\n"
+    code = CHILD.replace("from engine", f"{fewer}from engine") + f"""
 os.sched_setaffinity(0, {mine})
 code = "import os\\ndef f(): return sorted(os.sched_getaffinity(0))"
 print(sandbox.count_cpus(), sandbox.run_all([(code, {returns([mine[-1]])})], 2)[0].reason)"""
@@ -1648,7 +1649,7 @@ print(sandbox.count_cpus(), sandbox.run_all([(code, {returns([mine[-1]])})], 2)[
     for script in ("ppo.py", "grpo.py"):  # torch brings the OpenMP that may pin this process
         with open(os.path.join(ROOT, script)) as f:
             imports = re.findall(r"^(?:import|from) (\w+)", f.read(), re.MULTILINE)
-        assert imports.index("sandbox") < imports.index("torch")
+        assert imports.index("engine") < imports.index("torch")
 
 
 @needs_bwrap

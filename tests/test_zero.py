@@ -1,6 +1,7 @@
 """
-engine/placement.py, optimizers.py and audit.py: where models lie and in which precision changes what a run needs, and nothing that it computes. Here that is stage 0's
-run on the same ranks, or a formula on paper; and runs that are stopped go on at other stages, as if they had not been.
+engine/placement.py, optimizers.py and audit.py: where models lie and in which precision changes what
+a run needs, and nothing that it computes. Here that is stage 0's run on the same ranks, or a formula on paper;
+and runs that are stopped go on at other stages, as if they had not been.
 placement.on_device needs a second device: on a CPU there is nothing to see, so it has no test here.
 """
 import glob
@@ -164,7 +165,7 @@ def apart(folder, other, models=TRAINED):
 # ---------------------------------------------------------------------------------------------------------------------
 # stages, offload, and what of a batch is computed at once
 
-EACH = dict(none="", optim="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
+EACH = dict(none="", optimizer="policy=optimizer,value=optimizer", params="policy=params,value=params,ref=params,reward=params")
 TABLE = [  # stage, offload, micro_batch_size, gradient_checkpointing, head_chunk: every two of them meet in every combination
     (1, "none", 1, True, 0), (1, "optimizer", 2, True, 0), (1, "params", 64, False, 5), (2, "none", 2, False, 5),
     (2, "optimizer", 64, False, 0), (2, "params", 1, True, 0), (3, "none", 64, True, 5), (3, "optimizer", 1, False, 5),
@@ -212,7 +213,8 @@ def stages(world, tmp_path_factory):
     for ranks, stage in ((1, ""), (3, "3")):
         # as much as a tiny model has: a layer's norm of 2 numbers for 3 ranks
         cases[f"grpo {ranks}"] = one_run("grpo.py", *[(world.grpo(
-            "out", dtype="float64", zero_stage=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5, max_iters=2), WATCH)] * ranks)
+            "out", dtype="float64", zero_stage=stage, policy_path=world.qwen, eval_size=1, ema_decay=0.5,
+            max_iters=2), WATCH)] * ranks)
     for name, stage in (("adafactor 1", ""), ("adafactor 2", "1")):  # whose steps, too, are of one size for noise: the same ranks
         cases[name] = ppo(world, 2, dtype="float64", zero_stage=stage, optim="adafactor", max_iters=2)
     return folder, succeeded(in_a_row(folder, cases))
@@ -256,7 +258,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    place = placement.Place(optim="adafactor")
+    place = placement.Place(optimizer="adafactor")
     optimizer = optimizers.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
@@ -369,8 +371,8 @@ STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
                             r"changed: parameter layers\.0\.up\.weight is not what it was at the start \(on rank 1\)"),
     "a NaN in the policy": (POISON, dict(zero_stage="policy=3"),
                             r"iteration 2: policy's layers\.0\.up\.weight is not finite \(on rank 1\); the last checkpoint"),
-    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21, num_minibatches=1,
-                                                            micro_batch_size=64),
+    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21,
+                                                            num_minibatches=1, micro_batch_size=64),
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
@@ -461,7 +463,8 @@ def test_next_loss_scale_by_hand():
         optimizers.next_loss_scale(65536.0, 199, False)
     assert halves == (32768.0, 0) and counts == (65536.0, 8) and doubles == (131072.0, 0)
     assert optimizers.next_loss_scale(1.0, 0, True) == (1.0, 0) and optimizers.next_loss_scale(1.5, 0, True) == (1.0, 0)
-    assert optimizers.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0) and optimizers.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
+    assert optimizers.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0)
+    assert optimizers.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
     assert optimizers.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
     scale, clean = 1.0, 0
     for _ in range(1000):  # 1000 = 5 x 200
@@ -515,7 +518,8 @@ PRECISE = {
     "pure": dict(dtype="bfloat16", master_weights=False)}
 FROZEN = {"float32": ("float32", "float32"), "bfloat16": ("float32", "bfloat16"), "float16": ("float32", "float16"),
           "pure": ("bfloat16", "bfloat16")}  # of vectors and of matrices
-WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero_stage="3"), "shared": dict(value_init="shared")}
+WAYS = {"plain": dict(), "adapters": dict(lora="2", head_chunk=5), "sharded": dict(zero_stage="3"),
+        "shared": dict(value_init="shared")}
 
 
 @pytest.fixture(scope="module")
@@ -576,7 +580,8 @@ def resumed(world, tmp_path_factory):
         for kind, (keys, chains) in kinds.items():
             for name, parts in chains.items():
                 stage, _, offload = parts[part][0].partition(" ")
-                jobs[name] = ppo(world, parts[part][1], zero_stage=stage, offload=offload, max_iters=iterations, **CONSTANT | keys)
+                jobs[name] = ppo(world, parts[part][1], zero_stage=stage, offload=offload, max_iters=iterations,
+                                 **CONSTANT | keys)
             if part == 1:
                 jobs[kind] = ppo(world, 1, max_iters=2, **CONSTANT | keys)
         outcomes = in_a_row(folder, jobs)
@@ -865,7 +870,7 @@ PLACES = [  # zero_stage, offload, lora, optimizer, share_base, value_init -> pl
     (("", "", "16", "adamw"), {n: P(lora=dict(rank=16, alpha=32.0)) for n in ("policy", "value")}),
     (("", "", "policy=4:1,value=8:3:q+v", "adamw"), dict(policy=P(lora=dict(rank=4, alpha=1.0)), value=P(
         lora=dict(rank=8, alpha=3.0, targets="q,v")))),
-    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optim="adafactor"), ref=P(1), reward=P(1), value=P(1))),
+    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optimizer="adafactor"), ref=P(1), reward=P(1), value=P(1))),
     (("", "", "2", "adamw", True, "policy"), {n: P(lora=dict(rank=2, alpha=4.0)) for n in ("policy", "value")}),
     (("", "", "policy=2", "adamw", True, "shared"), dict(policy=P(lora=dict(rank=2, alpha=4.0)))),
 ]
@@ -884,9 +889,12 @@ def test_places_without_a_value_model():
     assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
 
 BAD = [  # as above -> the key that is named
-    (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"), (("policy", "", "", "adamw"), "zero_stage"),
-    (("critic=3", "", "", "adamw"), "zero_stage"), (("policy=3,", "", "", "adamw"), "zero_stage"), (("=3", "", "", "adamw"), "zero_stage"),
-    (("policy==3", "", "", "adamw"), "zero_stage"), (("policy=3;ref=3", "", "", "adamw"), "zero_stage"), (("3.0", "", "", "adamw"), "zero_stage"),
+    (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"),
+    (("policy", "", "", "adamw"), "zero_stage"),
+    (("critic=3", "", "", "adamw"), "zero_stage"), (("policy=3,", "", "", "adamw"), "zero_stage"),
+    (("=3", "", "", "adamw"), "zero_stage"),
+    (("policy==3", "", "", "adamw"), "zero_stage"), (("policy=3;ref=3", "", "", "adamw"), "zero_stage"),
+    (("3.0", "", "", "adamw"), "zero_stage"),
     (("policy=3\nref=3", "", "", "adamw"), "zero_stage"), (("", "params=policy", "", "adamw"), "offload"),
     (("", "all", "", "adamw"), "offload"), (("", "", "0", "adamw"), "lora"), (("", "", "-2", "adamw"), "lora"),
     (("", "", "2:4:q:v", "adamw"), "lora"), (("", "", "q+v", "adamw"), "lora"), (("", "", "ref=2", "adamw"), "lora"),

@@ -108,8 +108,9 @@ class World:
         """--key=value for grpo.py: five groups of three, so that two and three ranks part them in the middle."""
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            reward_functions=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2, batch_size=15, group_size=3,
-            max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2, num_iterations=2, num_minibatches=2, max_iters=3,
+            reward_functions=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2,
+            batch_size=15, group_size=3, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
+            num_iterations=2, num_minibatches=2, max_iters=3,
             learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
 
