@@ -487,7 +487,7 @@ def real_keys(name):
     if not shared:
         return lines_of(above)
     keys = lines_of(source_of(os.path.join(ROOT, shared[1])))
-    for key, value in re.findall(r", (\w+)=(\w+)", shared[2]):
+    for key, value in re.findall(r",\s+(\w+)=(\w+)", shared[2]):
         keys[key] = (ast.literal_eval(value), keys[key][1])
     return lines_of(above) | {key: x for key, x in keys.items() if x[0] is not None}
 

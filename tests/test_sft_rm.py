@@ -39,7 +39,7 @@ def broadcast(models):
 def step(optimizer, lr):
     original_step(optimizer, lr)
     inner = optimizers.inner(optimizer)
-    states = [t for state in inner.state.values() for t in state.values()]
+    states = [parallel.my_part(t) for state in inner.state.values() for t in state.values()]
     write(optimizer=type(inner).__name__, states=sum(t.numel() for t in states), steps=held["steps"] + 1)
 
 parallel.broadcast_parameters, optimizers.step = broadcast, step
@@ -180,14 +180,15 @@ def test_those_runs_moved(done, world, script):
 def test_a_rank_holds_what_its_stage_says(done, script):
     plain = held(done, script, "plain")
     assert plain["optimizer"] == "AdamW" and plain["states"] > 2 * plain["weights"]  # two for each, and each step's number
-    for name, rows in (("two ranks", 1), ("offload", 1), ("stage 1", 1), ("stage 2", 2), ("stage 3", 2), ("stage 3, params", 2)):
+    for name, parts in (("two ranks", 1), ("offload", 1), ("stage 1", 1), ("stage 2", 2), ("stage 3", 2), ("stage 3, params", 2)):
         ranks = [held(done, script, name, rank) for rank in (0, 1)]
         for facts in ranks:
-            assert abs(facts["weights"] - plain["weights"] / rows) < 0.05 * plain["weights"], name
-            assert facts["states"] < (0.6 if name.startswith("stage") else 1.01) * plain["states"] or name == "stage 1", name
+            assert abs(facts["weights"] - plain["weights"] / parts) < 0.05 * plain["weights"], name
+            if name != "stage 1":
+                assert abs(facts["states"] - plain["states"] / parts) < 0.05 * plain["states"], name
         if name == "stage 1":  # whole parameters, dealt out
             assert sum(facts["states"] for facts in ranks) == plain["states"]
-            assert max(facts["states"] for facts in ranks) < plain["states"]
+            assert max(facts["states"] for facts in ranks) < 0.9 * plain["states"]
     assert held(done, script, "offload")["optimizer"] == held(done, script, "stage 3, offload")["optimizer"] == "OffloadedAdamW"
     adafactor = held(done, script, "adafactor")
     assert adafactor["optimizer"] == "Adafactor" and adafactor["states"] < 0.2 * plain["states"]
