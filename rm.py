@@ -281,7 +281,8 @@ for iteration in range(start, max_iters + 1):
     parallel.all_reduce_gradients(gradients, loss_scale)
     norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    if not (dtype == "float16" and overflowed(state, [norm], iteration)):  # then it is skipped
+    skipped = dtype == "float16" and overflowed(state, [norm], iteration)
+    if not skipped:
         parallel.check_gradients(norm, reward_model, "reward_model", iteration)
         step(optimizer, lr)
 
@@ -289,14 +290,15 @@ for iteration in range(start, max_iters + 1):
     record |= parallel.all_reduce_metrics({"loss/preference": [loss_sum, count],
                                            "train/accuracy": [right, count]})
     seconds = time.time() - t0
-    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr,
+    grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
+    record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
                "time/iteration": seconds}
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
-              f"right {record['train/accuracy']:.0%} | grad norm {norm:.2f} | lr {lr:.1e} | "
+              f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
               f"eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average

@@ -279,20 +279,22 @@ for iteration in range(start, max_iters + 1):
     parallel.all_reduce_gradients(gradients, loss_scale)
     norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    if not (dtype == "float16" and overflowed(state, [norm], iteration)):  # then it is skipped
+    skipped = dtype == "float16" and overflowed(state, [norm], iteration)
+    if not skipped:
         parallel.check_gradients(norm, policy, "policy", iteration)
         step(optimizer, lr)
 
     # what is written, and printed
     record |= parallel.all_reduce_metrics({"loss/sft": [loss_sum, loss_count]})
     seconds = time.time() - t0
-    record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": seconds}
+    grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
+    record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
               f"eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)
