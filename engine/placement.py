@@ -129,9 +129,21 @@ def check_together(places, trained, share_base, value_init):
                         "adapter and nothing to offload; leave value out of lora and offload")
 
 
-def only_lora(text):
-    """The Place of sft.py's or rm.py's one model, from its key lora. Raises BadConfig."""
-    return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
+def place_of_one(name, zero_stage, offload, lora, optim):
+    """
+    The Place of the one model of sft.py or rm.py, which is trained. name: what the keys call it,
+    policy or reward; its column of the table above is policy's. Raises BadConfig.
+    """
+    stages = parse_compound("zero_stage", zero_stage, [name], parse_stage, "0, 1, 2 or 3")
+    offloads = parse_compound("offload", offload, [name], one_of("none", "optimizer", "params"),
+                              "none, optimizer or params")
+    loras = parse_compound("lora", lora, [name], parse_lora, LORA)
+    optims = parse_compound("optim", optim, [name], one_of("adamw", "adafactor"),
+                            "adamw or adafactor")
+    place = Place(stages.get(name, 0), offloads.get(name, "none"), loras.get(name),
+                  optims.get(name, "adamw"))
+    check_place(name, place, trained=True)
+    return place
 
 
 def parse_compound(key, text, names, parse, wanted):

@@ -798,7 +798,16 @@ def test_places_without_a_value_model():
         policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
     with pytest.raises(BadConfig, match="value"):
         placement.placements(("policy",), "value=3", "", "", "adamw")
-    assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
+
+
+def test_the_place_of_a_script_s_one_model():
+    assert placement.place_of_one("reward", "", "", "", "adamw") == P()
+    assert placement.place_of_one("reward", "3", "reward=optimizer", "3", "adamw") == P(
+        3, "optimizer", dict(rank=3, alpha=6.0))
+    assert placement.place_of_one("policy", "policy=1", "", "", "policy=adafactor") == P(
+        1, optimizer="adafactor")
+    with pytest.raises(BadConfig, match="NAME is one of reward and"):
+        placement.place_of_one("reward", "policy=3", "", "", "adamw")
 
 BAD = [  # as above -> the key that is named
     (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"),
