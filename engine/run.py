@@ -47,7 +47,7 @@ class Run:
     models: {name: model}, all in memory; optimizers: {name: optimizer}, of those that are trained.
     prompts: (training prompts, held-out prompts), lists of token ids. state: what the loop carries
     from one iteration to the next beside weights and optimizers, as plain numbers: it is saved with
-    every checkpoint, and self.state is what to go on with. ema: the policy's moving average, or None.
+    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or None
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
@@ -86,8 +86,9 @@ class Run:
         batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
         print_models(self.models)
         print(f"{self.world_size} rank(s) on {self.device.type}, {self.config['dtype']}, "
-              f"{self.predicted:.0f} MiB of tensors each at most; an iteration is {batch_size} responses "
-              f"and {passes} x {minibatches} steps on {batch_size // minibatches} of them")
+              f"{self.predicted:.0f} MiB of tensors each at most; "
+              f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
+              f"on {batch_size // minibatches} of them")
         if self.checkpoint:
             print(f"resuming from {self.checkpoint}")
         else:
@@ -97,8 +98,8 @@ class Run:
 
     def enter(self, phase):
         """
-        Begin a phase of the iteration. Its seconds are counted until the next one begins, and errors
-        name it.
+        Begin a phase of the iteration. Its seconds are counted until the next one begins, and
+        errors name it.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -119,8 +120,8 @@ class Run:
 
     def save_if_due(self):
         """
-        A collective when a checkpoint is due. It says: this iteration comes next; so it is made before
-        the update.
+        A collective when a checkpoint is due. It says: this iteration comes next. So it is made
+        before the update.
         """
         interval = self.config["checkpoint_interval"]
         due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
@@ -155,9 +156,9 @@ class Run:
 
     def until_asked(self, items):
         """
-        The items, one by one, until this rank is asked to stop: what is computed then is not used, for
+        The items, one by one, until this rank is asked to stop. What is missing then is not needed:
         all ranks leave at the next leave_if_asked. Where models are sharded all ranks must run the
-        same forwards, so there it goes on to the end.
+        same forwards, so there all items come.
         """
         for item in items:
             if launch.stop_asked() and not self.any_sharded:
@@ -203,13 +204,14 @@ class Run:
         if self.config["truncated"] == "mask":
             masked = int((~batch["finished"]).sum())
         if self.rank == 0:
-            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
-                  f"have equal scores, {masked} of {len(batch['finished'])} responses are masked; no step")
+            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} "
+                  f"groups have equal scores, {masked} of {len(batch['finished'])} responses are "
+                  "masked; no step")
 
     def log(self, record, tokens=0):
         """
-        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and print
-        a line of it. tokens: how many it trained on; 0 where it trained nothing, as the last one only evaluates.
+        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and
+        print a line of it. tokens: how many it trained on; 0 for the last, which only evaluates.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | record
@@ -232,6 +234,6 @@ class Run:
         if "value_model" in self.models:
             save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer)
         if self.rank == 0:
-            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to it, "
-                  "tools/plot.py to draw the run")
+            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
+                  "it, tools/plot.py to draw the run")
         launch.finish()
