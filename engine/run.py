@@ -65,11 +65,11 @@ class Run:
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
-        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)
+        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
         first = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = saved if self.checkpoint else first | state
         if self.checkpoint:
-            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)
+            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
 
         reward_model = models.get("reward_model")
@@ -126,18 +126,18 @@ class Run:
         interval = self.config["checkpoint_interval"]
         due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
         if due or self.iteration == self.config["max_iters"]:
-            self.save()
+            self.save()  # COLLECTIVE
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         audit(self.models, self.frozen_sums, self.iteration)  # COLLECTIVE
         save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
-                        self.tokenizer, self.config["keep_checkpoints"], self.ema)
+                        self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
-        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)
+        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)  # COLLECTIVE
 
     def leave_if_asked(self):
         """
@@ -146,12 +146,12 @@ class Run:
         """
         if not launch.stop_agreed():  # COLLECTIVE
             return
-        self.save()
+        self.save()  # COLLECTIVE
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
         self.threads.shutdown(wait=False, cancel_futures=True)
-        launch.finish()
+        launch.finish()  # COLLECTIVE
         sys.exit(0)
 
     def until_asked(self, items):
@@ -227,13 +227,14 @@ class Run:
 
     def finish(self):
         """A collective: save what the run was for, and leave together with the other ranks."""
-        self.save_as("policy")
+        self.save_as("policy")  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                self.save_as("ema_policy")
+                self.save_as("ema_policy")  # COLLECTIVE
         if "value_model" in self.models:
-            save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer)
+            save_final(self.out_dir, "value_model", self.models["value_model"],
+                       self.tokenizer)  # COLLECTIVE
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
                   "it, tools/plot.py to draw the run")
-        launch.finish()
+        launch.finish()  # COLLECTIVE
