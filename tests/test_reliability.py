@@ -208,8 +208,8 @@ def later(seconds, number):
 """
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
     "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
-    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "iteration 1, update"),
-    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "iteration 1, update"),
+    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
+    "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
@@ -243,9 +243,9 @@ SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 6),
     "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 6),
     "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
-    "SIGTERM to rank 1 alone": (["", f"once(loss, 'policy_loss', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
+    "SIGTERM to rank 1 alone": (["", f"once(loss, 'learning_rate_at', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
     "SIGTERM while the models score": ([ASK + "once(loss, 'logprobs_and_entropy', ask)"], 0, 20),
-    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
+    "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
@@ -377,7 +377,7 @@ def die_once():
     if RANK == 1 and not os.path.exists({str(tmp_path)!r} + "/died"):
         open({str(tmp_path)!r} + "/died", "w").close()
         die()
-once(loss, "policy_loss", die_once)
+once(loss, "learning_rate_at", die_once)
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
                wrapper, os.path.join(ROOT, "ppo.py"), *args]

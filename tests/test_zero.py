@@ -284,16 +284,16 @@ STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
-    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "update"),
+    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "update"),
     "dies in the score": ("once(rewards, 'reward_model_scores', die)", -9, "score"),
-    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "update")}
+    "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "update")}
 RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step": (1, dict(max_iters=1, num_minibatches=1)),
     "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
     "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
 SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
-             "update": "once(loss, 'policy_loss', term)"}
+             "update": "once(loss, 'learning_rate_at', term)"}
 
 
 @pytest.fixture(scope="module")
