@@ -283,7 +283,7 @@ for iteration in range(start, max_iters + 1):
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     skipped = dtype == "float16" and overflowed(state, [norm], iteration)
     if not skipped:
-        parallel.check_gradients(norm, reward_model, "reward_model", iteration)
+        audit.check_gradients(norm, reward_model, "reward_model", iteration)
         step(optimizer, lr)
 
     # what is written, and printed

@@ -281,7 +281,7 @@ for iteration in range(start, max_iters + 1):
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     skipped = dtype == "float16" and overflowed(state, [norm], iteration)
     if not skipped:
-        parallel.check_gradients(norm, policy, "policy", iteration)
+        audit.check_gradients(norm, policy, "policy", iteration)
         step(optimizer, lr)
 
     # what is written, and printed

@@ -1,6 +1,7 @@
 """
 What a run says of itself: the figures of a scored batch, a few samples, the models it holds. It decides nothing.
 """
+import hashlib
 import os
 import resource
 import time
@@ -8,6 +9,7 @@ import time
 import torch
 
 from engine.adapters import Adapted
+from loss import masked_sum
 
 
 def peak_memory_mib(device):
@@ -26,7 +28,7 @@ def summarize(batch, prefix, reward_names=()):
     have run.
     """
     mask = batch["response_mask"]
-    record = dict(scores=batch["raw_scores"].mean())
+    record = dict(scores=batch["scores"].mean())
     if "ref_logprobs" in batch:
         record |= dict(kl=(batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean())
     if "old_logprobs" in batch:
@@ -47,7 +49,7 @@ def is_better(score, best):
 def print_samples(batch, rows, tokenizer, n=2):
     """The first n prompts with their responses and scores."""
     R = batch["response_mask"].shape[1]
-    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["raw_scores"], strict=False):
+    for row, tokens, mask, score in zip(rows[:n], batch["tokens"], batch["response_mask"], batch["scores"], strict=False):
         print(f"    {row['prompt']!r} -> {tokenizer.decode(tokens[-R:][mask].tolist())!r}  score {score.item():.2f}")
 
 COLUMNS = {"score": "objective/scores .2f", "kl": "objective/kl .2f", "acc": "objective/accuracy .2f",
@@ -73,3 +75,22 @@ def print_models(models):
             parts = (["an adapter"] if model.layers else []) + (["a head"] if model.head == "scalar" else [])
             line += f": {' and '.join(parts)} on {next(n for n, m in models.items() if m is model.base)}"
         print(line)
+
+
+def new_sums(names, device):
+    """{name: (sum, count)}, both 0, for add_up: a mean over all micro-batches and ranks."""
+    return {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}
+
+
+def add_up(sums, mask, tensors):
+    """
+    Add tensors {name: (b, R)} of a micro-batch to sums {name: (2,)}: the sum where mask is True, and
+    how many those are.
+    """
+    for name, x in tensors.items():
+        sums[name] += torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
+
+
+def hash_of(tokens):
+    """A hash of a tensor of tokens: two runs that sampled the same have the same."""
+    return hashlib.blake2b(tokens.cpu().numpy().tobytes(), digest_size=8).hexdigest()
