@@ -582,3 +582,20 @@ def test_config_names_say_their_script():
                          "rloo", "cispo"]}
     for script, configs in names.items():
         assert {script_of(f"{config}.py") for config in configs} == {script}
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py"])
+def test_no_key_has_the_name_of_something_else(script):
+    """Not of a module, a function or a class of the house, nor of anything that the script assigns."""
+    paths = [p for where in ("", "engine") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
+    taken = {os.path.basename(p).removesuffix(".py") for p in paths}
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read())
+        taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+        names = [node.id for node in ast.walk(ast.parse(f.read()))
+                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    keys = read_keys(os.path.join(ROOT, script)).keys()
+    assert len(keys) > 30 and not keys & taken
+    assert {name for name in keys if names.count(name) > 1} == set()
