@@ -245,7 +245,8 @@ SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
     "SIGTERM to rank 1 alone": (["", f"once(loss, 'learning_rate_at', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
     "SIGTERM while the models score": ([ASK + "once(loss, 'logprobs_and_entropy', ask)"], 0, 20),
-    "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
+    "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), "
+               "time.sleep(60)])"], 128 + TERM, 10),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
