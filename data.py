@@ -241,7 +241,10 @@ def replace_rows(batch, rows, fresh, pad_id):
 
 
 def my_micro_batches(batch, rows, size):
-    """This rank's share of these rows of a batch, in micro-batches; as many on every rank. See micro_batches."""
+    """
+    This rank's share of some rows of a batch, in micro-batches of this size; as many on every rank.
+    See micro_batches.
+    """
     count = parallel.most_micro_batches(len(rows), size)
     return micro_batches(batch, parallel.my_share(rows), size, count)
 

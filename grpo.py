@@ -152,8 +152,8 @@ def logprobs_of(model, mb):
 
 def read_with_models(batch, minibatches):
     """
-    A collective: what policy and reference say of each response token before the update: adds old_logprobs and,
-    with a reference, ref_logprobs, (B, R) each. Every rank does its share.
+    A collective: what policy and reference say of each response token before the update. Adds
+    old_logprobs and, with a reference, ref_logprobs, (B, R) each. Every rank does its share.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
     they come from the forward that will be trained, in the same micro-batches, so that in the first

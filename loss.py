@@ -322,19 +322,23 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     return peak * share
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what a model says of the responses of a micro-batch
 
 
 def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True):
     """
-    Log-prob and entropy of each response token, (b, R) both, of the temperature-scaled distribution that is sampled.
-    mb: a micro-batch with tokens (b, T), attention_mask (b, T), response_mask (b, R). 0 under the mask, where exp could
-    overflow into somebody's gradient. vocab_size: ids from here on are impossible. chunk, entropy: see logprobs_and_entropy.
+    Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
+    scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
+    exp could overflow there, and a NaN would spread into the gradients.
+
+    mb: a micro-batch, with tokens (b, T), attention_mask (b, T), response_mask (b, R). chunk and
+    entropy: see logprobs_and_entropy.
     """
     mask = mb["response_mask"]  # (b, R)
-    hidden = model.trunk(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])  # (b, R, d)
-    responses = mb["tokens"][:, -mask.shape[1]:]  # (b, R)
+    R = mask.shape[1]
+    hidden = model.trunk(mb["tokens"], mb["attention_mask"], response_length=R)  # (b, R, d)
+    responses = mb["tokens"][:, -R:]  # (b, R)
     logprobs, entropies = logprobs_and_entropy(
         hidden, model.lm_head_weight(), responses, temperature, vocab_size, chunk, entropy)
     return torch.where(mask, logprobs, 0), torch.where(mask, entropies, 0)
@@ -343,11 +347,15 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True)
 def response_values(value_model, mb):
     """The value of the state before each response token, (b, R); 0 under the mask."""
     mask = mb["response_mask"]  # (b, R)
-    values = value_model(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])  # (b, R)
-    return torch.where(mask, at_least_float32(values) + value_model.config.score_shift, 0)
+    values = value_model(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])
+    values = at_least_float32(values) + value_model.config.score_shift  # (b, R)
+    return torch.where(mask, values, 0)
 
 
 def explained_variance(values, returns, mask):
-    """The share of the returns' variance that the values (B, R) foresaw: 1 - var(returns - values) / var(returns)."""
+    """
+    The share of the returns' variance that the values (B, R) have predicted:
+    1 - var(returns - values) / var(returns). 1 is perfect; 0 is as good as a constant.
+    """
     residual = (returns - values)[mask]
     return 1 - residual.var() / returns[mask].var().clamp(min=1e-8)

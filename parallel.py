@@ -1,8 +1,8 @@
 """
-Raw torch.distributed: every number that one rank sends to another while it trains goes through
-this file. Each rank runs the whole script; a collective is a call that all ranks must make, in the
-same order, for it returns on none before the others have come. With one process every function
-here returns at once, so the scripts need no `if distributed`.
+Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data;
+a collective is a call in which the ranks exchange tensors: all of them must make it, in the same
+order, for each waits there for the others. In a run of one process every function here returns at
+once, so the scripts need no `if distributed`.
 
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
@@ -21,7 +21,7 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  12  metrics  all_reduce_metrics    all_reduce    12           six metrics: a sum and a count each
  13  log      write_log             all_gather    1            has rank 0 written its line?
 
-9 and 10 run once in each optimizer step, 11 only in the first one, 5 in bytes.
+9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
 grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8.
 grpo.py runs 2 to 5 once more for each refill.
 
@@ -30,8 +30,9 @@ all_reduce of 2 numbers a step). So do some iterations: the first one (a second 
 reference) and those that audit, evaluate or save. Sharded models (zero_stage 2 and 3) gather their
 weights and reduce their gradients by themselves, within forward and backward.
 
-In the code: the docstring of a function that is a collective begins with these words, and in
-ppo.py and grpo.py the line that calls it ends in # COLLECTIVE.
+In the code: the docstring of a function that is a collective begins with the words "A collective",
+and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
+calls such a function is marked # COLLECTIVE.
 """
 import math
 

@@ -149,7 +149,7 @@ gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
 run.announce(passes=ppo_epochs)
-near = cliprange_value or torch.inf  # how far the value may move from the old one
+value_range = cliprange_value or torch.inf  # how far a value may move from the old one
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -170,8 +170,8 @@ def values_of(mb):
 
 def read_with_models(batch, minibatches):
     """
-    A collective: what policy, reference and value model say of each response token before the update: adds
-    old_logprobs, ref_logprobs and values, (B, R) each. Every rank does its share.
+    A collective: what policy, reference and value model say of each response token before the
+    update. Adds old_logprobs, ref_logprobs and values, (B, R) each. Every rank does its share.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
     they come from the forward that will be trained, in the same micro-batches, so that in the first
@@ -269,7 +269,7 @@ for iteration in range(run.start, max_iters + 1):
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
     audit.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"],
-                               returns=returns), iteration)
+                            returns=returns), iteration)
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
     run.enter("update")
@@ -295,8 +295,7 @@ for iteration in range(run.start, max_iters + 1):
 
                 # the policy: how much likelier is each token now, and is that good?
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
-                log_ratio = logprobs - mb["old_logprobs"]
-                ratio = log_ratio.exp()
+                ratio = (logprobs - mb["old_logprobs"]).exp()
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
@@ -312,8 +311,9 @@ for iteration in range(run.start, max_iters + 1):
                 # the value model: squared error, with the new value kept near the old one
                 values = values_of(mb)  # (b, R)
                 change = values - mb["values"]
+                clipped_values = mb["values"] + change.clamp(-value_range, value_range)
                 vf_losses1 = (values - mb["returns"]) ** 2
-                vf_losses2 = (mb["values"] + change.clamp(-near, near) - mb["returns"]) ** 2
+                vf_losses2 = (clipped_values - mb["returns"]) ** 2
                 vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, R)
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
@@ -324,7 +324,7 @@ for iteration in range(run.start, max_iters + 1):
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_losses2 > pg_losses1,
-                    "val/clipfrac": (vf_losses2 > vf_losses1) & (change.abs() > near)})
+                    "val/clipfrac": (vf_losses2 > vf_losses1) & (change.abs() > value_range)})
 
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE

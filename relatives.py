@@ -162,9 +162,9 @@ def clipped_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, c
 
 def relatives_loss(config):
     """
-    The loss of a relative: a function of logprobs, old_logprobs, advantages and a mask, (B, R) each,
-    which returns the loss of each token and where clipping took its gradient away. None where the
-    keys ask for GRPO's own, which is written out in grpo.py.
+    The loss of a relative: a function of logprobs, old_logprobs, advantages and a mask, (B, R)
+    each, which returns the loss of each token and where clipping took its gradient away. None where
+    the keys ask for GRPO's own, which is written out in grpo.py.
     """
     low, high = config["cliprange"], config["cliprange_high"]
     dual_clip, importance = config["dual_clip"], config["importance"]

@@ -367,19 +367,19 @@ def alike_for_equal_texts(scores, batch):
     return scores[first[text]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the rewards of a run
 
 
 def reward_terms(spec):
-    """[(weight, name, function)] of the key reward_functions; the reward model's function is None."""
+    """[(weight, name, function)] of the key reward_functions; the reward model's function: None."""
     return parse_rewards(spec, RULES | {"reward_model": None}, ".")
 
 
 class Scorer:
     """
-    All that scores a run's responses: the rules, which work in a thread while the next responses are
-    sampled, and the reward model, if there is one.
+    All that scores a run's responses: the rules, which work in a thread while the next responses
+    are sampled, and the reward model, if there is one.
 
     terms: [(weight, name, function)] from parse_rewards; the reward model's function is None.
     tokenizers: the policy's and the reward model's. threads: an executor for the rules.
@@ -396,22 +396,26 @@ class Scorer:
 
     def start(self, part, share):
         """
-        Let the rules begin to work on a part of this rank's responses, of which it is this share (0 to
-        1): they may take as much of reward_timeout. Returns what `score` waits for.
+        Let the rules begin to work on a part of this rank's responses. share: which share of them
+        it is, from 0 to 1; the rules may take that share of reward_timeout. Returns what `score`
+        waits for.
         """
         part = part | dict(seconds=self.timeout * share)
         return self.threads.submit(call_rewards, self.rules, part)
 
     def score(self, mine, pending, rows):
         """
-        A collective: the scores of this rank's b responses by each reward: {"reward/NAME": (b,)}; and whether they are
-        right and think out loud, {"accuracy", "thinks"}, (b,) each. mine: texts and tensors of all of
-        them; pending: what `start` gave for each part; rows: how many responses all ranks have.
+        A collective: the scores of this rank's b responses, (b,) each: by each reward, as
+        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+
+        mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
+        how many responses all ranks have together.
         """
         # first the rules, so that one that fails ends all ranks before they wait for a forward
         scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
         if self.reward_model is not None:
-            forwards = parallel.most_micro_batches(rows, self.micro_batch_size)  # alike on every rank
+            # every rank runs the same number of forwards, for the model may be sharded
+            forwards = parallel.most_micro_batches(rows, self.micro_batch_size)
             with self.autocast, no_grad_forwards([self.reward_model], self.device):
                 scores["reward_model"] = reward_model_scores(
                     mine, self.reward_model, self.reward_tokenizer, self.tokenizer,

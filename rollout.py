@@ -184,8 +184,8 @@ def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, v
     cache_dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
     hidden = policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)  # (n, P, d)
-    # Only the last position's logits: those of all positions, (n, P, V), might be the largest tensor
-    # of the run.
+    # The logits of the last position alone: those of all positions, (n, P, V), might be the largest
+    # tensor of the run.
     logits = policy.output(hidden[:, -1])  # (n, V)
     del hidden  # nobody needs it while tokens are sampled
 
@@ -254,7 +254,7 @@ def sample(logits, uniform, temperature, vocab_size=None):
     return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # a whole batch, over all ranks
 
 
@@ -268,14 +268,15 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     iteration and slots (the prompts' places in the batch; None: 0, 1, 2, ...) decide the noise.
     scorer: rewards.Scorer.
 
-    Returns a dict of tensors with B = len(rows) * group_size rows, a prompt's responses side by side:
-    what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy, thinks (B,);
-    index (B,), the number of the row.
+    Returns a dict of tensors with B = len(rows) * group_size rows, the responses to a prompt side
+    by side: what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy, thinks
+    (B,); index (B,), the number of the row.
     """
     run.enter(purpose)
     tokenizer, R = scorer.tokenizer, config["max_new_tokens"]
     slots = range(len(rows)) if slots is None else slots
-    wanted = [(row, prompt, slot, sample) for row, prompt, slot in zip(rows, prompts, slots, strict=True)
+    wanted = [(row, prompt, slot, sample)
+              for row, prompt, slot in zip(rows, prompts, slots, strict=True)
               for sample in range(group_size)]
     width = max(map(len, prompts))  # one P for all ranks
     share = parallel.my_share(wanted)
@@ -285,14 +286,14 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
     for i in range(0, max(len(share), 1), at_once):  # once even on a rank without prompts
         part = share[i:i + at_once]
-        ids = [prompt for _, prompt, _, _ in part]
-        uniforms = response_uniforms(config["seed"], purpose, iteration, [slot for _, _, slot, _ in part],
-                                     R, [sample for _, _, _, sample in part])
+        part_rows, ids, part_slots, samples = ([one[k] for one in part] for k in range(4))
+        uniforms = response_uniforms(
+            config["seed"], purpose, iteration, part_slots, R, samples)
         with autocast(config, run.device):
             parts.append(generate(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, prompt_width=width, stop=launch.stop_asked))
-        said = dict(rows=[row for row, _, _, _ in part], prompts=[tokenizer.decode(x) for x in ids],
+        said = dict(rows=part_rows, prompts=[tokenizer.decode(x) for x in ids],
                     completions=decode_responses(tokenizer, parts[-1]))
         for name in texts:
             texts[name] += said[name]

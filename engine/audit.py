@@ -88,8 +88,8 @@ def weighted_sum(words, first):
     """
     The sum of (2 i + 1) * words[i - first], i = first, first + 1, ...: an int64 that wraps around,
     as integers do alike on all devices. The weights differ, so that the order of the words counts.
-    They are odd, so that no change of a single word gets lost: an odd factor has an inverse modulo
-    2**64.
+    They are odd, so that a change of one word always changes the sum: an odd factor has an inverse
+    modulo 2**64.
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(2**20):  # int64 copies of a chunk, not of a whole embedding matrix

@@ -1,7 +1,7 @@
 """
-The four models, built as the keys want them: one function a model. What LoRA (`lora`), one trunk for
-all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change in the
-building is decided here, so that the scripts need no switch for it.
+The four models, built as the keys want them: one function a model. What LoRA (`lora`), one trunk
+for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
+in the building is decided here, so that the scripts need no switch for it.
 """
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
@@ -15,7 +15,7 @@ from model import freeze
 
 
 def autocast(config, device):
-    """The context in which a run's forwards are computed: torch.autocast in 16 bits, else nothing."""
+    """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
     return precisions(config["dtype"], config["master_weights"], device)[0]
 
 
@@ -27,8 +27,8 @@ def decoding_dtype(config, device):
 def places(config):
     """{policy, ref, reward, value: Place}. Raises BadConfig on keys that cannot go together."""
     trained = ("policy", "value") if "value_init" in config else ("policy",)
-    return placements(trained, config["zero_stage"], config["offload"], config["lora"], config["optim"],
-                      config["share_base"], config.get("value_init"))
+    return placements(trained, config["zero_stage"], config["offload"], config["lora"],
+                      config["optim"], config["share_base"], config.get("value_init"))
 
 
 def settings(config, device):
@@ -46,7 +46,7 @@ def read_prompts(path, terms):
 
 
 def load_policy(config, device):
-    """The SFT model, trained, with its tokenizer. With LoRA: an adapter on it, which alone is trained."""
+    """The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead."""
     path = config["policy_path"]
     tokenizer = load_tokenizer(path)
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
@@ -87,13 +87,13 @@ def load_reward_model(config, device, policy, tokenizer, terms):
 def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     """
     The value model, trained: it starts as the reward model or as the policy with a new head
-    (value_init), or it is a head on the policy itself (shared). Raises BadInput where it would start
-    as a reward model that does not read the policy's tokens.
+    (value_init), or it is a head on the policy itself (shared). Raises BadInput where it would
+    start as a reward model that does not read the policy's tokens.
     """
     init, place = config["value_init"], places(config)["value"]
     if init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
-        raise BadInput("the reward model has another tokenizer than the policy, so it cannot value the "
-                       "policy's tokens; type --value_init=policy")
+        raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
+                       "the policy's tokens; type --value_init=policy")
     if init == "shared":  # one more forward of the policy's trunk, which both losses then train
         return Adapted(policy, "scalar", seed=config["seed"])
     if config["share_base"]:
@@ -106,7 +106,7 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
 
 
 def optimizer_of(model, name, config, learning_rate):
-    """The optimizer of a trained model. name: policy or value, as in the keys zero_stage and offload."""
+    """The optimizer of a trained model. name: policy or value, as in the key zero_stage."""
     betas = config["beta1"], config["beta2"]
     return make_optimizer(model, places(config)[name], learning_rate, betas, config["adam_eps"],
                           config["weight_decay"])

@@ -42,7 +42,7 @@ from parallel import rank_and_size
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None):
     """
-    Write out_dir/checkpoint-{iteration}, and delete older ones. All ranks call it; rank 0 writes.
+    A collective: write out_dir/checkpoint-{iteration}, and delete older ones. Rank 0 writes.
 
     models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
     JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
@@ -191,8 +191,8 @@ def damage(folder):
 
 def load_checkpoint(folder, models, optimizers, average=None):
     """
-    Fill {name: model}, {name: optimizer} and the moving average from a checkpoint. All ranks call
-    it. When all have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
+    A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
+    When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
     """
     together(lambda: fill(folder, models, optimizers, average))
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
@@ -233,9 +233,9 @@ def use_tensors(file, use):
 
 def save_final(out_dir, name, model, tokenizer):
     """
-    Write a finished model to out_dir/name, complete or not at all. All ranks call it; rank 0
-    writes. A LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter.
-    Raises Stop, on all ranks, when the disk is full.
+    A collective: write a finished model to out_dir/name, complete or not at all. Rank 0 writes. A
+    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. Raises
+    Stop, on all ranks, when the disk is full.
     """
     final = os.path.join(out_dir, name)
 

@@ -129,9 +129,21 @@ def check_together(places, trained, share_base, value_init):
                         "adapter and nothing to offload; leave value out of lora and offload")
 
 
-def only_lora(text):
-    """The Place of sft.py's or rm.py's one model, from its key lora. Raises BadConfig."""
-    return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
+def place_of_one(name, zero_stage, offload, lora, optim):
+    """
+    The Place of the one model of sft.py or rm.py, which is trained. name: what the keys call it,
+    policy or reward; its column of the table above is policy's. Raises BadConfig.
+    """
+    stages = parse_compound("zero_stage", zero_stage, [name], parse_stage, "0, 1, 2 or 3")
+    offloads = parse_compound("offload", offload, [name], one_of("none", "optimizer", "params"),
+                              "none, optimizer or params")
+    loras = parse_compound("lora", lora, [name], parse_lora, LORA)
+    optims = parse_compound("optim", optim, [name], one_of("adamw", "adafactor"),
+                            "adamw or adafactor")
+    place = Place(stages.get(name, 0), offloads.get(name, "none"), loras.get(name),
+                  optims.get(name, "adamw"))
+    check_place(name, place, trained=True)
+    return place
 
 
 def parse_compound(key, text, names, parse, wanted):
@@ -329,24 +341,25 @@ def no_grad_forwards(models, device):
     after an error in it, the layers that the forwards have gathered are freed: FSDP by itself frees
     them only in a backward pass.
     """
-    models = [model for model in models if model is not None]
-    trunks = dict.fromkeys(map(trunk_of, models))  # each once, however many models stand on it
+    trunks = [trunk_of(model) for model in models if model is not None]
+    trunks = list(dict.fromkeys(trunks))  # each once, however many models stand on it
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
             for trunk in trunks:
                 stack.enter_context(on_device(trunk, device))
             yield
     finally:
-        reshard(models)
+        for trunk in trunks:
+            reshard(trunk)
 
 
 @contextlib.contextmanager
-def on_device(model, device):
-    """Within this, a frozen model that lives in the CPU's memory is on the device."""
-    if model is None or not getattr(trunk_of(model), "offloaded", False):
+def on_device(trunk, device):
+    """In this block, a frozen trunk that lives in the CPU's memory is on the device."""
+    if not getattr(trunk, "offloaded", False):  # load sets it
         yield
         return
-    parameters = list(trunk_of(model).parameters())
+    parameters = list(trunk.parameters())
     homes = [p.data for p in parameters]
     for p in parameters:
         p.data = p.data.to(device)
@@ -357,12 +370,11 @@ def on_device(model, device):
             p.data = home  # nothing is copied back, because a frozen model has not changed
 
 
-def reshard(models):
-    """Free the gathered layers of sharded models; parameters() are the shards again."""
-    for trunk in map(trunk_of, models):
-        for module in trunk.modules():
-            if hasattr(module, "reshard"):  # FSDP's modules have it
-                module.reshard()
+def reshard(trunk):
+    """Free the gathered layers of a sharded trunk; parameters() are the shards again."""
+    for module in trunk.modules():
+        if hasattr(module, "reshard"):  # FSDP's modules have it
+            module.reshard()
 
 
 def decoding_copy(policy, matrices, device):

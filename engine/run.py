@@ -47,7 +47,7 @@ class Run:
     models: {name: model}, all in memory; optimizers: {name: optimizer}, of those that are trained.
     prompts: (training prompts, held-out prompts), lists of token ids. state: what the loop carries
     from one iteration to the next beside weights and optimizers, as plain numbers: it is saved with
-    every checkpoint, and self.state is what to go on with. ema: the policy's moving average, or None.
+    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or None
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
@@ -65,11 +65,11 @@ class Run:
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
-        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)
+        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
         first = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = saved if self.checkpoint else first | state
         if self.checkpoint:
-            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)
+            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
 
         reward_model = models.get("reward_model")
@@ -86,8 +86,9 @@ class Run:
         batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
         print_models(self.models)
         print(f"{self.world_size} rank(s) on {self.device.type}, {self.config['dtype']}, "
-              f"{self.predicted:.0f} MiB of tensors each at most; an iteration is {batch_size} responses "
-              f"and {passes} x {minibatches} steps on {batch_size // minibatches} of them")
+              f"{self.predicted:.0f} MiB of tensors each at most; "
+              f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
+              f"on {batch_size // minibatches} of them")
         if self.checkpoint:
             print(f"resuming from {self.checkpoint}")
         else:
@@ -97,8 +98,8 @@ class Run:
 
     def enter(self, phase):
         """
-        Begin a phase of the iteration. Its seconds are counted until the next one begins, and errors
-        name it.
+        Begin a phase of the iteration. Its seconds are counted until the next one begins, and
+        errors name it.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -119,24 +120,24 @@ class Run:
 
     def save_if_due(self):
         """
-        A collective when a checkpoint is due. It says: this iteration comes next; so it is made before
-        the update.
+        A collective when a checkpoint is due. It says: this iteration comes next. So it is made
+        before the update.
         """
         interval = self.config["checkpoint_interval"]
         due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
         if due or self.iteration == self.config["max_iters"]:
-            self.save()
+            self.save()  # COLLECTIVE
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         audit(self.models, self.frozen_sums, self.iteration)  # COLLECTIVE
         save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
-                        self.tokenizer, self.config["keep_checkpoints"], self.ema)
+                        self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
-        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)
+        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)  # COLLECTIVE
 
     def leave_if_asked(self):
         """
@@ -145,19 +146,19 @@ class Run:
         """
         if not launch.stop_agreed():  # COLLECTIVE
             return
-        self.save()
+        self.save()  # COLLECTIVE
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
         self.threads.shutdown(wait=False, cancel_futures=True)
-        launch.finish()
+        launch.finish()  # COLLECTIVE
         sys.exit(0)
 
     def until_asked(self, items):
         """
-        The items, one by one, until this rank is asked to stop: what is computed then is not used, for
+        The items, one by one, until this rank is asked to stop. What is missing then is not needed:
         all ranks leave at the next leave_if_asked. Where models are sharded all ranks must run the
-        same forwards, so there it goes on to the end.
+        same forwards, so there all items come.
         """
         for item in items:
             if launch.stop_asked() and not self.any_sharded:
@@ -203,13 +204,14 @@ class Run:
         if self.config["truncated"] == "mask":
             masked = int((~batch["finished"]).sum())
         if self.rank == 0:
-            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
-                  f"have equal scores, {masked} of {len(batch['finished'])} responses are masked; no step")
+            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} "
+                  f"groups have equal scores, {masked} of {len(batch['finished'])} responses are "
+                  "masked; no step")
 
     def log(self, record, tokens=0):
         """
-        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and print
-        a line of it. tokens: how many it trained on; 0 where it trained nothing, as the last one only evaluates.
+        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and
+        print a line of it. tokens: how many it trained on; 0 for the last, which only evaluates.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | record
@@ -225,13 +227,14 @@ class Run:
 
     def finish(self):
         """A collective: save what the run was for, and leave together with the other ranks."""
-        self.save_as("policy")
+        self.save_as("policy")  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                self.save_as("ema_policy")
+                self.save_as("ema_policy")  # COLLECTIVE
         if "value_model" in self.models:
-            save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer)
+            save_final(self.out_dir, "value_model", self.models["value_model"],
+                       self.tokenizer)  # COLLECTIVE
         if self.rank == 0:
-            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to it, "
-                  "tools/plot.py to draw the run")
-        launch.finish()
+            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
+                  "it, tools/plot.py to draw the run")
+        launch.finish()  # COLLECTIVE

@@ -35,7 +35,7 @@ lock_file = None  # open, and so locked, as long as this process lives
 
 def open_run(out_dir, config, must_match, sources=()):
     """
-    Create out_dir, or check that it holds this very run, and lock it. All ranks call it.
+    A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. Returns

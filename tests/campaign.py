@@ -24,7 +24,9 @@ import contextlib
 import ctypes
 import functools
 import gc
+import glob
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -54,9 +56,7 @@ import torch.distributed.optim  # noqa: E402, F401
 
 import configurator  # noqa: E402
 import errors  # noqa: E402
-import gae  # noqa: E402, F401
 import model  # noqa: E402
-import rollout  # noqa: E402, F401
 from engine import checkpoint  # noqa: E402
 
 import tiny  # noqa: E402
@@ -76,6 +76,9 @@ MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 KINDS = ["collective", "file", "write", "time", "compute"]
+
+OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=ROOT) + glob.glob("engine/[!_]*.py", root_dir=ROOT)
+        if name not in KEYS]  # every module that the scripts may import
 
 Fault = collections.namedtuple("Fault", "kind rank at when")
 FINISHED = Fault("finished", 0, 0, "")  # no fault: the run has been finished, before the next fault hits it
@@ -255,10 +258,19 @@ def inject(points):
 
 
 def warm():
-    """What every child would do again, done once in the parent: read the keys of its script, look through what we imported."""
+    """
+    What every child would do again, done once in the parent: import our modules, compile the scripts and read their keys, look
+    through what we imported.
+    """
     configurator.read_lines = functools.cache(configurator.read_lines)
+    runpy.compile = functools.cache(compile)  # where runpy looks for it
+    for module in OURS:
+        importlib.import_module(module)
     for script in KEYS:
-        configurator.read_keys(os.path.join(ROOT, script))
+        path = os.path.join(ROOT, script)
+        configurator.read_keys(path)
+        with open(path, "rb") as f:
+            runpy.compile(f.read(), path, "exec")
     gc.collect()
     gc.freeze()
 

@@ -1,5 +1,7 @@
 """Shared by the tests: the repository on the path, one thread, and the process that forks runs, started early."""
+import functools
 import os
+import subprocess
 import sys
 
 
@@ -9,6 +11,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
@@ -17,7 +20,25 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish(session):
     """While other tests run, start the process that forks the runs of some."""
-    if not session.config.option.collectonly and any(hasattr(item.module, "forked") for item in session.items):
+    if not session.config.option.collectonly and any(
+            hasattr(item.module, name) for item in session.items for name in ("forked", "in_a_row")):
         import tiny
 
         tiny.start_forker()
+
+
+@functools.cache
+def bwrap_trouble():
+    """Why bwrap does not work here, whatever engine/sandbox.py does with it; or ""."""
+    try:
+        done = subprocess.run("bwrap --ro-bind / / --unshare-pid --unshare-net true".split(),
+                              capture_output=True, text=True)
+    except OSError as e:
+        return f"bwrap: {e.strerror}"
+    return f"bwrap: {done.stderr.strip()}" if done.returncode else ""
+
+
+def pytest_runtest_setup(item):
+    """Tests that are marked needs_bwrap run programs in the sandbox. Without bwrap they are skipped."""
+    if item.get_closest_marker("needs_bwrap") and bwrap_trouble():
+        pytest.skip(bwrap_trouble())

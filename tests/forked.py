@@ -16,13 +16,14 @@ import sys
 import time
 
 import campaign
+import tiny
 
 run_child = campaign.child
 
 
 def child(script, ranks, rank, *rest):
     """campaign's, after the case's own code, which may patch modules of ours."""
-    exec(ranks[rank].get("code", ""), {"RANK": rank})
+    tiny.run_patches(ranks[rank].get("code", ""), rank, map(sys.modules.get, campaign.OURS))
     run_child(script, ranks[rank]["args"], rank, *rest)
 
 

@@ -7,18 +7,12 @@ import sys
 
 import pytest
 
-from engine.sandbox import check_sandbox, run_tests
+from engine.sandbox import run_tests
 
 import tiny
 from tiny import forked, one_run
 
 
-try:
-    check_sandbox()
-    why = ""
-except Exception as e:  # whatever is wrong with it here is said by the tests that are skipped
-    why = str(e)
-needs_bwrap = pytest.mark.skipif(bool(why), reason=why)
 PREPARE = os.path.join(tiny.ROOT, "data", "code", "prepare.py")
 
 
@@ -69,7 +63,7 @@ def right_program(prompt):
     return f"def {head}:\n    x = {x}\n    return {body}\n"
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_tests_pass_what_is_right_and_nothing_else(data):
     """Programs written anew from the words pass; of the demonstrator's, a quarter or more pass, and half or more do not."""
     _, rows = data
@@ -110,7 +104,7 @@ def grpo(policy, data, out_dir, **keys):
     return tiny.arguments(defaults | keys)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_grpo_runs_on_verdicts(data, policy, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def seconds(batch):\n"  # two parts of 4 share reward_timeout; an evaluation is one of 2
@@ -131,7 +125,7 @@ def test_without_bwrap_it_does_not_start(data, policy, tmp_path):
     assert not os.path.exists(tmp_path / "out")
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_bad_tests_are_named(data, policy, tmp_path):
     rows = data[1]["rl_val"][:3]
     tiny.jsonl(tmp_path / "rows.jsonl", [rows[0], rows[1] | {"tests": [{"assert": "f(1) == 2"}]}, rows[2]])

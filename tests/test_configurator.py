@@ -465,7 +465,6 @@ def source_of(path):
 SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools") for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
                  if re.search(r"^config = configure\(globals\(\)", source_of(p), re.MULTILINE))
 TRAINING = ["grpo.py", "ppo.py", "rm.py", "sft.py"]
-SHARING = ["grpo.py", "ppo.py"]
 CONFIGS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "config", "*.py")))
 real_scripts = pytest.mark.parametrize("name", SCRIPTS)
 
@@ -488,7 +487,7 @@ def real_keys(name):
     if not shared:
         return lines_of(above)
     keys = lines_of(source_of(os.path.join(ROOT, shared[1])))
-    for key, value in re.findall(r", (\w+)=(\w+)", shared[2]):
+    for key, value in re.findall(r",\s+(\w+)=(\w+)", shared[2]):
         keys[key] = (ast.literal_eval(value), keys[key][1])
     return lines_of(above) | {key: x for key, x in keys.items() if x[0] is not None}
 
@@ -512,7 +511,7 @@ def test_the_training_scripts_share_their_keys():
     assert len(shared) > 10
     with open(os.path.join(ROOT, "ruff.toml"), "rb") as f:
         assert set(tomllib.load(f)["builtins"]) == set(shared), "ruff.toml names the keys of engine/keys.py"
-    for name in SHARING:
+    for name in TRAINING:
         source = source_of(os.path.join(ROOT, name)).split("\nconfig = configure(")[0]
         assert not shared.keys() & lines_of(source).keys(), name
         assert len(shared.keys() & read_keys(os.path.join(ROOT, name)).keys()) > 10, name
@@ -524,15 +523,33 @@ def test_every_key_has_a_comment(name):
     assert keys == {k: (key.default, key.comment) for k, key in read_keys(os.path.join(ROOT, name)).items()}
     assert keys
     for key, (_, comment) in keys.items():
-        assert len(re.sub(r"\[[^\[\]]*\]$", "", comment).strip()) >= 3, f"{name}: {key} has no comment"
+        comment = re.sub(r"\[[^\[\]]*\]$", "", comment).strip()
+        said = comment or " ".join(read_keys(os.path.join(ROOT, name))[key].headings)  # on lines of its own above the key
+        assert len(said) >= 3, f"{name}: {key} has no comment"
 
 
 @real_scripts
 def test_every_key_is_used(name):
-    reads = [node.id for node in ast.walk(ast.parse(source_of(os.path.join(ROOT, name))))
-             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    """By its name in the script, or by config["name"] in a module that the script imports."""
+    reads = {node.id for node in ast.walk(ast.parse(source_of(os.path.join(ROOT, name))))
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for path in imported_of(os.path.join(ROOT, name)):
+        for node in ast.walk(ast.parse(source_of(path))):
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                if getattr(node.value, "id", getattr(node.value, "attr", "")) in ("config", "c"):
+                    reads.add(node.slice.value)
     unused = [key for key in real_keys(name) if key not in reads]
     assert not unused, f"{name} never reads {unused}"
+
+
+def imported_of(path):
+    """The modules of ours that a script imports; not engine/planner.py, whose prediction is no use of a key."""
+    source = source_of(path)
+    names = [name.replace(".", "/") for name in re.findall(r"^from ([\w.]+) import", source, re.MULTILINE)]
+    for line in re.findall(r"^from engine import ([\w, ]+)", source, re.MULTILINE):
+        names += [f"engine/{name}" for name in line.split(", ")]
+    files = (os.path.join(ROOT, f"{name}.py") for name in sorted({*names} - {"engine/planner"}))
+    return [file for file in files if os.path.exists(file)]
 
 
 @real_scripts
@@ -565,3 +582,20 @@ def test_config_names_say_their_script():
                          "rloo", "cispo"]}
     for script, configs in names.items():
         assert {script_of(f"{config}.py") for config in configs} == {script}
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py"])
+def test_no_key_has_the_name_of_something_else(script):
+    """Not of a module, a function or a class of the house, nor of anything that the script assigns."""
+    paths = [p for where in ("", "engine") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
+    taken = {os.path.basename(p).removesuffix(".py") for p in paths}
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read())
+        taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+        names = [node.id for node in ast.walk(ast.parse(f.read()))
+                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    keys = read_keys(os.path.join(ROOT, script)).keys()
+    assert len(keys) > 30 and not keys & taken
+    assert {name for name in keys if names.count(name) > 1} == set()

@@ -130,9 +130,9 @@ def slope(loss, x):
 
 def test_value_loss():
     value = torch.tensor(0.9, requires_grad=True)
-    near = 0.5 + (value - 0.5).clamp(-0.2, 0.2)
-    loss = 0.5 * torch.maximum((value - 1.0107) ** 2, (near - 1.0107) ** 2)
-    says(f"so near = {near.item():.1f}", f"max(0.1107^2, 0.3107^2) / 2 = {loss.item():.4f}")
+    kept = 0.5 + (value - 0.5).clamp(-0.2, 0.2)
+    loss = 0.5 * torch.maximum((value - 1.0107) ** 2, (kept - 1.0107) ** 2)
+    says(f"so kept = {kept.item():.1f}", f"max(0.1107^2, 0.3107^2) / 2 = {loss.item():.4f}")
     assert slope(loss, value) == 0
 
 

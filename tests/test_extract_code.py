@@ -9,16 +9,8 @@ import time
 import pytest
 
 from engine.programs import extract_code, judge, same
-from engine.sandbox import check_sandbox
 from rewards import code
 
-
-try:
-    check_sandbox()
-    why = ""
-except Exception as e:  # whatever is wrong with it here is said by the tests that are skipped
-    why = str(e)
-needs_bwrap = pytest.mark.skipif(bool(why), reason=why)
 
 F = "def f(x):\n    return x + 1"  # the program of most completions below
 DRAFT = "def f(x):\n    return x"
@@ -256,14 +248,14 @@ def rewarded(completions, tests=TESTS, **more):
     return code(dict(completions=completions, rows=rows, **more)).tolist()
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_what_models_write_is_run():
     completions = [CASES[name][0] for name in RUN]
     assert rewarded(completions) == [1.0] * len(RUN)
     assert rewarded([text.replace("x + 1", "x - 1") for text in completions]) == [0.0] * len(RUN)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_drafts_in_thinking_are_not_paid_for():
     """Whether the model opens the thinking or the prompt does; and the others keep their order."""
     draft = f"Let me see.\n{block()}\n"
@@ -303,7 +295,7 @@ def test_keys_that_collide(answer, want, verdict):
     assert judge(answer.encode(), want) == verdict
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_colliding_keys_of_a_result():
     """
     JSON's keys are strings: of what a dict has under 1 and under "1", the last would be compared.

@@ -237,10 +237,22 @@ def test_checksums_see_entries_move_between_parameters(dtype):
 def test_checksums_see_order_across_chunks():
     """Large parameters are summed in chunks: a swap between two of them, one place further on, must show as well."""
     values = torch.zeros(2**22 + 8, dtype=torch.float32)
-    values[1], values[2**22] = 1.0, 2.0
-    swapped = values.clone()
-    swapped[1], swapped[2**22] = 2.0, 1.0
-    assert differ(one_parameter(values), one_parameter(swapped))
+    for place in (2**22, 2**22 + 1):  # 1 is as far into its chunk as the second of these
+        values[1], values[place] = 1.0, 2.0
+        swapped = values.clone()
+        swapped[1], swapped[place] = 2.0, 1.0
+        assert differ(one_parameter(values), one_parameter(swapped))
+        values[place] = 0
+
+
+def test_checksums_by_hand():
+    """The bits of 1.0, 2.0 and -0.0 are 0x3f800000, 0x40000000 and, with the sign, -0x80000000. Weights 1, 3, 5."""
+    model = one_parameter(torch.tensor([1.0, 2.0, -0.0]))
+    assert audit.checksums({"m": model}).tolist() == [0x3f800000 + 3 * 0x40000000 - 5 * 0x80000000]
+    values = torch.zeros(2**20 + 6)
+    values[2**20 + 5] = 1.0
+    assert audit.checksums({"m": one_parameter(values)}).tolist() == [0x3f800000 * (2 * (2**20 + 5) + 1)]
+    assert audit.checksums({"m": one_parameter(torch.tensor([1.0, 1.0]).bfloat16())}).tolist() == [0x3f80 * 4]
 
 
 def test_audit_of_one_process_watches_the_frozen():
@@ -446,13 +458,11 @@ def is_collective(function):
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
-SCRIPTS = ("ppo.py", "grpo.py", "rollout.py", "rewards.py")
-listed = set()  # functions whose calls were found, for the last case
+SCRIPTS = ("ppo.py", "grpo.py", "rollout.py", "rewards.py", "engine/run.py")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_scripts_mark_their_collectives(script):
-    """A call of a function that is a collective is marked # COLLECTIVE, and nothing else is."""
+def collectives_in(script):
+    """The names of the collectives that a script calls, each on a marked line. Nothing else may be marked."""
     with open(os.path.join(tiny.ROOT, script), encoding="utf-8") as f:
         source = f.read()
     marked = {n for n, line in enumerate(source.split("\n"), 1) if "# COLLECTIVE" in line}
@@ -460,7 +470,7 @@ def test_the_scripts_mark_their_collectives(script):
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), script, "exec"), names)
     names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names |= dict(run=Run, scorer=Scorer)
+    names |= dict(run=Run, scorer=Scorer, self=Run if script == "engine/run.py" else None)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         first, *rest = ast.unparse(call.func).split(".")  # "parallel", ["gather_rows"]
         if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
@@ -469,7 +479,7 @@ def test_the_scripts_mark_their_collectives(script):
             used |= marks
             called.add((rest or [first])[-1])
     assert used == marked, f"{script}: no collective is called on lines {sorted(marked - used)}"
-    listed.update(called)
+    return called
 
 
 def functions_like(node):
@@ -480,8 +490,12 @@ def functions_like(node):
     return function
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_scripts_mark_their_collectives(script):
+    """A call of a function that is a collective is marked # COLLECTIVE."""
+    assert collectives_in(script)
+
+
 def test_every_collective_of_the_list_is_marked_somewhere():
-    with open(os.path.join(tiny.ROOT, "engine", "run.py"), encoding="utf-8") as f:
-        source = f.read()
-    wanted = {function for _, _, function, *_ in LINE.findall(parallel.__doc__)}
-    assert wanted <= listed | set(re.findall(r"(\w+)\(.*# COLLECTIVE", source))
+    listed = {function for _, _, function, *_ in LINE.findall(parallel.__doc__)}
+    assert listed <= set().union(*map(collectives_in, SCRIPTS))

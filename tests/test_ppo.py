@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: each once; then what ppo.py promises about ranks and sabotage, and what each key does."""
+"""The scripts as a user runs them: each once; then what ppo.py promises about ranks and sabotage."""
 import json
 import math
 import os
@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from configurator import read_keys
 from engine.pretrained import from_pretrained
 
 import tiny
-from tiny import forked, one_run
+from tiny import alike, forked, in_a_row, measured, one_run
 
 
 FROZEN, TRAINED = ("ref_policy", "reward_model"), ("policy", "value_model")
@@ -27,19 +26,6 @@ def world(tmp_path_factory):
 def succeeded(result):
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result
-
-
-def measured(record):
-    """A record without what no two runs share."""
-    return {k: v for k, v in record.items() if not k.startswith(("time/", "mem/"))}
-
-
-def alike(a, b, tolerance):
-    """Two records, or lists of records, with numbers within tolerance and all else equal."""
-    if isinstance(a, list):
-        return len(a) == len(b) and all(alike(x, y, tolerance) for x, y in zip(a, b, strict=True))
-    same = [abs(a[k] - b[k]) <= tolerance * max(1, abs(a[k])) if isinstance(a[k], float) else a[k] == b[k] for k in a if k in b]
-    return a.keys() == b.keys() and all(same)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,41 +150,40 @@ MEMORY = dict(micro_batch_size=64, rollout_batch_size=3, head_chunk=5, gradient_
 
 @pytest.fixture(scope="module")
 def ranks(world, tmp_path_factory):
-    """The same runs on 1, 2 (by torchrun) and 3 ranks, and memory: {ranks: folder with reward, loss, single, sft, rm, grpo}."""
+    """The same runs on one rank, on three with other memory knobs, and some on two by torchrun: RANKS/NAME in this folder."""
     out = str(tmp_path_factory.mktemp("ranks"))
     in_loss = IN_LOSS | dict(reward_path=world.other_reward)
 
-    def calls(folder):
-        return [("ppo.py", world.ppo(f"{folder}/reward", **IN_REWARD)), ("ppo.py", world.ppo(f"{folder}/loss", **in_loss)),
+    def calls(folder, more, micro):
+        return [("ppo.py", world.ppo(f"{folder}/reward", **IN_REWARD | more)),
+                ("ppo.py", world.ppo(f"{folder}/loss", **in_loss | more)),
                 ("ppo.py", world.ppo(f"{folder}/single", dtype="float32")),
-                ("sft.py", world.sft(f"{folder}/sft", dtype="float64")), ("rm.py", world.rm(f"{folder}/rm", dtype="float64")),
+                ("sft.py", world.sft(f"{folder}/sft", dtype="float64", micro_batch_size=micro)),
+                ("rm.py", world.rm(f"{folder}/rm", dtype="float64", micro_batch_size=micro)),
                 ("grpo.py", world.grpo(f"{folder}/grpo", dtype="float64", max_iters=1))]
 
-    more = [("ppo.py", world.ppo(f"{out}/memory/reward", **(IN_REWARD | MEMORY))),
-            ("ppo.py", world.ppo(f"{out}/memory/loss", **(in_loss | MEMORY))),
-            ("sft.py", world.sft(f"{out}/memory/sft", dtype="float64", micro_batch_size=7)),
-            ("rm.py", world.rm(f"{out}/memory/rm", dtype="float64", micro_batch_size=1)),
-            ("ppo.py", world.ppo(f"{out}/half", dtype="bfloat16"))]
-    runs = [(call, 3) for call in calls(f"{out}/3")] + [(call, 1) for call in calls(f"{out}/1") + more]
+    half = [("ppo.py", world.ppo(f"{out}/half", dtype="bfloat16"))]
+    jobs = {f"job {n} {i}": one_run(script, *[args] * n)
+            for n, work in ((3, calls(f"{out}/3", MEMORY, 1)[:5]), (1, calls(f"{out}/1", {}, 3) + half))
+            for i, (script, args) in enumerate(work)}
     with ThreadPoolExecutor(1) as pool:
-        two = pool.submit(tiny.run_in_one, out, "two", calls(f"{out}/2"), ranks=2)
-        cases = {f"case {i}": [one_run(script, *[args] * n)] for i, ((script, args), n) in enumerate(runs)}
-        results = forked(out, cases, at_once=3)
+        two = pool.submit(tiny.run_in_one, out, "two", calls(f"{out}/2", {}, 7)[2:], ranks=2)
+        outcomes = in_a_row(out, jobs)
     succeeded(two.result())
-    for (result,) in results.values():
-        assert set(result["codes"]) == {0}, result
+    for name, each in outcomes.items():
+        assert {outcome["kind"] for outcome in each} == {""}, (name, each)
     return out
 
 
 @pytest.mark.parametrize("name", ["reward", "loss"])
-@pytest.mark.parametrize("other", ["2", "3", "memory"])
-def test_ranks_and_memory_do_not_change_a_run(ranks, world, name, other):
-    one, two = f"{ranks}/1/{name}", f"{ranks}/{other}/{name}"
-    logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, two)]
+def test_ranks_and_memory_do_not_change_a_run(ranks, world, name):
+    """(On two ranks, with shards: test_knobs.py.)"""
+    one, three = f"{ranks}/1/{name}", f"{ranks}/3/{name}"
+    logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, three)]
     assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
     assert alike(*logs, tolerance=1e-9)
     for model in TRAINED:
-        assert tiny.distance(f"{one}/{model}", f"{two}/{model}") < 1e-9
+        assert tiny.distance(f"{one}/{model}", f"{three}/{model}") < 1e-9
 
 
 def test_those_runs_had_something_to_get_wrong(ranks, world):
@@ -234,7 +219,7 @@ def test_float32_samples_the_same_texts_on_two_ranks(ranks):
 @pytest.mark.parametrize("name, model", [("sft", "policy"), ("rm", "reward_model")])
 def test_ranks_and_memory_do_not_change_sft_and_rm(ranks, name, model):
     one = f"{ranks}/1/{name}"
-    for other in ("2", "3", "memory"):
+    for other in ("2", "3"):
         logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (one, f"{ranks}/{other}/{name}")]
         assert alike(*logs, tolerance=1e-9), other
         assert tiny.distance(f"{one}/{model}", f"{ranks}/{other}/{name}/{model}") < 1e-9, other
@@ -242,10 +227,9 @@ def test_ranks_and_memory_do_not_change_sft_and_rm(ranks, name, model):
 
 def test_grpo_under_torchrun(ranks):
     """Its other promises about ranks have their tests in test_grpo.py, on forked ranks."""
-    for other in ("2", "3"):
-        logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (f"{ranks}/1/grpo", f"{ranks}/{other}/grpo")]
-        assert alike(*logs, tolerance=1e-9) and len(logs[0]) == 2
-        assert tiny.distance(f"{ranks}/1/grpo/policy", f"{ranks}/{other}/grpo/policy") < 1e-9
+    logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (f"{ranks}/1/grpo", f"{ranks}/2/grpo")]
+    assert alike(*logs, tolerance=1e-9) and len(logs[0]) == 2
+    assert tiny.distance(f"{ranks}/1/grpo/policy", f"{ranks}/2/grpo/policy") < 1e-9
 
 
 def test_bfloat16_stays_on_policy(ranks):
@@ -380,118 +364,3 @@ def test_a_stopped_job_ends_at_once_with_one_line(stopped):
     assert re.search(r"ppo\.py: error: iteration 3: .*: policy, parameter \S+, differs on .*rank 1 ", lines[0])
     assert 'ppo.py", line' not in result.stderr  # no traceback of ours (torchrun prints its own)
     assert not os.path.exists(f"{folder}/out/policy")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# every knob
-
-HELD = dict(dtype="float64", max_iters=2)  # what the knobs are turned on
-ONCE = dict(max_iters=1)
-# key -> its other value, what else is set before and after, the model that must move
-KNOBS = {
-    "policy_path": ("OTHER", {}, "policy"), "reward_path": ("OTHER", dict(value_init="policy"), "policy"),
-    "prompts_path": ("OTHER", {}, "policy"), "value_init": ("policy", {}, "value_model"),
-    "batch_size": (8, {}, "policy"), "max_new_tokens": (9, {}, "policy"), "temperature": (1.2, {}, "policy"),
-    "reward_functions": ("0.5*reward_model,length", {}, "policy"), "scale_scores": ("running", {}, "policy"),
-    "missing_eos_penalty": (3.0, {}, "policy"), "reward_clip": (0.1, {}, "policy"),
-    "kl_coef": (0.5, {}, "policy"), "kl_in": ("loss", dict(kl_estimator="k2"), "policy"), "kl_estimator": ("k3", {}, "policy"),
-    "kl_coef_target": (5.0, dict(kl_horizon=20, max_iters=3), "policy"),
-    "kl_horizon": (50, dict(kl_coef_target=5.0, max_iters=3), "policy"),
-    "gamma": (0.8, {}, "policy"), "lam": (0.5, {}, "policy"),
-    "ppo_epochs": (3, {}, "policy"), "num_minibatches": (3, {}, "policy"),
-    "cliprange": (0.02, {}, "policy"), "cliprange_value": (0.0, {}, "value_model"),
-    "vf_coef": (1.0, dict(grad_clip=0.3), "value_model"), "entropy_coef": (0.1, {}, "policy"), "target_kl": (0.01, {}, "policy"),
-    "max_iters": (3, dict(lr_decay="constant", value_lr_decay="constant"), "policy"),
-    "learning_rate": (1e-3, {}, "policy"), "value_learning_rate": (1e-3, {}, "value_model"),
-    "warmup_iters": (2, {}, "policy"), "value_warmup_iters": (2, {}, "value_model"),
-    "lr_decay": ("cosine", dict(max_iters=3), "policy"), "value_lr_decay": ("constant", {}, "value_model"),
-    # for both models' optimizers, in one iteration: later, each model moves when the other does
-    "weight_decay": (0.1, ONCE, "both"), "beta1": (0.5, ONCE, "both"), "beta2": (0.9, ONCE, "both"),
-    "adam_eps": (1e-2, ONCE, "both"), "grad_clip": (0.05, ONCE, "both"),
-    "seed": (2, {}, "policy"), "dtype": ("float32", {}, "both"), "master_weights": (False, dict(dtype="bfloat16"), "both"),
-    "lora": ("policy=2,value=2:8:q+k+v", {}, "both"), "optim": ("adafactor", {}, "both"),
-}
-# only memory, files or prints depend on these; the first four change nothing beyond rounding, which has tests above
-UNMOVING = {
-    "zero_stage": "3", "offload": "policy=optimizer,value=optimizer,ref=params,reward=params", "share_base": False,
-    "ema_decay": 0.5,
-    "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5, "gradient_checkpointing": True, "device_type": "auto",
-    "timeout": 61, "reward_timeout": 61, "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
-    "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1, "deterministic": True}
-
-
-def test_every_key_is_listed():
-    keys = read_keys(os.path.join(tiny.ROOT, "ppo.py")).keys()
-    assert keys == KNOBS.keys() | UNMOVING.keys(), "add the new key to KNOBS or UNMOVING, and remove the old one"
-
-
-@pytest.fixture(scope="module")
-def turned(world, tmp_path_factory):
-    """A run before and after each knob is turned: the folder with base-KEYS and KEY."""
-    out = str(tmp_path_factory.mktemp("knobs"))
-    other = from_pretrained(world.policy)
-    with torch.no_grad():
-        other.lm_head.weight.mul_(1.1)
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
-
-    save_model(f"{out}/other_policy", other, load_tokenizer(world.policy))
-    others = {"policy_path": f"{out}/other_policy", "reward_path": world.other_reward, "prompts_path": world.rl_val,
-              "eval_path": world.rl_train}
-    runs = {"base": HELD}
-    for key, (value, setting, _) in KNOBS.items():
-        before = HELD | setting
-        runs[base_name(setting)] = before
-        runs[key] = before | {key: others[key] if value == "OTHER" else value}
-    runs["unmoving"] = HELD | {k: others.get(k, v) for k, v in UNMOVING.items() if v and k not in MEMORY}
-    for key in ("learning_rate", "value_learning_rate"):
-        runs[f"once-{key}"] = HELD | ONCE | {key: 1e-3}
-    runs["once"] = HELD | ONCE
-    cases = {name: [one_run("ppo.py", world.ppo(f"{out}/{name}", **(dict(micro_batch_size=4) | keys)))]
-             for name, keys in runs.items()}
-    cases["resumed"] = [one_run("ppo.py", world.ppo(f"{out}/resumed", **(ONCE | keys)))
-                        for keys in (dict(kl_coef=0.2), dict(kl_coef=0.7, max_iters=2))]
-    for name, results in forked(f"{out}/forks", cases).items():
-        assert all(result["codes"] == [0] for result in results), (name, results)
-    return out
-
-
-def base_name(setting):
-    return "-".join(["base", *(f"{k}={v}" for k, v in setting.items())])
-
-
-@pytest.mark.parametrize("key", KNOBS)
-def test_every_knob_moves_something(turned, key):
-    _, setting, models = KNOBS[key]
-    for model in TRAINED if models == "both" else [models]:
-        moved = tiny.distance(f"{turned}/{base_name(setting)}/{model}", f"{turned}/{key}/{model}")
-        assert moved > 1e-8, f"{key} changes nothing in the {model}"  # rounding is 1e-12
-
-
-def test_knobs_of_memory_and_files_move_nothing(turned):
-    for model in TRAINED:
-        assert tiny.distance(f"{turned}/base/{model}", f"{turned}/unmoving/{model}") == 0
-    assert len([f for f in os.listdir(f"{turned}/unmoving") if f.startswith("checkpoint-")]) == 2
-
-
-def test_the_best_policy_is_kept(turned):
-    """It is the policy of the iteration with the highest held-out score: here, of two, or the one after the last."""
-    log = tiny.read_log(f"{turned}/unmoving")
-    scores = [r["eval/scores"] for r in log]
-    state = json.loads(open(f"{turned}/unmoving/checkpoint-000002/state.json", encoding="utf-8").read())
-    assert len(scores) == 3 and state["best_score"] == max(scores)
-    best = scores.index(max(scores))
-    assert best in (1, 2), "the tiny run should improve, or this shows nothing"
-    assert tiny.distance(f"{turned}/unmoving/checkpoint-00000{best}/policy", f"{turned}/unmoving/best_policy") == 0
-    assert not os.path.exists(f"{turned}/base/best_policy")
-
-
-def test_a_resumed_run_takes_another_kl_coef(turned):
-    assert [r["objective/kl_coef"] for r in tiny.read_log(f"{turned}/resumed")[:-1]] == [0.2, 0.7]
-
-
-def test_policy_and_value_model_have_their_own_optimizers(turned):
-    """In a single iteration, the learning rate of one model is nothing to the other."""
-    for key, mine, other in (("learning_rate", "policy", "value_model"), ("value_learning_rate", "value_model", "policy")):
-        assert tiny.distance(f"{turned}/once/{mine}", f"{turned}/once-{key}/{mine}") > 1e-4
-        assert tiny.distance(f"{turned}/once/{other}", f"{turned}/once-{key}/{other}") == 0

@@ -208,8 +208,8 @@ def later(seconds, number):
 """
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
     "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
-    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "iteration 1, update"),
-    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "iteration 1, update"),
+    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
+    "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
@@ -234,12 +234,19 @@ disk.sync = slow
 """
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+ASK = f"""
+asked = []
+def ask():  # once, or it would be a second signal, which does not ask
+    asked or asked.append(os.kill(os.getpid(), {TERM}))
+"""
 SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 6),
     "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 6),
     "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
-    "SIGTERM to rank 1 alone": (["", f"once(loss, 'policy_loss', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
-    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
+    "SIGTERM to rank 1 alone": (["", f"once(loss, 'learning_rate_at', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
+    "SIGTERM while the models score": ([ASK + "once(loss, 'logprobs_and_entropy', ask)"], 0, 20),
+    "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), "
+               "time.sleep(60)])"], 128 + TERM, 10),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
@@ -254,8 +261,9 @@ def hurt(world, tmp_path_factory):
     cases["drifts"] = [one_run("ppo.py", (args, AT), (args, AT + NUDGE))]
     args = world.sft("out", timeout=3)
     cases["slow disk"] = [one_run("sft.py", (args, AT + DISK), (args, AT))]
+    whole = dict(max_iters=4, eval_interval=1, scale_scores="running")  # which is the loop's own state
     for name, (codes, _, _) in SIGNALS.items():
-        args = world.ppo("out", max_iters=4, eval_interval=1)
+        args = world.ppo("out", **whole)
         cases[name] = [one_run("ppo.py", *((args, AT + code) for code in codes)), one_run("ppo.py", *(args for _ in codes))]
     for script in ("sft.py", "rm.py"):
         args = getattr(world, script[:-3])("out", max_iters=5)
@@ -267,7 +275,7 @@ def hurt(world, tmp_path_factory):
     for ranks in (1, 2):
         cases[f"full {ranks}"] = [one_run("ppo.py", *[short] * ranks), one_run("ppo.py", *[(long, LIMIT)] * ranks),
                                   one_run("ppo.py", *[long] * ranks)]
-        cases[f"whole {ranks}"] = [one_run("ppo.py", *[world.ppo("out", max_iters=4, eval_interval=1)] * ranks)]
+        cases[f"whole {ranks}"] = [one_run("ppo.py", *[world.ppo("out", **whole)] * ranks)]
         cases[f"never full {ranks}"] = [one_run("ppo.py", *[long] * ranks)]
     return folder, forked(folder, cases, at_once=6)  # most of them sleep
 
@@ -370,7 +378,7 @@ def die_once():
     if RANK == 1 and not os.path.exists({str(tmp_path)!r} + "/died"):
         open({str(tmp_path)!r} + "/died", "w").close()
         die()
-once(loss, "policy_loss", die_once)
+once(loss, "learning_rate_at", die_once)
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
                wrapper, os.path.join(ROOT, "ppo.py"), *args]

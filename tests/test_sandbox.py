@@ -30,16 +30,6 @@ from errors import BadInput, Stop
 from conftest import ROOT
 
 
-def bwrap_trouble():
-    """Why bwrap does not work here, whatever sandbox.py does with it; or ""."""
-    try:
-        done = subprocess.run("bwrap --ro-bind / / --unshare-pid --unshare-net true".split(), capture_output=True, text=True)
-    except OSError as e:
-        return f"bwrap: {e.strerror}"
-    return done.stderr.strip() if done.returncode else ""
-
-trouble = bwrap_trouble()
-needs_bwrap = pytest.mark.skipif(bool(trouble), reason=trouble)
 TOKEN = secrets.token_hex(16)  # stands in the command line of each of our sandboxed processes
 PASSED = Verdict(1, 1, "pass")
 
@@ -99,7 +89,7 @@ def verdict(body, value=None, *arguments, **limits):
 # programs that mean no harm
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_sandbox_holds():
     check_sandbox()
 
@@ -138,13 +128,13 @@ def harmless():
     return run_all([(code, tests) for code, tests, _ in HARMLESS], workers=4)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("number", range(len(HARMLESS)))
 def test_harmless_programs(number, harmless):
     assert harmless[number] == HARMLESS[number][2], HARMLESS[number]
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_what_programs_need_works():
     assert verdict("""
 import array, bisect, collections, dataclasses, datetime, decimal, fractions, functools, heapq, itertools, json, math, operator
@@ -163,7 +153,7 @@ got += os.listdir(), open("/tmp/mine.txt").read()
 return got""", [6, ["1", "22"], [1, 2], [1], *[7] * 20, 25, 5, 10**6, ["mine.txt"], "x"]) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_a_program_begins_afresh():
     """Hashes, files and the environment are the same each time, whoever ran before."""
     code = "import os\ndef f():\n    open('x', 'a').write('x')\n    return hash('abc'), os.listdir(), dict(os.environ)"
@@ -172,7 +162,7 @@ def test_a_program_begins_afresh():
     assert "TOKEN" not in os.environ and not set(json.loads(first[0])[2]) & {"HOME", "USER", "PATH", "OMP_NUM_THREADS"}
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_python_as_text():
     for code in ("é = 'ü'\nprint(é)", "# -*- coding: latin-1 -*-\nprint('\\u00fc')", "print('ü')\r\n", "\ufeffprint('ü')"):
         assert run_tests(code, {"stdin": "", "stdout": "ü"}) == PASSED
@@ -247,7 +237,7 @@ time.sleep(1000)
 """)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_what_does_not_end_is_ended():
     start = time.monotonic()
     done = run_all([(code, {"stdin": "", "stdout": "1"}) for code in SLOW.values()], workers=8, timeout=0.25)
@@ -256,7 +246,7 @@ def test_what_does_not_end_is_ended():
     assert ours() == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_cpu_time_decides(monkeypatch):
     """Before the wall clock does; and with SIGXCPU ignored, a second later."""
     monkeypatch.setattr(sandbox, "WALL_FACTOR", 60)  # however busy the machine
@@ -266,7 +256,7 @@ def test_cpu_time_decides(monkeypatch):
     assert [v.reason for v in run_all(programs, workers=2, timeout=1)] == ["timeout", "killed"]
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_after_a_timeout_the_rest_is_not_run(monkeypatch):
     ran, run_program = [], sandbox.run_program
     monkeypatch.setattr(sandbox, "run_program", lambda *args: ran.append(args) or run_program(*args))
@@ -278,7 +268,7 @@ def test_after_a_timeout_the_rest_is_not_run(monkeypatch):
     assert len(ran) == 3
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("body", ["x = bytearray(2**31)", "x = [0] * 10**9", "x = []\nwhile True: x.append(bytearray(2**20))",
                                   "import mmap\nx = mmap.mmap(-1, 2**31)", "x = 'x' * 2**30 * 4",
                                   "import threading\nthreading.stack_size(2**31)\nthreading.Thread(target=print).start()"])
@@ -289,14 +279,14 @@ def test_memory(body):
     assert run_tests(body + "\nprint(1)", {"stdin": "", "stdout": "1"}, memory_mib=128).passed == 0
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_memory_is_what_was_asked_for():
     for mib, fits in ((64, 30), (300, 260)):
         assert verdict("return len(bytearray(a[0]))", fits * 2**20, fits * 2**20, memory_mib=mib) == PASSED
         assert verdict("return len(bytearray(a[0]))", mib * 2**20, mib * 2**20, memory_mib=mib).reason == "memory"
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("code, reason", [
     ("while True: print('x' * 1000)", "output limit"),
     ("import os\nwhile True: os.write(1, b'x' * 10**6)", "output limit"),
@@ -306,7 +296,7 @@ def test_output_of_scripts(code, reason):
     assert run_tests(code, {"stdin": "", "stdout": "1"}).reason == reason
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("body, reason", [
     ("while True: os.write(a[0], b'x' * 10**6)", "output limit"), ("while True: os.write(a[0], b'0\\n')", "fail"),
     ("return 'x' * 10**6", "output limit"), ("return list(range(10**6))", "output limit"), ("return 10**4200", "fail"),
@@ -317,13 +307,13 @@ def test_output_of_functions(body, reason):
     assert verdict("import os\n" + body, 1, 3, memory_mib=128).reason == reason  # 3 is where the results go: see test_open_files
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_an_expected_output_may_be_long():
     assert run_tests("print('x' * 10**6)", {"stdin": "", "stdout": "x" * 10**6}) == PASSED
     assert verdict("return ['x' * 10**6]", ["x" * 10**6]) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_open_files():
     """Nothing is open in there that is not its own: 0 to 2 and, for functions, the pipe of the results. No more than 64 open."""
     seen = """
@@ -343,7 +333,7 @@ def kind(fd):
     assert verdict(body, sandbox.OPEN_FILES - 4) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_disk():
     """A file cannot be large, many of them not either, and all is gone afterwards."""
     assert verdict("""
@@ -437,13 +427,13 @@ def read(tmp_path_factory):
     return dict(zip(READERS, done, strict=True))
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", READERS)
 def test_reading(how, read):
     assert read[how].passed == 0
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_what_there_is_to_see():
     """The interpreter, the shared libraries, and /tmp, which is empty: no other name of the host's file system."""
     body = """
@@ -461,7 +451,7 @@ return [gone, found, sorted(set(os.listdir("/")) - {"lib", "lib64", "tmp", "usr"
     assert verdict(body, [[], [sandbox.base_python()], []], *hidden) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_list_of_users_is_empty():
     assert verdict("import pwd\nreturn pwd.getpwall()", []) == PASSED
     assert verdict("import os, socket\nreturn [socket.gethostname(), os.getpid() < 9, os.getppid(), os.uname().nodename]",
@@ -520,7 +510,7 @@ def stat_of(path):
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_uid, info.st_nlink, info.st_ino
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", WRITERS)
 def test_writing(how, tmp_path):
     """Not even where anybody may write."""
@@ -536,7 +526,7 @@ def test_writing(how, tmp_path):
     assert not os.path.lexists(name)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_system_is_read_only():
     """The interpreter, its library, the C library, and the root folder. (Nothing here would do harm if it were not.)"""
     with open("/proc/self/maps") as f:
@@ -612,14 +602,14 @@ def spawned():
     return dict(zip(SPAWNERS, run_all(programs, workers=4), strict=True)), ours()
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", SPAWNERS)
 def test_processes(how, spawned):
     assert spawned[0][how].passed == 0
     assert spawned[1] == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_exec_gains_nothing():
     """The interpreter may start itself anew, in the same process and under the same limits."""
     again = "import os\ntry: os.fork()\nexcept OSError: print('no')\ntry: bytearray(2**31)\nexcept MemoryError: print('no')"
@@ -630,7 +620,7 @@ def test_exec_gains_nothing():
     assert run_tests(code, {"stdin": "", "stdout": ""}).passed == 0
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_threads_are_bounded():
     """Also those that take next to no memory; and one program's do not keep another from having its own."""
     body = """
@@ -652,7 +642,7 @@ return n"""
     assert run_all(programs, workers=6) == [PASSED] * 6
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_limits_cannot_be_raised():
     body = """
 import ctypes, resource
@@ -668,7 +658,7 @@ return won"""
     assert verdict(body, []) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_network(tmp_path):
     """Listeners on the host's loopback, an abstract and a named Unix socket: nobody calls."""
     name = "\0quartet" + TOKEN
@@ -696,7 +686,7 @@ def test_network(tmp_path):
                 listener.recv(1) if listener is udp else listener.accept()
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_killing():
     """Everything that can be signalled: neither we nor a neighbour notice."""
     assert verdict("import os\nreturn os.getpid(), os.getppid()", [2, 1]) == PASSED  # or else this would hit more than planned
@@ -718,7 +708,7 @@ def test_killing():
             signal.signal(n, handler)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_filter():
     """System calls that only native code would make. The kernel's answer is EPERM, or ENOSYS to what is newer than 2018."""
     if os.uname().machine != "x86_64":
@@ -756,7 +746,7 @@ def test_the_filter_has_the_right_numbers():
         assert min(n for name, n in known.items() if name in ("pidfd_send_signal", "io_uring_setup", "clone3")) == sandbox.NEWER
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_no_privileges():
     body = """
 import ctypes, os
@@ -986,14 +976,14 @@ def cheated():
     return dict(zip(CHEATS, done, strict=True)), ours(), time.monotonic() - start
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", CHEATS)
 def test_cheating(how, cheated):
     assert cheated[0][how][:2] == (0, 2) and cheated[0][how].reason != "pass"
     assert cheated[1] == [] and cheated[2] < 30
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_what_was_answered_before_counts():
     """An exit, a crash or a limit in the third call takes the third and all later ones, no earlier."""
     tests = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
@@ -1006,7 +996,7 @@ def test_what_was_answered_before_counts():
         assert run_tests(f"def f(n):\n    if n == 2:\n        {act}\n    return n", tests) == (4, 5, reason)
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_results_are_states_of_data():
     """Subclasses count as the data they hold, a tuple as a list, a key as a string: what json.dumps makes of them."""
     code = """
@@ -1021,7 +1011,7 @@ def f(): return [I(4), E.A, P(1, (2,)), collections.Counter("aab"), D(int, {1: 2
     assert run_tests(code, returns([4, 3, [1, [2]], {"a": 2, "b": 1}, {"1": 3, "2.5": 4}, None, 0])) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_expected_values_stay_outside(monkeypatch):
     """What is handed to the child holds code and inputs, and nothing else of the tests."""
     sent = []
@@ -1061,7 +1051,7 @@ def test_bwrap_is_missing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_nothing_can_be_started(monkeypatch):
     """No process, no memory, no open file to be had: the run stops, and no program is blamed."""
     def refuse(*args, **kwargs):
@@ -1073,7 +1063,7 @@ def test_nothing_can_be_started(monkeypatch):
                 run_tests("def f(): return 1", returns(1))
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_interpreter_does_not_start(monkeypatch):
     monkeypatch.setattr(sandbox, "base_python", lambda: "/nonexistent/python3")
     with pytest.raises(Stop, match="/nonexistent/python3: No such file"):
@@ -1086,7 +1076,7 @@ def test_the_interpreter_does_not_start(monkeypatch):
     assert ours() == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
     """The self-test of check_sandbox, with one bar sawn through at a time."""
     isolation = sandbox.isolation
@@ -1105,7 +1095,7 @@ def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
             check_sandbox()
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_bwrap_is_killed_from_outside():
     """By an administrator, say. That is not the program's fault, and nothing stays behind."""
     failure = []
@@ -1142,7 +1132,7 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_trainer_dies(how):
     """Its sandboxes die with it, whether or not it has the time to see to that."""
@@ -1156,7 +1146,7 @@ def test_the_trainer_dies(how):
     wait_for_none()
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_interrupted():
     """A KeyboardInterrupt while a program runs ends the program too."""
     def interrupt(*args):
@@ -1172,7 +1162,7 @@ def test_interrupted():
     assert ours() == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_an_ordinary_user():
     """Root's sandbox is another than everyone else's (see run_program). Try that one, too, where the system has a Python."""
     python = "/usr/bin/python3"
@@ -1201,7 +1191,7 @@ print([tuple(v) for v in sandbox.run_all([(code, tests), (loop, tests)], 2, time
 # many at once
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_speed():
     """64 programs with 2 workers, under 60 ms each; the best of three, for the machine is not ours alone."""
     programs = [(f"def f(x): return x + {n}", returns(n + 1, 1)) for n in range(64)]
@@ -1215,7 +1205,7 @@ def test_speed():
     assert min(took) < 0.06
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_many_at_once_keep_apart():
     """Each gets its own verdict, in order, from several threads, each of which runs several."""
     programs = [(f"def f(x): return x * {n}", returns(3 * n if n % 3 else -1, 3)) for n in range(20)]
@@ -1230,7 +1220,7 @@ def test_many_at_once_keep_apart():
     assert run_all([], workers=2) == []
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_nothing_leaks():
     def resident():
         with open("/proc/self/statm") as f:
@@ -1245,7 +1235,7 @@ def test_nothing_leaks():
     assert resident() - memory < 8
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_a_failure_ends_all(monkeypatch):
     """When one of many raises, those that wait are not started."""
     started = []
@@ -1346,7 +1336,7 @@ def test_extract_code(completion, code):
 # time: a program's on the clock, and that of all of them
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_sleeping_is_bounded_over_all_tests():
     """Ten processes that sleep for half a second each, where a program has one second in all."""
     scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
@@ -1359,7 +1349,7 @@ def test_sleeping_is_bounded_over_all_tests():
     assert run_tests(code, both, timeout=0.25).reason == "timeout"
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_sleeping_programs_take_no_time_from_others():
     """
     Twelve that sleep, 48 s at their own limits, with right programs behind them: all ends in time, and the right ones have
@@ -1375,7 +1365,7 @@ def test_sleeping_programs_take_no_time_from_others():
     assert (0, 1, "out of time") in done
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_who_needs_more_than_a_share_gets_it(monkeypatch):
     """As long as there is time, nobody's verdict depends on the others."""
     ran, run_program = [], sandbox.run_program
@@ -1388,7 +1378,7 @@ def test_who_needs_more_than_a_share_gets_it(monkeypatch):
     assert len(ran) >= 22  # both twice
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_no_time_at_all():
     """Nothing is started that could not be ended in time, and that is no fault of the sandbox."""
     start = time.monotonic()
@@ -1397,7 +1387,7 @@ def test_no_time_at_all():
     assert time.monotonic() - start < 2
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_reward_code_ends_in_time(capsys):
     """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
     rows = [{"tests": {"stdin": "", "stdout": "1"}}] * 5
@@ -1514,14 +1504,14 @@ def pinned():
     return dict(zip(PINS, run_all(programs, workers=4), strict=True))
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 @pytest.mark.parametrize("how", PINS)
 def test_memory_beside_the_limits(how, pinned):
     """Each returns what it got of it, in whatever unit: nothing."""
     assert pinned[how] == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_full_sockets_and_pipes():
     """What the open files can hold that there may be: tens of MiB at most, as the header says."""
     body = """
@@ -1548,7 +1538,7 @@ return [2**20 < sent[0] < 24 * 2**20, 2**20 < sent[1] < 3 * 2**20]"""
     assert verdict(body, [True, True]) == PASSED
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_names_of_files():
     """Thousands are fine, but not as many as the CPU time allows."""
     body = "import os\nfor n in range(a[0]): os.close(os.open('x' * 200 + str(n), os.O_CREAT))\nreturn 1"
@@ -1558,7 +1548,7 @@ def test_names_of_files():
     assert run_tests(body, {"stdin": "", "stdout": ""}) == (0, 1, "memory")
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
     """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
     with open("/proc/self/oom_score_adj") as f:
@@ -1599,7 +1589,7 @@ print(limits[0])
 """
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_core_files():
     """A limit of 1 byte is what keeps the host's handler away (core(5)). Not even exec changes it; our own stays as it is."""
     before = resource.getrlimit(resource.RLIMIT_CORE)
@@ -1635,7 +1625,7 @@ def test_the_quota_of_a_container(lines, folder, files, cpus, tmp_path, monkeypa
     assert sandbox.count_cpus(str(tmp_path), str(tmp_path / "cgroups")) == 1
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_the_cpus_that_there_are():
     """Those that we were started on, for us and for programs, though something pins us to fewer later."""
     mine = sorted(os.sched_getaffinity(0))
@@ -1652,7 +1642,7 @@ print(sandbox.count_cpus(), sandbox.run_all([(code, {returns([mine[-1]])})], 2)[
         assert imports.index("engine") < imports.index("torch")
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_children_that_are_ignored():
     """trap '' CHLD in the shell that starts us: neither bwrap nor we would hear of a child's end."""
     code = CHILD + f"""
@@ -1668,7 +1658,7 @@ print([v.reason for v in sandbox.run_all(programs, 2, timeout=1)])"""
                                         "['pass', 'pass']"], done.stderr
 
 
-@needs_bwrap
+@pytest.mark.needs_bwrap
 def test_event_loops_databases_and_copies():
     """What the filter could have broken, and has not."""
     assert verdict("""

@@ -1,5 +1,6 @@
 """A tiny world in a folder, made without training, and the scripts run in it as a user runs them. Helpers, no tests."""
 import atexit
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,19 @@ def distance(folder, other):
     a, b = read_weights(folder), read_weights(other)
     assert a.keys() == b.keys()
     return max((a[n].double() - b[n].double()).abs().max().item() for n in a)
+
+def measured(record):
+    """A record of a log without what no two runs share."""
+    return {k: v for k, v in record.items() if not k.startswith(("time/", "mem/"))}
+
+
+def alike(a, b, tolerance):
+    """Two records, or lists of records, with numbers within tolerance and all else equal."""
+    if isinstance(a, list):
+        return len(a) == len(b) and all(alike(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    same = [abs(a[k] - b[k]) <= tolerance * max(1, abs(a[k])) if isinstance(a[k], float) else a[k] == b[k] for k in a if k in b]
+    return a.keys() == b.keys() and all(same)
+
 
 RULES = """
 import os, time
@@ -234,7 +248,7 @@ def forked(folder, cases, at_once=2):
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
     start_forker()
     print(json.dumps([*files, at_once]), file=forker.stdin, flush=True)
-    if not select.select([forker.stdout], [], [], 280)[0]:
+    if not select.select([forker.stdout], [], [], 500)[0]:
         forker.kill()
     if not forker.stdout.readline():
         forker.errors.seek(0)
@@ -246,6 +260,21 @@ def forked(folder, cases, at_once=2):
 def one_run(script, *ranks):
     """A run for forked; each rank is its arguments, or (arguments, code)."""
     return dict(script=script, ranks=[dict(args=r) if isinstance(r, list) else dict(args=r[0], code=r[1]) for r in ranks])
+
+
+def run_patches(code, rank, modules):
+    """
+    Run a case's code, which may put functions of its own in the place of these modules' functions.
+    Modules that have imported such a function by its name get the new one, too.
+    """
+    before = [(module, dict(vars(module))) for module in modules]
+    exec(code, {"RANK": rank})
+    changed = {id(old): vars(module)[name] for module, names in before
+               for name, old in names.items() if callable(old) and vars(module).get(name) is not old}
+    for module, names in before:
+        for name, old in names.items():
+            if id(old) in changed and vars(module).get(name) is old:
+                setattr(module, name, changed[id(old)])
 
 
 def wrap(path, code):
@@ -282,3 +311,71 @@ def run_in_one(folder, name, calls, ranks=1, timeout=300):
     with open(work, "w", encoding="utf-8") as f:
         json.dump([[os.path.join(ROOT, script), *args] for script, args in calls], f)
     return run(driver, work, ranks=ranks, timeout=timeout)
+
+
+# Many runs in one process a rank: it forks once, and what torch does at an operation's first call is done
+# once. Each run begins with our modules as they were before the first one, as in a process of its own.
+ROW = """
+import contextlib, io, json, os, runpy, sys, time
+import campaign, tiny
+from engine import launch
+meeting, run_path, ours = launch.meet, runpy.run_path, [sys.modules[name] for name in campaign.OURS]
+launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
+
+def row(*_, **__):
+    home, outcomes = os.getcwd(), {}
+    for name, job in json.load(open(WORK)).items():
+        os.makedirs(f"../{job['folder']}", exist_ok=True)
+        os.chdir(f"../{job['folder']}")
+        mine, before, began = job["ranks"][RANK], [dict(vars(module)) for module in ours], time.process_time()
+        script = os.path.join(tiny.ROOT, job["script"])
+        sys.argv, kind, message, out, err = [script, *mine["args"]], "", "", io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                tiny.run_patches(mine.get("code", ""), RANK, ours)
+                run_path(script, run_name="__main__")
+            except (Exception, SystemExit) as e:
+                kind, message = type(e).__name__, str(e)
+        outcomes[name] = dict(kind=kind, message=message, stdout=out.getvalue(), stderr=err.getvalue(),
+                              seconds=time.process_time() - began)
+        for module, variables in zip(ours, before):
+            vars(module).update(variables)
+        os.chdir(home)
+        if kind not in ("", "Stop", "BadConfig", "BadInput", "SystemExit"):
+            break  # this rank may have left the others in the middle of something
+    with open(f"outcomes-{RANK}.json", "w") as f:
+        json.dump(outcomes, f)
+    if dist.is_initialized():
+        leave()
+
+runpy.run_path = row
+"""
+rows = itertools.count()
+
+
+def in_a_row(folder, jobs):
+    """
+    {name: run, as one_run makes it} -> {name: [what came of it on each rank]}. The runs' out_dir is
+    "out" in folder/name, or in folder/run["folder"]: a run of the same folder as the one before it goes
+    on where that was left. A row has no more than 24 runs, or 12 of two ranks.
+    """
+    cases, names, row, last = {}, {}, {}, {}  # of each number of ranks: its present row, its last run's folder
+    for name, job in jobs.items():
+        size, where = len(job["ranks"]), job.get("folder", name)
+        if size not in row or len(names[row[size]]) >= 24 // size and where != last[size]:
+            row[size] = f"row {next(rows)}"
+            names[row[size]] = {}
+            work = f"{folder}/{row[size]}.json"
+            cases[row[size]] = [one_run("ppo.py", *[([], f"WORK = {work!r}\n{ONE_GROUP}{ROW}")] * size)]
+        names[row[size]][name], last[size] = dict(folder=name) | job, where
+    for name, work in names.items():
+        with open(f"{folder}/{name}.json", "w", encoding="utf-8") as f:
+            json.dump(work, f)
+    outcomes = {}
+    for name, (result,) in forked(folder, cases, at_once=4).items():
+        assert set(result["codes"]) == {0}, result
+        each = [json.load(open(f"{folder}/{name}/outcomes-{rank}.json", encoding="utf-8"))
+                for rank in range(len(result["codes"]))]
+        outcomes |= {job: [outcome[job] for outcome in each] for job in each[0]}
+    assert outcomes.keys() == jobs.keys(), {name: outcomes[name] for name in outcomes if outcomes[name][0]["kind"]}
+    return outcomes
