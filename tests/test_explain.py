@@ -290,6 +290,16 @@ def test_a_run_that_is_over_takes_the_peak_learning_rate_and_says_so(explained):
     assert "note" not in printed(explained, "grpo_over")
 
 
+def test_the_prompt_is_what_is_answered(runs, explained, letters):
+    """A prompt that the run has not: the policy answers it with the noise of the first place."""
+    policy = by_hand.language_model(os.path.join(runs, "ppo", "out", "checkpoint-000004", "policy"))
+    c = SimpleNamespace(**BATCH | dict(seed=1))
+    prompt = by_hand.encode("12+34=", by_hand.MARKERS["tokenizer"])
+    response = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
+    logprobs, _ = by_hand.logprobs_of(policy, prompt, response, c.temperature)
+    assert close(table(printed(explained, "ppo_over"), 13)[0], [x.item() for x in logprobs])
+
+
 def test_another_seed_is_another_response(explained):
     first, second = (table(printed(explained, name), 13) for name in ("ppo_over", "ppo_other_seed"))
     assert first[0] != second[0]
