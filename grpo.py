@@ -358,8 +358,8 @@ for iteration in range(run.start, max_iters + 1):
                 continue
             audit.check_gradients(policy_norm, policy, "policy", iteration)
             if target_kl > 0:
-                # how far the steps so far have moved the policy, on this minibatch; if too far, this
-                # step is not taken, and no other
+                # how far the steps so far have moved the policy, on this minibatch. If that is too
+                # far, neither this step is taken nor another one
                 moved = sums["policy/approx_kl"] - before  # (sum, count) of this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
