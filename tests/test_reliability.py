@@ -243,12 +243,12 @@ def ask():  # once, or it would be a second signal, which does not ask
     asked or asked.append(os.kill(os.getpid(), {TERM}))
 """
 SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
-    "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 6),
-    "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 6),
-    "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 8),
-    "SIGTERM to rank 1 alone": (["", f"once(loss, 'policy_loss', lambda: os.kill(os.getpid(), {TERM}))"], 0, 20),
+    "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 12),
+    "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 12),
+    "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 14),
+    "SIGTERM to rank 1 alone": (["", ASK + "once(loss, 'policy_loss', ask)"], 0, 20),
     "SIGTERM while the models score": ([ASK + "once(loss, 'logprobs_and_entropy', ask)"], 0, 20),
-    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 10),
+    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 30),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
@@ -269,7 +269,7 @@ def hurt(world, tmp_path_factory):
         cases[name] = [one_run("ppo.py", *((args, AT + code) for code in codes)), one_run("ppo.py", *(args for _ in codes))]
     for script in ("sft.py", "rm.py"):
         args = getattr(world, script[:-3])("out", max_iters=5)
-        stop = AT + f"once(parallel, 'clip_gradients', lambda: os.kill(os.getpid(), {TERM}))"
+        stop = AT + ASK + "once(parallel, 'clip_gradients', ask)"
         cases[script] = [one_run(script, (args, AT), (args, stop)), one_run(script, args, args)]
         cases[f"{script} whole"] = [one_run(script, args, args)]
     constant = dict(lr_decay="constant", value_lr_decay="constant", keep_best=True, eval_interval=1)
@@ -385,7 +385,7 @@ once(loss, "policy_loss", die_once)
         launcher = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT,
                                     env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT))
     try:
-        for _ in range(600):
+        for _ in range(1800):
             time.sleep(0.1)
             if (tmp_path / "died").exists() and "resuming from" in (tmp_path / "said").read_text():
                 break
