@@ -41,7 +41,8 @@ import tempfile
 import time
 
 
-os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+                  OMP_WAIT_POLICY="passive")  # where a test has two threads, waiting must not take a core
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
