@@ -808,7 +808,7 @@ def print_table(results):
 def damages(content, older, rng):
     """[(what, bytes, or None to delete)] of a file: something everywhere, its end, all of it, that of the older checkpoint."""
     size, found = len(content), []
-    pieces = 64 if size > 4096 else size
+    pieces = 24 if size > 4096 else size
     edges = [size * i // pieces for i in range(pieces + 1)]
     for a, b in zip(edges, edges[1:], strict=False):
         at, bit = rng.randrange(a, b), rng.randrange(8)
