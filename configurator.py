@@ -1,15 +1,24 @@
 """
-Poor man's configurator, with its holes closed. A script writes its configuration as plain globals, one comment each:
+Poor man's configurator, after nanoGPT's, with checks. A script writes its configuration as plain
+globals, one comment each, and then calls configure:
 
     batch_size = 256  # responses an iteration, over all ranks [>= 1]
     config = configure(globals())
 
-and then `python ppo.py config/llama.py config/mine.py --batch_size=64` overrides them: files and `--key=value` from left
-to right. A config file is Python, run in a namespace of its own; every public name in it must already be a key of the
-script (helpers start with an underscore). `--help` prints every key with its default and its comment.
+`python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: config files and
+--key=value, from left to right. A config file is Python, run in a namespace of its own; each public
+name in it must be a key of the script (helpers start with an underscore). `--help` prints every key
+with its default and its comment.
 
-The brackets at the end of a comment are the key's range, and they are enforced: [>= 1], [> 0], [0..1], [a | b | c].
-So what the reader sees is what is checked, and the two cannot drift apart.
+The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. They
+are enforced, so a comment cannot promise another range than the one that is checked.
+
+Keys that several scripts share stand in a file of their own, written alike:
+
+    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None)
+
+makes them globals of the script, too. The keywords are this script's own defaults of shared keys;
+None says that the script has no such key.
 """
 import ast
 import difflib
@@ -20,81 +29,147 @@ import sys
 import tokenize
 import traceback
 import warnings
+from typing import NamedTuple
 
 from errors import BadConfig, first_line, one_line, report_and_exit, shorten
 
+RENAMED = dict(  # keys of old configs; the nearest name would often be another key
+    device="device_type", kl_target="kl_coef_target", loss="loss_type", optimizer="optim",
+    rewards="reward_functions", scale="scale_by", zero="zero_stage")
 
-def configure(script_globals, argv=None):
+
+class Key(NamedTuple):
+    """One key, as its line says it: the default, the comment behind it, the headings above it."""
+
+    default: bool | int | float | str
+    comment: str
+    headings: list[str]
+
+
+def configure(script_globals, shared="", argv=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
-    script_globals: the caller's globals(). Its configuration is every public int, float, bool or str assigned at the top
-    level before the call. argv: default sys.argv[1:]. Returns the final configuration as a dict, in the script's order.
-    Raises BadConfig on an unknown, repeated, mistyped or out-of-range key and on a missing or broken config file.
+    script_globals: the caller's globals(). Its configuration is every public int, float, bool or
+    str that is assigned as a literal, at the top level, above the call.
+    shared: a file of more keys, relative to the script's folder; they become globals of the script.
+    argv: the arguments; default sys.argv[1:].
+    defaults: the script's own defaults of shared keys; None removes the key.
+
+    Returns the final configuration as a dict: the script's keys, then the shared ones. Raises
+    BadConfig on an unknown, repeated, mistyped or out-of-range key and on a missing or broken
+    config file.
     """
     sys.excepthook = report_and_exit
     script = script_globals["__file__"]
-    comments, headings = read_keys(script)
-    keys = {k: script_globals[k] for k in comments}
+    keys = add_shared(read_lines(script)[0], script, shared, defaults)
     argv = sys.argv[1:] if argv is None else argv
+    speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            print_help(script, script_globals.get("__doc__"), keys, comments, headings)
-            sys.stdout.flush()  # here, where a closed pipe (--help | head) is still ours to handle
+        if speaks:
+            print_help(script, script_globals.get("__doc__"), keys)
+            sys.stdout.flush()  # now: report_and_exit handles a closed pipe (--help | head)
         sys.exit(0)
 
-    overrides = {}  # key -> (value, where it came from)
-    given = set()
+    overrides = read_arguments(keys, argv)
+    config = {name: key.default for name, key in keys.items()}
+    config |= {name: value for name, (value, _) in overrides.items()}
+    script_globals.update(config)
+    if speaks:
+        for name, (value, where) in overrides.items():
+            print(one_line(f"config: {name} = {value!r}  ({where})"))
+    return config
+
+
+def read_arguments(keys, argv):
+    """
+    {name: (value, where it came from)} of the config files and --key=value arguments in argv,
+    checked against keys, a {name: Key}. Raises BadConfig.
+    """
+    overrides, given = {}, set()
     for arg in argv:
-        if arg.startswith("--"):
-            key, equals, text = arg[2:].partition("=")
-            check_key(key, keys, arg)
-            if not equals:
-                raise BadConfig(f"{arg}: a value is missing; type --{key}={keys[key]!r}")
-            if key in given:
-                raise BadConfig(f"--{key} is given twice; keep one")
-            given.add(key)
-            overrides[key] = (parse(key, text, keys[key]), "command line")
-        else:
-            for key, value in run_config_file(arg).items():
-                check_key(key, keys, arg)
-                overrides[key] = (convert(key, value, keys[key], arg), arg)
-    for key, (value, where) in overrides.items():
-        check_range(key, value, comments[key], where)
-        script_globals[key] = keys[key] = value
-    if os.environ.get("RANK", "0") == "0":
-        for key, (value, where) in overrides.items():
-            print(one_line(f"config: {key} = {value!r}  ({where})"))
-    return keys
+        if not arg.startswith("--"):
+            for name, value in run_config_file(arg).items():
+                check_key(name, keys, arg)
+                overrides[name] = (convert(name, value, keys[name].default, arg), arg)
+            continue
+        name, equals, text = arg[2:].partition("=")
+        check_key(name, keys, arg)
+        if not equals:
+            raise BadConfig(f"{arg}: a value is missing; type --{name}={keys[name].default!r}")
+        if name in given:
+            raise BadConfig(f"--{name} is given twice; keep one")
+        given.add(name)
+        overrides[name] = (parse(name, text, keys[name].default), "command line")
+    for name, (value, where) in overrides.items():
+        check_range(name, value, keys[name].comment, where)
+    return overrides
+
+
+# -------------------------------------------------------------------------------------------------
+# which keys there are, from the source: nothing is run
 
 
 def read_keys(script):
+    """{name: Key} of a script, those included that its call of configure shares."""
+    keys, call = read_lines(script)
+    shared = [ast.literal_eval(x) for x in call.args[1:2]] if call else []
+    defaults = {x.arg: ast.literal_eval(x.value) for x in call.keywords} if call else {}
+    return add_shared(keys, script, *shared or [""], defaults)
+
+
+def add_shared(keys, script, shared, defaults):
+    """A script's keys, then those of the shared file with these defaults. Raises BadConfig."""
+    if not shared:
+        return keys
+    where = os.path.basename(script)
+    more = read_lines(os.path.join(os.path.dirname(script), shared))[0]
+    for name in keys.keys() & more.keys():
+        raise BadConfig(f"{where} and {shared} both set {name}; keep one. A default that differs "
+                        f"belongs in the call: configure(..., {name}=...)")
+    for name, value in defaults.items():
+        check_key(name, more, where)
+        key = more[name]
+        if value is not None:
+            value = convert(name, value, key.default, where)
+            check_range(name, value, key.comment, where)
+        more = more | {name: key._replace(default=value)}
+    return keys | {name: key for name, key in more.items() if key.default is not None}
+
+
+def read_lines(file):
     """
-    {key: its comment}, {key: [headings above it]} for the `name = literal` lines above the script's call of configure. A
-    heading is a comment on a line of its own.
+    {name: Key} of the `name = literal  # comment` lines of a file, and the call of configure that
+    ends them (None if there is none). A heading is a comment on a line of its own.
     """
-    with open(script, encoding="utf-8") as f:
+    with open(file, encoding="utf-8") as f:
         source = f.read()
-    trailing, headings, pending = {}, {}, {}
+    trailing, alone = {}, {}  # line number -> comment: behind code, on a line of its own
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             text = token.string.lstrip("# ").strip()
-            (trailing if token.line[:token.start[1]].strip() else pending)[token.start[0]] = text
-    comments, above = {}, 0
+            behind_code = token.line[:token.start[1]].strip()
+            (trailing if behind_code else alone)[token.start[0]] = text
+    keys, above = {}, 0
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
-                break
+            call = node.value if isinstance(node.value, ast.Call) else None
+            if call and getattr(call.func, "id", "") == "configure":
+                return keys, call
             name = node.targets[0].id
             try:
                 value = ast.literal_eval(node.value)
             except ValueError:
                 value = None  # computed from other names: not a key
             if isinstance(value, (bool, int, float, str)) and not name.startswith("_"):
-                comments[name] = trailing.get(node.end_lineno, "")
-                headings[name] = [t for n, t in pending.items() if above < n < node.lineno and t.strip("-")]
+                headings = [t for n, t in alone.items() if above < n < node.lineno and t.strip("-")]
+                keys[name] = Key(value, trailing.get(node.end_lineno, ""), headings)
         above = node.end_lineno
-    return comments, headings
+    return keys, None
+
+
+# -------------------------------------------------------------------------------------------------
+# what is given for them
 
 
 def run_config_file(path):
@@ -104,47 +179,58 @@ def run_config_file(path):
             source = f.read()
     except (OSError, ValueError) as e:  # ValueError: not UTF-8, or a zero byte in the path
         hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
-        raise BadConfig(f"cannot read config file {path!r}: {getattr(e, 'strerror', None) or e}{hint}") from e
+        said = getattr(e, "strerror", None) or e
+        raise BadConfig(f"cannot read config file {path!r}: {said}{hint}") from e
     try:
         tree = ast.parse(source, path)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:  # the last two: nested too deep
-        raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {getattr(e, 'msg', e) or 'nested too deep'}") from e
+    # RecursionError and MemoryError: the file is nested too deep
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        said = getattr(e, "msg", e) or "nested too deep"
+        raise BadConfig(f"{path}, line {getattr(e, 'lineno', '?')}: {said}") from e
     lines = {}
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        for name in (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
+        targets = getattr(node, "targets", []) if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        for name in (n.id for n in names):
             if name in lines:
-                raise BadConfig(f"{path}, line {node.lineno}: {name} is set twice (first on line {lines[name]}); keep one")
+                raise BadConfig(f"{path}, line {node.lineno}: {name} is set twice (first on line "
+                                f"{lines[name]}); keep one")
             lines[name] = node.lineno
     namespace, limit = {"__file__": path}, sys.getrecursionlimit()
     try:
         try:
             exec(compile(tree, path, "exec"), namespace)
         finally:
-            sys.setrecursionlimit(limit)  # the file may have lowered it, and all that follows needs it
-    except (Exception, SystemExit) as e:  # whatever the user's own code raises is reported with its line
+            sys.setrecursionlimit(limit)  # the file may have lowered it
+    except (Exception, SystemExit) as e:  # whatever the file raises is said with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        raise BadConfig(f"{path}, line {frames[-1].lineno if frames else '?'}: {first_line(e)}") from e
-    modules = type(ast)
-    return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, modules)}
+        line = frames[-1].lineno if frames else "?"
+        raise BadConfig(f"{path}, line {line}: {first_line(e)}") from e
+    module = type(ast)
+    public = {name: value for name, value in namespace.items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if not isinstance(value, module)}
 
 
 def check_key(key, keys, where):
-    """Raise BadConfig, with the nearest name, unless key is one of keys."""
-    if key not in keys:
-        near = difflib.get_close_matches(key, keys, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
-        raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
+    """Raise BadConfig, with the key's new name or the nearest one, unless key is one of keys."""
+    if key in keys:
+        return
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+    if RENAMED.get(key) in keys:
+        hint = f"it is called {RENAMED[key]!r} now"
+    raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
 
 
 def parse(key, text, default):
-    """The value that the text of --key=text stands for; the default's type decides how to read it. Raises BadConfig."""
+    """The value of the text in --key=text, read as the default's type. Raises BadConfig."""
     if isinstance(default, str):
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # text such as "1 is 1" is refused below, and needs no second line
+            warnings.simplefilter("ignore")  # "1 is 1" warns; it is refused below, in one line
             value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = text
@@ -152,25 +238,26 @@ def parse(key, text, default):
 
 
 def convert(key, value, default, where):
-    """value as the type of default (an int will do for a float, nothing else is guessed). Raises BadConfig."""
+    """value in the type of default: an int is taken for a float, nothing else. Raises BadConfig."""
     wanted = type(default)
     if wanted is float and type(value) is int and abs(value) < 2**1000:
         value = float(value)
     if type(value) is not wanted:
         raise BadConfig(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
                         f"{type(value).__name__} {shorten(value)}")
-    if wanted is float and not abs(value) < 1e30:  # which also refuses NaN; beyond it, float32 would soon overflow
+    if wanted is float and not abs(value) < 1e30:  # NaN, or a number that float32 soon overflows
         raise BadConfig(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     if wanted is int and abs(value) > 2**62:  # sums of two such numbers still fit in 64 bits
-        raise BadConfig(f"{key} ({where}): {shorten(value)} is beyond 2^62; wanted a smaller number")
+        raise BadConfig(f"{key} ({where}): {shorten(value)} is beyond 2^62; wanted a smaller "
+                        "number")
     if wanted is str and not is_text(value):
-        raise BadConfig(f"{key} ({where}): {shorten(value)} holds a zero byte or half a surrogate pair, "
-                        "which is not text")
+        raise BadConfig(f"{key} ({where}): {shorten(value)} holds a zero byte or half a surrogate "
+                        "pair, which is not text")
     return value
 
 
 def is_text(value):
-    """Whether a string can name a file: no zero bytes, no halves of surrogate pairs but those of bytes."""
+    """Whether a string can name a file: os.fsencode takes it, and it has no zero byte."""
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
@@ -193,14 +280,17 @@ def check_range(key, value, comment, where):
         sign, bound = rule.split()
         good = value > float(bound) if sign == ">" else value >= float(bound)
     if not good:
-        raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; {comment[:match.start()].strip()}")
+        raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; "
+                        f"{comment[:match.start()].strip()}")
 
 
-def print_help(script, doc, keys, comments, headings):
+def print_help(script, doc, keys):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
     print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]\n")
-    for key, value in keys.items():
-        for heading in headings.get(key, ()):
-            print(f"\n  {heading}")
-        print(f"    {f'{key} = {value!r}':<40}  {comments[key]}")
+    for name, key in keys.items():
+        if key.headings:
+            print()
+        for heading in key.headings:
+            print(f"  {heading}")
+        print(f"    {f'{name} = {key.default!r}':<40}  {key.comment}")

@@ -1,5 +1,13 @@
 """
-JSONL files; and which rows an iteration sees, as a function of (seed, iteration) alone.
+The data: JSONL files, prompts as token ids, the rows that an iteration trains on, micro-batches.
+
+Which rows of the file make up the batch of an iteration is a function of the seed and the iteration
+alone. So a resumed run sees the same rows as one that was never stopped, with nothing to save.
+
+A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
+tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
+response, padded on the right to R. The toy's prompt "123+456=" and response "579" EOS with P = 8
+and R = 6 is a row of T = 14 tokens, the last two of them padding.
 """
 import collections
 import contextlib
@@ -10,21 +18,26 @@ import os
 
 import torch
 
+import parallel
 from errors import BadInput, warn
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # JSONL
 
 
 def read_jsonl(path, fields):
     """
-    The rows of a JSONL file as dicts. fields: the names that every row must have, each a non-empty string, or, for all but
-    `answer`, a non-empty list of {"role", "content"} messages. Raises BadInput with file, line and field.
+    The rows of a JSONL file, as dicts. A line of the toy's: {"prompt": "123+456=", "answer": "579"}
+
+    fields: the names that every row must have. The value of a field is a non-empty string (only
+    `completion` may be empty), or, for all but `answer`, a non-empty list of {"role", "content"}
+    messages. Raises BadInput with the file, the line and the field.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would hang, a device might never end
-        raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe or a "
-                       "device; it is read more than once")
+    # a pipe would hang, a device might never end
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe "
+                       "or a device; it is read more than once")
     try:
         with open(path, "rb") as f:
             lines = f.read().split(b"\n")
@@ -40,12 +53,14 @@ def read_jsonl(path, fields):
         except UnicodeDecodeError as e:
             raise BadInput(f"{where}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
         except (ValueError, RecursionError) as e:
-            raise BadInput(f"{where}: not JSON ({e}); each line is one object, such as {{\"prompt\": \"1+2=\"}}") from e
+            raise BadInput(f"{where}: not JSON ({e}); each line is one object, such as "
+                           "{\"prompt\": \"1+2=\"}") from e
         if not isinstance(row, dict):
             raise BadInput(f"{where}: wanted an object, found {type(row).__name__}")
         for field in fields:
             if field not in row:
-                raise BadInput(f"{where}: field {field!r} is missing; it has {', '.join(map(repr, row)) or 'none'}")
+                found = ", ".join(map(repr, row)) or "none"
+                raise BadInput(f"{where}: field {field!r} is missing; it has {found}")
             check_text(row[field], field, where)
         rows.append(row)
     if not rows:
@@ -54,30 +69,43 @@ def read_jsonl(path, fields):
 
 
 def check_text(value, field, where):
-    """Raise BadInput unless value is a non-empty string without lone surrogates, or a list of such messages."""
+    """
+    Raise BadInput unless the value of a field is a non-empty string, or a list of messages whose
+    contents are. Half a surrogate pair (the escape "\\ud83d" without its other half) is not text:
+    UTF-8 cannot hold it. An empty `completion` is fine: the response is EOS alone.
+    """
     texts = [value]
     if isinstance(value, list) and field != "answer":
-        if not value or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-            raise BadInput(f"{where}: field {field!r} must be a string or a list of {{\"role\", \"content\"}} messages")
-        texts = [m.get("content") for m in value]
-        if any(is_surrogate(ch) for m in value for ch in m["role"]):
-            raise BadInput(f"{where}: field {field!r} has a role with half a surrogate pair, which is not text")
+        if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str)
+                                for message in value):
+            raise BadInput(f"{where}: field {field!r} must be a string or a list of "
+                           "{\"role\", \"content\"} messages")
+        texts = [message.get("content") for message in value]
+        if any(is_surrogate(ch) for message in value for ch in message["role"]):
+            raise BadInput(f"{where}: field {field!r} has a role with half a surrogate pair, which "
+                           "is not text")
     for text in texts:
         if not isinstance(text, str):
-            raise BadInput(f"{where}: field {field!r} must be a string, found {type(text).__name__}")
+            raise BadInput(f"{where}: field {field!r} must be a string, found "
+                           f"{type(text).__name__}")
         if not text and field != "completion":
             raise BadInput(f"{where}: field {field!r} is empty")
         if any(map(is_surrogate, text)):
-            raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not text")
+            raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not "
+                           "text")
 
 
 def is_surrogate(ch):
+    """Whether a character is half of a surrogate pair."""
     return "\ud800" <= ch <= "\udfff"
 
 
 @contextlib.contextmanager
 def naming(path, number):
-    """A BadInput from within, say of a chat template, says in which file and row it happened."""
+    """
+    A context: a BadInput that is raised within it, by a chat template for example, is raised again
+    with the file and the number of the row in front.
+    """
     try:
         yield
     except BadInput as e:
@@ -86,8 +114,9 @@ def naming(path, number):
 
 def say_special_tokens(rows, fields, tokenizer, path):
     """
-    Print one line on rank 0 if strings in these fields contain special tokens: they are encoded as
-    plain text, which somebody who wrote a chat template's text by hand should know.
+    Print one line on rank 0 if strings in these fields of the rows contain special tokens, such as
+    "<|im_start|>". In strings they are encoded as plain text, letter by letter. Somebody who has
+    written out a chat template by hand should know that.
     """
     counts = collections.Counter()
     for row in rows:
@@ -96,106 +125,181 @@ def say_special_tokens(rows, fields, tokenizer, path):
     if counts:
         said = ", ".join(f"{s!r} in {n} of {len(rows)} rows" for s, n in counts.most_common(3))
         said += " and more" if len(counts) > 3 else ""
-        warn(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, letter "
-             "by letter; for a chat, write a list of {\"role\", \"content\"} messages instead (EOS is "
-             "added by itself)")
+        warn(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, "
+             "letter by letter; for a chat, write a list of {\"role\", \"content\"} messages "
+             "instead (EOS is added by itself)")
 
 
 def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context of the models"):
     """
-    The token ids of each row's prompt, all at once at the start: a prompt that is too long should not end a run on its third
-    day. longest: how many tokens a prompt may have; whose: the context that bounds it. Raises BadInput with the row.
+    The token ids of each row's prompt: a list of lists. The toy's "123+456=" becomes
+    [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
+
+    All prompts are encoded once, at the start: otherwise a prompt that is too long could end a run
+    on its third day. longest: how many tokens a prompt may have. path: the file, and whose: the
+    context that is the limit, both for the message. Raises BadInput with the row.
     """
     prompts = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
             ids = tokenizer.encode_prompt(row["prompt"])
             if not 0 < len(ids) <= longest:
-                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit beside max_new_tokens "
-                               f"into {whose}. Shorten or drop it, or lower max_new_tokens")
+                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
+                               f"max_new_tokens into {whose}. Shorten or drop it, or lower "
+                               "max_new_tokens")
         prompts.append(ids)
     return prompts
 
 
 def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer):
     """
-    encode_prompts with room for max_new_tokens in every one of {name: model}. A reward model with a
-    tokenizer of its own reads the text anew, so the prompts are encoded with that one, too, only to
-    see that they fit. How many of its tokens a response will be is not known before it is there: it
-    must have room for as many as the policy may sample. Raises BadInput.
+    encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model.
+    models: {name: model}.
+
+    A reward model with another tokenizer than the policy's is given text. So the prompts are
+    encoded with its tokenizer, too, but only to check that they fit. How many of its tokens a
+    response will have is not known yet: max_new_tokens of them must fit. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt"], tokenizer, path)
-    contexts = {name: m.config.max_positions for name, m in models.items()}
+    contexts = {name: model.config.max_positions for name, model in models.items()}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
         longest = contexts.pop("reward_model") - max_new_tokens
-        encode_prompts(rows, reward_tokenizer, longest, path, "the context of the reward model, in whose "
-                       "tokenizer this is counted")
+        encode_prompts(rows, reward_tokenizer, longest, path, "the context of the reward model, in "
+                       "whose tokenizer this is counted")
     return encode_prompts(rows, tokenizer, min(contexts.values()) - max_new_tokens, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# which rows an iteration sees
 
 
 @functools.lru_cache(maxsize=8)
 def permutation(n, *key):
-    """A permutation of n that is a function of the key, (n,) int64. Do not write into it: it is remembered."""
+    """
+    The numbers from 0 to n - 1 in a random order, (n,) int64, which is a function of the key:
+    permutation(5, 1, "epoch", 0) is [1, 2, 0, 3, 4] whenever and wherever it is called. Do not
+    write into the tensor: the cache gives the same one to the next caller.
+    """
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=4).digest()
-    return torch.randperm(n, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
+    seed = int.from_bytes(digest, "little")
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 
 def batch_rows(seed, iteration, batch_size, n):
-    """Which of n rows make up the batch of an iteration: the next batch_size of an endless walk through the epochs."""
-    places = range(iteration * batch_size, (iteration + 1) * batch_size)
+    """
+    Which of the n rows of a file make up the batch of an iteration: a list of batch_size numbers.
+
+    All epochs are walked through one after the other, each in an order of its own, batch_size rows
+    an iteration. A batch may end one epoch and begin the next. With n = 5 and seed = 1:
+
+        epoch 0 has the order 1 2 0 3 4, epoch 1 the order 2 3 4 0 1
+        the batches of batch_size = 3 are [1, 2, 0], [3, 4, 2], [3, 4, 0], ...
+    """
+    places = range(iteration * batch_size, (iteration + 1) * batch_size)  # on the walk
     return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
 
 
 def hashed_row(n, *key):
-    """One of n rows, as a function of the key: for prompts outside of the walk through the epochs."""
+    """
+    A number from 0 to n - 1 that is a function of the key. GRPO's dynamic sampling draws its extra
+    prompts with it: they do not belong to the walk through the epochs.
+    """
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % n
 
 
+def other_row(row, n, *key):
+    """One of n rows, as a function of the key, but not this row (unless it is the only one)."""
+    return (row + 1 + hashed_row(max(n - 1, 1), *key)) % n
+
+
+# --------------------------------------------------------------------------------------------------
+# batches
+
+
 def replace_rows(batch, rows, fresh, pad_id):
     """
-    A dict of tensors (B, ...) with these rows (an index tensor) taken from another such dict, whose prompts may be longer or
-    shorter: the narrower (., P + R) tensors get columns of padding on the left.
+    The batch with some of its rows replaced: row rows[i] is row i of fresh.
+
+    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. The longest
+    prompts of the two may differ: then the tensors (., P + R) of the one with the shorter prompts
+    get columns of padding on the left. Example, with R = 2 and pad_id 0: row 1 is replaced.
+
+        batch["tokens"]   5 6  7 8      fresh["tokens"]   1 2 3  4 9      result   0 5 6  7 8
+                          0 5  9 9                                                 1 2 3  4 9
     """
-    R = batch["response_mask"].shape[1]
-    P, Q = batch["tokens"].shape[1] - R, fresh["tokens"].shape[1] - R
+    width = max(batch["tokens"].shape[1], fresh["tokens"].shape[1])  # the wider P + R
     replaced = {}
-    for name, x in batch.items():
-        y = fresh[name]
+    for name, old in batch.items():
+        new = fresh[name]
         if name in ("tokens", "attention_mask"):
             fill = pad_id if name == "tokens" else False
-            x, y = (torch.nn.functional.pad(t, (max(P, Q) + R - t.shape[1], 0), value=fill) for t in (x, y))
-        replaced[name] = x.index_copy(0, rows, y)
+            old = torch.nn.functional.pad(old, (width - old.shape[1], 0), value=fill)
+            new = torch.nn.functional.pad(new, (width - new.shape[1], 0), value=fill)
+        replaced[name] = old.index_copy(0, rows, new)
     return replaced
 
 
+def my_micro_batches(batch, rows, size):
+    """
+    This rank's share of some rows of a batch, in micro-batches of this size; as many on every rank.
+    See micro_batches.
+    """
+    count = parallel.most_micro_batches(len(rows), size)
+    return micro_batches(batch, parallel.my_share(rows), size, count)
+
+
 def right_pad(sequences, pad_id):
-    """Lists of ids -> tokens (B, T) int64 padded on the right, attention_mask (B, T) bool, built from lengths."""
-    width = max([len(s) for s in sequences], default=2)  # no rows: any width
+    """
+    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool:
+
+        [5, 6, 7], [8] with pad_id 0  ->  tokens   5 6 7     attention_mask   T T T
+                                                   8 0 0                      T F F
+
+    The mask is made from lengths, not from ids: the pad id may be the EOS.
+    """
+    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)
+    width = max([len(ids) for ids in sequences], default=2)  # for no sequences, any width will do
     tokens = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
-    for row, s in enumerate(sequences):
-        tokens[row, :len(s)] = torch.tensor(s)
-    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
+    for row, ids in enumerate(sequences):
+        tokens[row, :len(ids)] = torch.tensor(ids)
     return tokens, torch.arange(width) < lengths[:, None]
 
 
 def micro_batches(batch, rows, size, count=0):
     """
-    Slices of a dict of tensors (B, ...) for these row indices, `size` at a time, with (b, T) and (b, R) tensors cut to the
-    columns that any row of the slice uses. Rows of like length share a slice: less padding to compute. How rows are sliced
-    cannot change a result beyond rounding. count: how many slices there are at least; the last ones may have no rows.
+    Cut some rows of a batch into micro-batches of `size` rows: a generator of dicts like the batch.
+
+    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. count: make at
+    least this many micro-batches, for other ranks may have more; the last ones may have no rows.
+
+    To compute as little padding as possible, rows of similar length come together, and each
+    micro-batch has only the columns that one of its rows uses. Neither changes a result by more
+    than rounding. Example, rows [0, 1, 2] and size = 2, with T = 5, R = 2 and padding as a dot:
+
+        batch["tokens"]   5 6 7  8 9     of 5 tokens
+                          . . 1  2 .        2
+                          . 3 4  5 .        3
+
+        the first:        . 1  2         rows 1 and 2, with 2 and 3 tokens
+                          3 4  5
+        the second:       5 6 7  8 9     row 0
     """
     T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
-    rows = rows[batch["attention_mask"][rows].sum(1).argsort(stable=True)]
-    for part in (rows[i * size:(i + 1) * size] for i in range(max(count, -(-len(rows) // size)))):
+    lengths = batch["attention_mask"][rows].sum(1)  # (len(rows),)
+    rows = rows[lengths.argsort(stable=True)]
+    for i in range(max(count, -(-len(rows) // size))):
+        part = rows[i * size:(i + 1) * size]  # (b,)
         used = batch["attention_mask"][part].any(0)  # (T,)
         if len(part) == 0:
-            used[T - R - 1:T - R + 1] = True  # one token of the prompt, one of the response
-        columns = {T: used, R: used[T - R:]}
-        yield {k: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part] for k, x in batch.items()}
+            # a model needs some columns: one of the prompt, one of the response
+            used[T - R - 1:T - R + 1] = True
+        columns = {T: used, R: used[T - R:]}  # by the width of a tensor
+        yield {name: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part]
+               for name, x in batch.items()}
 
 
 def prompt_text(row):
-    """A row's prompt, or the last of its messages; "" if it has none."""
+    """The prompt of a data row as text: the string, or its last message; "" if it has none."""
     prompt = row.get("prompt", "")
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]

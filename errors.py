@@ -1,5 +1,6 @@
 """
-How a script says what is wrong: four exceptions, and the hook that turns each into one line and an exit code.
+How a script says what is wrong: four exceptions, and the hook that turns each into one line on
+stderr and an exit code.
 """
 import errno
 import os
@@ -8,29 +9,33 @@ import time
 
 
 class BadInput(ValueError):
-    """What the user gave makes no sense. The message is one line: what is wrong, where, and what to type instead."""
+    """The user's input makes no sense. In one line: what is wrong, where, what to type instead."""
 
 
 class BadConfig(BadInput):
-    """A BadInput that every rank sees alike, so that one rank saying it is enough."""
+    """A BadInput that every rank meets alike, so that it is enough when rank 0 says it."""
 
 
 class Stop(RuntimeError):
-    """The run itself noticed that going on would be wrong; raised on all ranks together, with one line that says why."""
+    """To go on would be wrong, as the run itself has noticed. Raised on all ranks together."""
 
 
 class Lost(Stop):
-    """Another rank is gone or does not answer. Each rank that is left says so: nobody knows which of them is being read."""
+    """Another rank has ended or does not answer. Each rank that is left says so: it may be the one
+    whose output is read."""
 
-tell_others = None  # set with several ranks: takes a message, returns whether rank 0 leaves with the same, None once all agree
-torn = None  # set with several ranks: takes an error, returns the Lost that it is if it came of a lost rank
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# Two functions that a run of several ranks puts here, at its start:
+tell_others = None  # message -> whether rank 0 leaves with the same one; None once all ranks agree
+torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
 
 def report_and_exit(kind, error, trace):
     """
-    sys.excepthook of our scripts: BadInput is one line and exit code 2; Stop, a full disk, or too little memory one line
-    and 1. A closed pipe or Ctrl-C ends a tool without a word. Whatever else is a bug, and keeps its traceback.
+    sys.excepthook of the scripts. BadInput is one line and exit code 2. Stop, a full disk and too
+    little memory are one line and exit code 1. A closed pipe and Ctrl-C end a script without a
+    message. Any other exception is a bug, and is shown with its traceback.
     """
     rank = os.environ.get("RANK", "0")
     if torn and issubclass(kind, RuntimeError) and not issubclass(kind, Stop):
@@ -39,53 +44,74 @@ def report_and_exit(kind, error, trace):
     if issubclass(kind, (KeyboardInterrupt, BrokenPipeError)):
         os._exit(130 if kind is KeyboardInterrupt else 1)
     elif issubclass(kind, OSError) and error.errno in FULL:
-        message = f"{error.filename or 'the output'} cannot be written: {error.strerror}; make room and run the same again"
-    elif kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError) or "can't allocate memory" in message:
-        message = f"out of memory ({first_line(error)[:200]}); lower micro_batch_size or rollout_batch_size, or the model's size"
+        message = (f"{error.filename or 'the output'} cannot be written: {error.strerror}; make "
+                   "room and run the same again")
+    elif is_out_of_memory(kind, message):
+        message = (f"out of memory ({first_line(error)[:200]}); lower micro_batch_size or "
+                   "rollout_batch_size, or the model's size")
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return
     message = one_line(message)
+
+    # which rank says it
     speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)
-    if tell_others is None and issubclass(kind, BadConfig):  # rank 0 may be on another host, with another config
+    if tell_others is None and issubclass(kind, BadConfig):
+        # the ranks of another host may have another config than rank 0: one on each host says it
         speaks = rank == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
     elif tell_others and issubclass(kind, BadInput) and rank != "0":
         said = said_by_rank_0(message)
         speaks = speaks if said is None else not said
     if speaks:
         where = "" if rank == "0" else f" (rank {rank})"
-        # torch.distributed swaps sys.stderr for a buffer while this hook runs, and the buffer would die with us
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.__stderr__, flush=True)
+        # sys.__stderr__: while this hook runs, torch.distributed has a buffer of its own in
+        # sys.stderr, which os._exit below would not write out
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.__stderr__,
+              flush=True)
     else:
-        time.sleep(1)  # torchrun kills all ranks when the first one ends; let the one that speaks do so
+        time.sleep(1)  # torchrun kills all ranks when one ends: first let the one that speaks end
     if tell_others and issubclass(kind, BadInput) and rank == "0":
         said_by_rank_0(message)
     try:
         sys.stdout.flush()
     except OSError:
-        pass  # a full disk or a closed pipe, and nobody to tell
-    os._exit(2 if issubclass(kind, BadInput) else 1)  # no farewell: a rank may be gone, and its group would wait for it
+        pass  # a full disk or a closed pipe
+    # _exit: to leave the group of ranks in order would wait for a rank that may have ended
+    os._exit(2 if issubclass(kind, BadInput) else 1)
+
+
+def is_out_of_memory(kind, message):
+    """Whether an exception of this class and message says that there is too little memory."""
+    return (kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError)
+            or "can't allocate memory" in message)
+
+
+def said_by_rank_0(message):
+    """
+    Tell the ranks that wait for this one that it leaves. Returns whether rank 0 leaves with the
+    same message, or None once all ranks have agreed to start.
+    """
+    try:
+        return tell_others(message)
+    except Stop:  # they have left, too
+        return False
 
 
 def warn(message):
-    """Say on rank 0, in one line, what is strange but may be meant."""
+    """Print on rank 0, in one line, something that is strange but may be meant."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {one_line(message)}", flush=True)
 
 
-def said_by_rank_0(message):
-    """Let the ranks that wait for us know that we leave; whether rank 0 leaves for the same reason, None if all have agreed."""
-    try:
-        return tell_others(message)
-    except Stop:  # they are gone themselves
-        return False
+# -------------------------------------------------------------------------------------------------
+# text that fits on one line
 
 
 def first_line(error):
-    """An exception's class and the first line of what it says."""
+    """An exception's class and the first line of its message."""
     try:
         said = str(error).splitlines()[:1]
-    except Exception:  # an exception of the user's own, which fails once more as it is printed
+    except Exception:  # an exception class of the user's, whose own __str__ fails
         said = []
     return ": ".join([type(error).__name__, *said])
 
@@ -94,19 +120,20 @@ def shorten(value, width=60):
     """repr, cut to width, for error lines."""
     try:
         text = repr(value)
-    except Exception:  # an int of more than 4300 digits, a list in itself a thousand times, an object of the user's own
+    except Exception:  # an int of more than 4300 digits, or a __repr__ that fails
         text = "(cannot be printed)"
     return text if len(text) <= width else text[:width] + "..."
 
 
 def one_line(text, longest=700):
     """
-    A message as it leaves for a terminal: on one line, with control characters and halves of surrogate
-    pairs spelled out, as \\x1b or \\ud800; and of a message that is too long, beginning and end.
+    A message that a terminal shows on one line: control characters and halves of surrogate pairs
+    are spelled out, as \\x1b or \\ud800, and of a message of more than `longest` characters the
+    middle is left out.
     """
     text = text.strip()
-    if len(text) > 2 * longest:  # spelling out may only make it longer, so no more than this can be seen
+    if len(text) > 2 * longest:  # spelling out only makes it longer: the rest will not be seen
         text = text[:longest] + text[-longest:]
-    text = "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     keep = longest // 2
     return text if len(text) <= longest else f"{text[:keep]} ... {text[-keep + 5:]}"

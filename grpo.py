@@ -1,103 +1,94 @@
 """
-GRPO for language models, with two models: policy and reference policy; three with a reward model, one when kl_coef = 0. Read it
-downward; `diff ppo.py grpo.py` is what goes, with the value model, and what comes, with the group.
+GRPO for language models, with two models: policy and reference policy. A reward model is a third,
+where the key reward_functions names it; with kl_coef = 0 there is no reference. Read it downward.
 
-python grpo.py config/arithmetic_grpo.py                                       # the toy, on a laptop, no download
-python grpo.py config/arithmetic_grpo.py config/dr_grpo.py --seed=2            # another algorithm on it: any keys, in turn
-torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py                       # 8 GPUs
+python grpo.py config/arithmetic_grpo.py                        # the toy: a laptop, no download
+python grpo.py config/arithmetic_grpo.py config/dr_grpo.py      # another algorithm, the same task
+torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
-One iteration: take batch_size / group_size prompts; 1) let the policy answer each of them group_size times; 2) score the
-answers, by rules or a reward model; 3) an answer's advantage is its score less its group's mean; 4) take a few clipped steps on
-the policy; 5) add up the metrics; 6) print and log them.
+One iteration: take batch_size / group_size prompts;
+    1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
+    2) score: policy and reference read the answers;
+    3) advantages: an answer's score minus the mean of its group, for all of its tokens;
+    4) update: a few clipped steps on the policy;
+    5) metrics, and a line in the log.
 
-    model          output                       trained   starts as
-    policy         logprobs (B, R)              yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)          no        the same; none when kl_coef = 0
-    reward_model   scores (B,)                  no        reward_path, where reward_functions uses it
+    model          output                  trained   starts as
+    policy         logprobs (B, R)         yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
+    reward_model   scores (B,)             no        reward_path, where reward_functions names it
 
-B responses of an iteration, a prompt's group_size side by side; P prompt length, R response length, T = P + R, V vocabulary.
-Masks are True where it counts.
+B responses of an iteration, those to a prompt side by side; P prompt length, R response length,
+T = P + R. Masks are True where it counts. It has the sections of ppo.py, in the same order.
+
+With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
+relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
+and its neighbours.
 """
-import hashlib
-import os
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import engine  # noqa: F401, first: it notes which CPUs there are, before torch's OpenMP may pin this thread
+import engine  # noqa: F401, first: it notes which CPUs there are, before OpenMP pins this thread
 
 import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, encode_for_all, hashed_row, micro_batches, permutation, read_jsonl, replace_rows
-from engine import audit, launch, report, together
-from engine.adapters import load_adapted
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
-from engine.memory import predicted_mib
-from engine.optimizers import MovingAverage, make_optimizer, overflowed, step
-from engine.placement import in_memory, load, on_device, placements, precisions, reshard, sampler, sharded
-from engine.report import is_better, print_models, print_samples, progress, summarize
-from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
-from engine.run_folder import fingerprint, open_run
-from engine.run_log import write_log
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from errors import BadConfig, BadInput
-from loss import gap, gap_limit, kl_estimate, learning_rate_at, logprobs_and_entropy, masked_sum, policy_loss
-from model import freeze
-from relatives import cispo_loss, flat_groups, group_advantages, token_weights
-from rewards import RULES, accuracy, alike_for_equal_texts, reward_model_scores, thinks
-from rollout import generate, response_uniforms
+from data import batch_rows, encode_for_all, my_micro_batches, other_row, permutation, replace_rows
+from engine import audit, build, launch, report
+from engine.checks import check_grpo
+from engine.optimizers import step
+from engine.placement import in_memory, no_grad_forwards
+from engine.run import Run, ranks_agree
+from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
+from relatives import flat_groups, group_advantages, relatives_loss, token_weights
+from rewards import Scorer, alike_for_equal_texts, reward_terms
+from rollout import sample_and_score
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# where to write
-out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy; the same command again resumes from here
+# -------------------------------------------------------------------------------------------------
+# where to write; the same command again resumes from there
+out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-keep_best = False  # also leave out_dir/best_policy: the highest held-out score so far, missing_eos_penalty included
-sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # sequence-classification model with one label, where reward_functions uses it
+reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+share_base = False  # all are adapters and heads on one trunk, policy_path; so is reward_path
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
 # 1) rollout
-batch_size = 512  # responses an iteration, over all ranks: group_size to each of batch_size / group_size prompts [1..1000000]
+batch_size = 512  # responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # responses to a prompt, G [2..1000000]
-max_refills = 0  # times that groups of equal scores are replaced by other prompts' (dynamic sampling: DAPO) [0..1000]
-refill_by = ""  # the reward that is compared for it, such as accuracy; "" = the whole score
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory depends on it [>= 0]
-# 2), 3) scores -> advantages
-reward_functions = "1.0*accuracy,0.1*format"  # what scores a response: a sum of rules, reward_model, mine.py:brevity; see rewards.py
-reward_timeout = 300  # seconds that the rules may take for an iteration's responses; below timeout on several ranks [1..1000000]
-missing_eos_penalty = 0.0  # a response that never ended scores minus this, 0 = leave its score [>= 0]
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory [>= 0]
+max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
+refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
+# 2) score
+reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
+reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-baseline = "mean"  # what a score is compared with: its group's mean, or that of the others in it (RLOO) [mean | others]
-scale_by = "std"  # what advantages are divided by: the group's deviation, that of all scores, nothing [std | batch | none]
-# 4) GRPO
-loss_type = "clip"  # PPO's clipped ratio, or REINFORCE with a clipped weight (CISPO) [clip | cispo]
-importance = "token"  # the ratio is each token's, or the whole response's (GSPO) [token | sequence]
-aggregation = "seq-mean-token-mean"  # what a token counts [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
+# 3) advantages
+baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
+scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
+# 4) update
+loss_type = "clip"  # PPO's clipped ratio, or CISPO's REINFORCE with a clipped weight [clip | cispo]
+importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
+# what a token counts in the loss; see relatives.token_weights
+aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 kl_coef = 0.04  # weight of the KL to the reference; 0 = no reference policy [>= 0]
-kl_in = "loss"  # where the KL enters: the loss of each token, or the score of the whole response [reward | loss]
-kl_estimator = "k3"  # Schulman's: k1 for the score; in the loss k2 has the KL's gradient, k3 a near one [k1 | k2 | k3]
-kl_correction = False  # multiply by the ratio, so that k3's and k1's gradients, too, are the KL's (DeepSeek-V3.2)
+kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
+kl_estimator = "k3"  # Schulman's; k1 for the score, k2 has the KL's own gradient [k1 | k2 | k3]
+kl_correction = False  # times the ratio: k1's and k3's gradients are the KL's, too (DeepSeek-V3.2)
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # the ratio earns nothing below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
-dual_clip = 0.0  # a bad token's loss stays below this times its advantage, 0 = no bound; 3 is usual [>= 0]
+dual_clip = 0.0  # bound of a bad token's loss, times its advantage, 0 = none; 3 is usual [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-target_kl = 0.0  # no more steps this iteration once approx_kl (k3, a token) exceeds this, 0 = take them all [>= 0]
+target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizer: AdamW
 max_iters = 500  # iterations [>= 1]
 learning_rate = 1e-6  # peak [> 0]
@@ -108,408 +99,289 @@ beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
-# system
+ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
+# system; more keys are in engine/keys.py: dtype, device_type, zero_stage, lora, checkpoints ...
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
-device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
-head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-zero_stage = ""  # "policy=3,ref=3,value=3,reward=0": what of each model is split over the ranks, stages 0 to 3; see engine/placement.py
-offload = ""  # "policy=optimizer,reward=params": what of a model is in the CPU's memory: its optimizer, or (frozen, sharded) all
-lora = ""  # "policy=16,value=8:32:q+v": train adapters of RANK[:ALPHA[:TARGETS]] on a frozen model; the reference is then free
-share_base = False  # all models are adapters and heads on one frozen trunk, policy_path; reward_path is an adapter on it
-optim = "adamw"  # or "policy=adafactor,value=adamw": adafactor keeps sums of rows and columns instead of two states
-ema_decay = 0.0  # moving average of the policy, in out_dir/ema_policy: weight of the old at a step, 0 = none [0..0.99999]
-gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
-dtype = "float32"  # 16 bits: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float16 | float64]
-master_weights = True  # False, with bfloat16: train the 16-bit weights themselves; half the memory, and small steps get lost
-deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
-timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
-# ---------------------------------------------------------------------------------------------------------------------
-if batch_size % group_size:
-    raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it counts responses, not prompts")
-if num_minibatches > batch_size:
-    raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of batch_size = {batch_size} empty; lower it")
-if loss_type == "cispo" and (importance == "sequence" or dual_clip > 0):
-    raise BadConfig("loss_type = 'cispo' has a weight a token and no clipped loss; leave importance = 'token' and dual_clip = 0")
-if 0 < dual_clip <= 1:
-    raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than before; wanted 0 or more than 1")
-if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
-    raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 on average in the first step "
-                    "and not the KL's in any other; type --kl_estimator=k2 or --kl_correction=True")
-if kl_correction and kl_in == "reward":
-    raise BadConfig("kl_correction is for a KL in the loss; leave it False with kl_in = 'reward'")
-if kl_correction and kl_estimator == "k2":
-    raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not the KL's any more")
+config = configure(globals(), "engine/keys.py")
+# -------------------------------------------------------------------------------------------------
+# set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)
-# several rewards may be mixed; reward_model is the learned one, the others are rules
-terms = parse_rewards(reward_functions, RULES | {"reward_model": None}, ".")
-rules = [term for term in terms if term[1] != "reward_model"]
-learned, each_reward = len(rules) < len(terms), [name for _, name, _ in terms]
-if refill_by and refill_by not in each_reward:
-    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, which are {', '.join(each_reward)}")
-compared = f"reward/{refill_by}" if refill_by else "scores"
-if rules and world_size > 1 and reward_timeout >= timeout:
-    raise BadConfig(f"reward_timeout = {reward_timeout} must be below timeout = {timeout}, or ranks that wait give up first")
+rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
+terms = reward_terms(reward_functions)  # [(weight, name, function)]
+check_grpo(config, terms, world_size)
+train_rows, eval_rows = (build.read_prompts(path, terms) for path in (prompts_path, eval_path))
 
-master = rank == 0
-place = placements(("policy",), zero_stage, offload, lora, optim, share_base)
-precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
-train_rows, eval_rows = (read_jsonl(path, ["prompt"]) for path in (prompts_path, eval_path))
-for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
-    check_rows(rules, rows, path)
+# the policy: the SFT model, which is trained
+policy, tokenizer = build.load_policy(config, device)
 
-# the models. None has dropout; the frozen ones cannot move, and the audit below checks that they have not
-tokenizer = load_tokenizer(policy_path)
-reward_tokenizer = load_tokenizer(reward_path) if learned and not share_base else tokenizer
-settings = dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=seed, recompute=gradient_checkpointing)
-policy = load(policy_path, place["policy"], trained=True, **settings)
-ref_policy = None
-if kl_coef > 0:
-    ref_policy = policy.base if place["policy"].lora else load(policy_path, place["ref"], **settings)
-reward_model = None
-if learned:
-    reward_model = (freeze(load_adapted(policy.base, reward_path, "scalar", policy_path)) if share_base else
-                    load(reward_path, place["reward"], head="scalar", **settings))
-    check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
-    if reward_model.new_head:
-        raise BadInput(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
+# the reference policy: the SFT model as it was, frozen
+ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
+
+# the reward model: frozen. One number for a whole response; none where rules alone score
+reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
-trained = dict(policy=policy)
-check_tokenizer_fits(tokenizer, policy, policy_path)
-# prompts are checked now, not when their turn comes
-train_prompts, eval_prompts = (encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
-                               for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
-together.agree(config | {f"the content of {path}": sha256(path) for path in (prompts_path, eval_path, *files_of(reward_functions))}
-               | {"the tokenizers": [tokenizer.fingerprint, reward_tokenizer.fingerprint]}
-               | {f"the weights of {name}": fingerprint(model) for name, model in models.items()})
+# token ids of the prompts: all are checked now, not when their turn comes
+prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
+           for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
+train_prompts, eval_prompts = prompts
+ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
-# optimizers, then resume or begin
-adam = (beta1, beta2), adam_eps, weight_decay
-optimizers = dict(policy=make_optimizer(policy, place["policy"], learning_rate, *adam))
-ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
-sources = ["policy_path", "prompts_path", *(["reward_path"] if learned else [])]  # whose contents may not change underway
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "group_size", "lora", "share_base", "optim", *sources],
-                             sources)
-if checkpoint:
-    load_checkpoint(checkpoint, trained, optimizers, ema)
-else:  # what the loop carries from one iteration to the next, beside weights and optimizers
-    state = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
-start = state["iteration"]
-parallel.broadcast_parameters(models.values())
+optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
+ema = build.moving_average(policy, ema_decay)
+run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
+state = run.state  # what the loop carries on, beside weights and optimizer
+
+parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
-frozen_sums = {}  # filled by the first audit
-predicted = predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size, device)
-if master:
-    print_models(models)
-    print(f"{world_size} rank(s) on {device.type}, {dtype}, {predicted:.0f} MiB of tensors each at most; an iteration is "
-          f"{batch_size} responses and {num_iterations} x {num_minibatches} steps on {batch_size // num_minibatches} of them")
-    print(f"resuming from {checkpoint}" if checkpoint else f"writing to {out_dir}")
+autocast = build.autocast(config, device)
+scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+special_loss = relatives_loss(config)  # None: GRPO's own, which is written out in the loop
+run.announce(passes=num_iterations)
+
+# -------------------------------------------------------------------------------------------------
+# helpers of the loop
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# helpers that close over the configuration
+def logprobs_of(model, mb):
+    """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
+    with autocast:
+        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
+                                 entropy=entropy_coef > 0)
 
 
-def response_logprobs(model, rows):
+def read_with_models(batch, minibatches):
     """
-    Log-prob and entropy of each response token, (b, R), of the temperature-scaled distribution that is sampled; and 0 under the
-    mask: there exp could overflow into somebody's gradient. (Entropy is 0 where nobody asks for it.)
+    A collective: what policy and reference say of each response token before the update. Adds
+    old_logprobs and, with a reference, ref_logprobs, (B, R) each. Every rank does its share.
+
+    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
+    they come from the forward that will be trained, in the same micro-batches, so that in the first
+    epoch's first step the ratio is 1 to the last bit.
     """
-    mask = rows["response_mask"]
-    with precision:
-        hidden = model.trunk(rows["tokens"], rows["attention_mask"], response_length=mask.shape[1])  # (b, R, d)
-        results = logprobs_and_entropy(hidden, model.lm_head_weight(), rows["tokens"][:, -mask.shape[1]:], temperature,
-                                       tokenizer.vocab_size, head_chunk, entropy_coef > 0)
-    return [torch.where(mask, x, 0) for x in results]
+    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
+    readers = {name: model for name, model in readers.items() if model is not None}
+    # (B, R) each; 0 in the rows of other ranks
+    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
+    with no_grad_forwards([policy, ref_policy], device):
+        for rows in minibatches:
+            for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
+                length = mb["response_mask"].shape[1]
+                for name, model in readers.items():
+                    said[name][mb["index"], :length] = logprobs_of(model, mb)[0]
+    run.leave_if_asked()  # COLLECTIVE
+    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE: the rows of all ranks
+    audit.check_finite({name: batch[name] for name in readers}, run.iteration)
 
 
-def sample_and_judge(rows, prompts, purpose, noise, places=None, G=1):
+def shape_scores(batch):
     """
-    Sample G responses to each of some data rows, whose prompts are given as ids, and give each its score. Every rank does its
-    share and gets everyone's: a dict of tensors with all B rows, a prompt's side by side. From there on, all ranks compute on
-    the same numbers. places: the prompts' slots in the batch, which decide the noise (None: 0, 1, 2, ...).
+    What the settings make of a batch's scores, (B,), in this order: missing EOS, clip. A response
+    that never ended gets minus missing_eos_penalty instead of its score.
     """
-    places = [slot for slot in places or range(len(rows)) for _ in range(G)]
-    rows, prompts = ([x for x in items for _ in range(G)] for items in (rows, prompts))
-    enter(purpose)
-    width = max(len(p) for p in prompts)  # one P for all ranks
-    slots = parallel.my_share(range(len(rows)))
-    n = rollout_batch_size or max(len(slots), 1)
-    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
-    decoder = sampler(policy, frozen_dtype, device)
-    for part in (slots[i:i + n] for i in range(0, max(len(slots), 1), n)):
-        with precision:
-            parts.append(generate(decoder, [prompts[i] for i in part], max_new_tokens, temperature, tokenizer.eos_ids,
-                                  tokenizer.pad_id, tokenizer.vocab_size,
-                                  response_uniforms(seed, purpose, noise, [places[i] for i in part], max_new_tokens,
-                                                    [i % G for i in part]), prompt_width=width, stop=launch.stop_asked))
-        responses = [t[width:][m].tolist() for t, m in zip(parts[-1]["tokens"], parts[-1]["response_mask"], strict=True)]
-        said = dict(rows=[rows[i] for i in part], prompts=[tokenizer.decode(prompts[i]) for i in part],
-                    completions=[tokenizer.decode(r) for r in responses])
-        for name, items in said.items():
-            texts[name] += items
-        said["seconds"] = reward_timeout * len(part) / max(len(slots), 1)  # that its rules may take
-        pending.append(threads.submit(call_rewards, rules, parts[-1] | said))  # at work while the next part is sampled
-    mine = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
-    del decoder, parts  # a gathered copy of sharded weights is only for the rollout
-    leave_if_asked()
-    if purpose == "rollout":
-        enter("score")
-    each = together.together(lambda: collect(pending, reward_timeout))  # before any forward that needs all ranks
-    if learned:
-        forwards = parallel.most_micro_batches(len(rows), micro_batch_size)  # as many on every rank
-        with precision, on_device(reward_model, device):
-            each["reward_model"] = reward_model_scores(mine | texts, reward_model, reward_tokenizer, tokenizer,
-                                                       micro_batch_size, forwards)
-        reshard([reward_model])
-    mine |= {f"reward/{name}": x.to(mine["sampler_logprobs"]) for name, x in each.items()}  # (b,) each
-    mine["accuracy"], mine["thinks"] = accuracy(texts).to(device), thinks(texts).to(device)
-    leave_if_asked()
-    batch = parallel.gather_rows(mine)  # b rows -> all B
-    batch["index"] = torch.arange(len(rows), device=device)
-    if learned:
-        batch["reward/reward_model"] = alike_for_equal_texts(batch["reward/reward_model"], batch)
-    batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in terms)  # (B,)
-    parallel.check_finite({k: batch[k] for k in ("sampler_logprobs", "scores")}, iteration)
-
-    batch["raw_scores"] = batch["scores"]
+    scores = batch["scores"]
     if missing_eos_penalty > 0:
-        batch["scores"] = torch.where(batch["finished"], batch["scores"], -missing_eos_penalty)
+        scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
     if reward_clip > 0:
-        batch["scores"] = batch["scores"].clamp(-reward_clip, reward_clip)
-    return batch
+        scores = scores.clamp(-reward_clip, reward_clip)
+    return scores
 
 
-def run_models(batch, minibatches):
+def compared(batch):
+    """What tells the responses of a group apart, (B,): the scores, or the reward refill_by."""
+    return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
+
+
+def refill(batch, picked, flat):
     """
-    What policy and reference say of each response token before the update: adds old_logprobs and, with a
-    reference, ref_logprobs, (B, R) each. Every rank does its share and gets everyone's.
+    A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group whose scores are
+    all equal has nothing to compare, so another prompt's group takes its place, up to max_refills
+    times.
 
-    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's: they come from the very
-    forward that will be trained, in the very micro-batches, so that not even rounding moves the first ratio from 1.
+    picked: the data rows of the batch, changed in place; flat: which of its groups are flat,
+    (B / G,) bool. Returns the batch, and which groups are flat even now.
     """
-    names = ("old_logprobs", "ref_logprobs") if ref_policy else ("old_logprobs",)
-    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}  # (B, R), 0 where others have said it
-    with torch.no_grad(), on_device(ref_policy, device):
-        for mb in (mb for rows in minibatches for mb in my_micro_batches(batch, rows)):
-            if launch.stop_asked() and not any(map(sharded, models.values())):  # which all ranks must run alike
-                break  # no matter what is missing now: all ranks leave below
-            length = mb["response_mask"].shape[1]
-            said["old_logprobs"][mb["index"], :length] = response_logprobs(policy, mb)[0]
-            if ref_policy:
-                said["ref_logprobs"][mb["index"], :length] = response_logprobs(ref_policy, mb)[0]
-    reshard(models.values())
-    leave_if_asked()
-    batch |= parallel.add_up(said)
-    parallel.check_finite({name: batch[name] for name in names}, iteration)
+    for attempt in range(max_refills):
+        slots = flat.nonzero().flatten().tolist()
+        if not slots:
+            break
+        for slot in slots:
+            key = seed, "refill", run.iteration, attempt, slot
+            picked[slot] = other_row(picked[slot], len(train_rows), *key)
+        fresh = sample_and_score(  # COLLECTIVE
+            run, policy, scorer, config, [train_rows[picked[slot]] for slot in slots],
+            [train_prompts[picked[slot]] for slot in slots], f"refill {attempt}", run.iteration,
+            slots, group_size)
+        rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
+        batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
+        batch["index"] = torch.arange(batch_size, device=device)
+        flat = flat_groups(compared(batch), group_size)
+    return batch, flat
 
 
-def my_micro_batches(batch, rows):
-    """This rank's share of these rows of a batch, in micro-batches; as many on every rank."""
-    return micro_batches(batch, parallel.my_share(rows), micro_batch_size,
-                         parallel.most_micro_batches(len(rows), micro_batch_size))
+def evaluate():
+    """A collective: the policy on held-out prompts, with the same noise every time."""
+    rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
+    batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
+    read_with_models(batch, [batch["index"]])  # COLLECTIVE
+    record = report.summarize(batch, "eval", scorer.names)
+    score = shape_scores(batch).mean().item()
+    if keep_best and report.is_better(score, state["best_score"]):
+        state["best_score"] = score
+        run.save_as("best_policy")  # COLLECTIVE
+    run.print_evaluation(record, batch, rows)
+    return record
 
 
-def enter(phase):
-    """Begin a phase of the iteration. Seconds are booked under it until the next one, and errors name it."""
-    global current, clock
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    now = time.perf_counter()
-    times[current] = times.get(current, 0.0) + now - clock
-    current, clock = phase, now
-    parallel.phase = f"iteration {iteration}, {phase}"
-
-
-def save():
-    """A checkpoint that says: this iteration comes next. To be called while its update has not begun."""
-    enter("checkpoint")
-    audit.audit(models, frozen_sums, iteration)
-    save_checkpoint(out_dir, iteration, trained, optimizers, state, tokenizer, keep_checkpoints, ema)
-
-
-def leave_if_asked():
-    """After SIGTERM or Ctrl-C on any rank, all save and exit together. An iteration that has begun is sampled again, alike."""
-    if launch.stop_agreed():
-        save()
-        if master:
-            print(f"stopped before the update of iteration {iteration}, and saved; resume with the same command")
-        threads.shutdown(wait=False, cancel_futures=True)
-        launch.finish()
-        sys.exit(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the loop
 
-times, current, clock, began = {}, "start", time.perf_counter(), time.time()
-limit = gap_limit(dtype, temperature)  # of what must be 0 on paper
-threads = ThreadPoolExecutor(1)  # for rules; those that take long wait for processes of their own, so one is enough
-for iteration in range(start, max_iters + 1):
-    # 0) audit, evaluation, checkpoint: before the update, so that checkpoint k means "iteration k comes next"
-    enter("audit")
-    times.clear()
-    record = {"iteration": iteration}
-    last, due = iteration == max_iters, checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
-    if iteration % sync_check_interval == 0 or iteration == start:
-        audit.audit(models, frozen_sums, iteration)
-    if iteration % eval_interval == 0 or last:
-        rows, prompts = (x[:eval_size or len(x)] for x in (eval_rows, eval_prompts))
-        batch = sample_and_judge(rows, prompts, "eval", 0)  # the same noise every time: less of it in the curve
-        run_models(batch, [batch["index"]])
-        record |= summarize(batch, "eval", each_reward)
-        mean = batch["scores"].mean().item()
-        if keep_best and is_better(mean, state["best_score"]):
-            state["best_score"] = mean
-            save_final(out_dir, "best_policy", policy, tokenizer)
-        if master:
-            print(f"eval {iteration}: " + " | ".join(f"{k[5:]} {x:.3f}" for k, x in record.items() if k.startswith("eval/")))
-            print_samples(batch, rows, tokenizer)
-    if due or last:
-        save()
-    if last:
-        enter("log")
-        write_log(out_dir, record | {f"time/{phase}": t for phase, t in times.items()})
+for iteration in range(run.start, max_iters + 1):
+    # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
+    run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+    record = {}
+    if iteration % eval_interval == 0 or iteration == max_iters:
+        record |= evaluate()  # COLLECTIVE
+    run.save_if_due()  # COLLECTIVE
+    if iteration == max_iters:
+        run.log(record)  # COLLECTIVE
         break
+    run.leave_if_asked()  # COLLECTIVE
 
-    # 1) rollout, 2) score it with all models: afterwards every rank holds the whole batch
-    leave_if_asked()
+    # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
+    # give each answer a score. Every rank does its share, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size // group_size, len(train_rows))
-    batch = sample_and_judge([train_rows[i] for i in picked], [train_prompts[i] for i in picked], "rollout", iteration,
-                             G=group_size)
-    sampled = summarize(batch, "objective", each_reward)  # of all that was sampled, whatever is replaced below
-    even = flat_groups(batch[compared], group_size)  # (B / G,): groups with nothing to compare
-    sampled |= {"objective/flat_groups": even.double().mean().item(), "objective/score_std": batch["scores"].std().item()}
-    for refill in range(max_refills):  # they are replaced by other prompts', drawn from a hash
-        places = even.nonzero().flatten().tolist()
-        if places:
-            for slot in places:  # any row but its own
-                away = 1 + hashed_row(max(len(train_rows) - 1, 1), seed, "refill", iteration, refill, slot)
-                picked[slot] = (picked[slot] + away) % len(train_rows)
-            fresh = sample_and_judge([train_rows[picked[slot]] for slot in places],
-                                     [train_prompts[picked[slot]] for slot in places], f"refill {refill}", iteration,
-                                     places, group_size)
-            rows = (torch.tensor(places)[:, None] * group_size + torch.arange(group_size)).flatten().to(device)
-            batch = replace_rows(batch, rows, fresh, tokenizer.pad_id)
-            batch["index"] = torch.arange(batch_size, device=device)
-            even = flat_groups(batch[compared], group_size)
-    enter("score")
-    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device) for epoch in range(num_iterations)]
-    run_models(batch, orders[0].tensor_split(num_minibatches))
+    batch = sample_and_score(  # COLLECTIVE
+        run, policy, scorer, config, [train_rows[i] for i in picked],
+        [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
+    sampled = report.summarize(batch, "objective", scorer.names)
+    sampled["objective/score_std"] = shape_scores(batch).std().item()
+    flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
+    sampled["objective/flat_groups"] = flat.double().mean().item()
+    batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
     mask = batch["response_mask"]  # (B, R)
-    sampler_gap = audit.must_agree(gap(batch["sampler_logprobs"] - batch["old_logprobs"], mask, dtype), limit,
-                                      "the sampler", iteration, models)
+
+    # 2) score: the log-probs of policy and reference before any update.
+    # Each epoch goes over the batch in another order
+    run.enter("score")
+    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
+              for epoch in range(num_iterations)]  # (B,) each
+    read_with_models(batch, orders[0].tensor_split(num_minibatches))  # COLLECTIVE
+    old_logprobs = batch["old_logprobs"]  # (B, R)
+    sampler_gap = run.must_agree(  # COLLECTIVE
+        run.gap(batch["sampler_logprobs"], old_logprobs, mask), "the sampler")
     if iteration == 0 and ref_policy:
-        audit.must_agree(gap(batch["ref_logprobs"] - batch["old_logprobs"], mask, dtype), limit, "the reference", iteration,
-                            models)
+        run.must_agree(  # COLLECTIVE
+            run.gap(batch["ref_logprobs"], old_logprobs, mask), "the reference")
 
-    # 3) advantages: one number a response, for all of its tokens
-    judged = batch["scores"]  # (B,)
-    if ref_policy and kl_in == "reward":  # the KL of the whole response, whose gradient is that of the sampled KL
-        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
-        judged = alike_for_equal_texts(judged - kl_coef * kl.sum(1), batch)
-    advantages = group_advantages(judged, group_size, scale_by, baseline)  # (B,)
+    # 3) advantages: a score minus its group's mean, over its group's deviation. One number a
+    # response, for all of its tokens
+    scores = shape_scores(batch)  # (B,)
+    if ref_policy and kl_in == "reward":  # the KL of the whole response is a part of its score
+        kl = kl_estimate(old_logprobs, batch["ref_logprobs"], kl_estimator)  # (B, R)
+        scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
+    advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
+    audit.check_finite(dict(advantages=advantages), iteration)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
-    batch["counted"] = mask & batch["finished"][:, None] if truncated == "mask" else mask  # (B, R): what is trained on
-    batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, R): what each token counts in its step, filled below
-    if max_refills > 0:  # groups that are flat even now are left out, as if they had not been sampled
-        batch["counted"] = batch["counted"] & ~even.repeat_interleave(group_size)[:, None]
-    learns = (advantages != 0) & batch["counted"].any(1)  # (B,)
-    parallel.check_finite(dict(advantages=advantages), iteration)
+    # which tokens are trained on, (B, R)
+    batch["counted"] = mask
+    if truncated == "mask":
+        batch["counted"] = mask & batch["finished"][:, None]
+    if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
+        batch["counted"] = batch["counted"] & ~flat.repeat_interleave(group_size)[:, None]
+    learns = (advantages != 0) & batch["counted"].any(1)  # (B,): which responses teach something
+    batch["weights"] = torch.zeros_like(old_logprobs)  # (B, R): filled before each step
 
-    # 4) GRPO: clipped steps on the policy
-    enter("update")
-    names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
-    sums = {k: torch.zeros(2, dtype=torch.float64, device=device) for k in names}  # (masked sum, count)
+    # 4) update
+    run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    ratio_gap, steps, skips, policy_norm = torch.zeros((), dtype=torch.float64, device=device), 0, 0, torch.zeros(())
-    for rows in (rows for order in orders for rows in order.tensor_split(num_minibatches)):
-        if not learns[rows].any():  # no step, for momentum and KL alone would move the policy
-            continue
-        # one normaliser for the whole step, over all micro-batches and ranks
-        batch["weights"][rows] = token_weights(batch["counted"][rows], aggregation, max_new_tokens).to(batch["weights"])
-        drift = -sums["policy/approx_kl"]
-        loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
-        for flat in gradients:
-            flat.zero_()
-        for mb in my_micro_batches(batch, rows):
-            m = mb["counted"]  # (b, R)
-            logprobs, entropy = response_logprobs(policy, mb)  # (b, R) each
-            if steps == 0:
-                ratio_gap = torch.maximum(ratio_gap, gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype))
-            if loss_type == "cispo":
-                pg_losses, clipped = cispo_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high)
-            else:
-                pg_losses, clipped = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high,
-                                                 dual_clip, importance)
-            pg_loss = masked_sum(pg_losses * mb["weights"], m)
-            kl_losses = torch.zeros_like(logprobs)
-            if ref_policy:
-                kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
-                if kl_correction:
-                    kl_losses = kl_losses * torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
-                if kl_in == "loss":
-                    pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
-            if entropy_coef > 0:
-                pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
-            (loss_scale * pg_loss).backward()
-            del pg_loss, entropy
+    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
+                           device)
+    ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
+    policy_norm = torch.zeros(())
+    first, stopped, steps = True, False, 0
+    for epoch in range(num_iterations):
+        for rows in orders[epoch].tensor_split(num_minibatches):
+            if stopped or not learns[rows].any():  # momentum and KL alone would move the policy
+                continue
+            # what each token counts in this step, over all micro-batches and ranks; the sum of
+            # weight * loss is the loss. GRPO: each response alike, and each of its tokens alike
+            counted = batch["counted"][rows]  # (rows, R)
+            weights = token_weights(counted, aggregation, max_new_tokens)
+            batch["weights"][rows] = weights.to(batch["weights"])
+            before = sums["policy/approx_kl"].clone()
+            for flat_buffer in gradients:
+                flat_buffer.zero_()
 
-            approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # how far this iteration has moved the policy
-            for k, x in zip(names, (pg_losses, kl_losses, approx_kl, clipped), strict=True):
-                sums[k] += torch.stack([masked_sum(x.detach().double(), m), m.sum()])
+            for mb in my_micro_batches(batch, rows, micro_batch_size):
+                m = mb["counted"]  # (b, R)
+                logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
+                ratio = torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
+                pg_losses1 = -mb["advantages"] * ratio
+                pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
+                pg_losses, clipped = torch.max(pg_losses1, pg_losses2), pg_losses2 > pg_losses1
+                if special_loss:  # a relative's: GSPO, CISPO, a dual clip
+                    pg_losses, clipped = special_loss(
+                        logprobs, mb["old_logprobs"], mb["advantages"], m)
+                pg_loss = masked_sum(pg_losses * mb["weights"], m)
+                kl_losses = torch.zeros_like(logprobs)
+                if ref_policy:
+                    kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
+                    kl_losses = kl_losses * ratio if kl_correction else kl_losses
+                    if kl_in == "loss":
+                        pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
+                if entropy_coef > 0:
+                    pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
+                (run.loss_scale * pg_loss).backward()
+                del pg_loss, entropy
 
-        # the one collective of a step; everything after it is the same on all ranks
-        parallel.all_reduce_gradients(gradients, loss_scale)
-        policy_norm = parallel.clip_gradients(gradients, grad_clip)
-        if steps == 0:
-            ratio_gap = audit.must_agree(ratio_gap, limit, "the training forward", iteration, models)
-        steps += 1
-        if dtype == "float16" and overflowed(state, (policy_norm,), iteration):
-            skips, policy_norm = skips + 1, torch.zeros(())  # JSON has no infinity
-            continue  # on all ranks, for the gradients are everybody's
-        parallel.check_gradients(policy_norm, policy, "policy", iteration)
-        drift = drift + sums["policy/approx_kl"]  # of this minibatch on this rank
-        if target_kl > 0 and parallel.all_reduce_metrics({"kl": drift})["kl"] > target_kl:
-            steps -= 1
-            break
-        step(optimizers["policy"], policy_lr)
-        if ema:
-            ema.update()
-    if steps == 0:
-        ratio_gap = 0.0
-        if master and not learns.any():
-            masked = int((~batch["finished"]).sum()) if truncated == "mask" else 0
-            print(f"iteration {iteration}: nothing to learn: {int(even.sum())} of {len(even)} groups have equal scores, "
-                  f"{masked} of {batch_size} responses are masked; no step")
+                if first:  # before the first step the ratio must be 1
+                    gap = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
+                    ratio_gap = torch.maximum(ratio_gap, gap)
+                approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
+                report.add_up(sums, m, {
+                    "loss/policy": pg_losses, "loss/kl": kl_losses,
+                    "policy/approx_kl": approx_kl, "policy/clipfrac": clipped})
+
+            # from here on the gradients are the same on all ranks
+            parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
+            policy_norm = parallel.clip_gradients(gradients, grad_clip)
+            if first:
+                ratio_gap = run.must_agree(ratio_gap, "the training forward")  # COLLECTIVE
+            first = False
+            if run.overflowed(policy_norm):  # float16 only: all ranks skip this step
+                policy_norm = torch.zeros(())
+                continue
+            audit.check_gradients(policy_norm, policy, "policy", iteration)
+            if target_kl > 0:
+                moved = sums["policy/approx_kl"] - before  # of this minibatch, on this rank
+                moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
+                stopped = moved > target_kl
+            if not stopped:
+                step(optimizers["policy"], policy_lr)
+                if ema:
+                    ema.update()
+                steps += 1
+    if not learns.any():
+        run.say_nothing_learnt(batch, flat)
 
     # 5) metrics: means over all tokens and ranks, never means of means
-    enter("metrics")
-    token_count = int(mask.sum())
-    record["objective/texts"] = hashlib.blake2b(batch["tokens"].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-    record |= summarize(batch, "objective", each_reward) | sampled | parallel.all_reduce_metrics(sums)
+    run.enter("metrics")
+    record |= report.summarize(batch, "objective", scorer.names)
+    record |= sampled  # of all that was sampled first, whatever was replaced then
     if max_refills > 0:
-        record |= summarize(batch, "trained", each_reward) | {"trained/flat_groups": even.double().mean().item()}
+        record |= report.summarize(batch, "trained", scorer.names)
+        record["trained/flat_groups"] = flat.double().mean().item()
+    record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
-        "objective/rlhf_reward": judged.mean().item(),
-        "policy/sampler_gap": sampler_gap, "policy/ratio_gap": ratio_gap, "policy/grad_norm": policy_norm.item(),
-        "policy/steps": steps - skips, "policy/lr": policy_lr,
+        "objective/texts": report.hash_of(batch["tokens"]),
+        "objective/rlhf_reward": scores.mean().item(),
+        "policy/sampler_gap": sampler_gap,
+        "policy/ratio_gap": float(ratio_gap),
+        "policy/grad_norm": policy_norm.item(),
+        "policy/steps": steps,
+        "policy/lr": policy_lr,
     }
+    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
 
-    # 6) timing and logging
-    enter("log")
-    total = sum(times.values())
-    record |= {f"time/{phase}": t for phase, t in times.items()} | {"time/iteration": total}
-    record |= {"mem/peak_mib": report.peak_memory_mib(device), "mem/predicted_mib": predicted}
-    write_log(out_dir, record)
-    if master:
-        print(progress(record, start, iteration + 1, max_iters, token_count, began), flush=True)
-
-save_final(out_dir, "policy", policy, tokenizer)
-if ema:
-    with ema.in_place():
-        save_final(out_dir, "ema_policy", policy, tokenizer)
-if master:
-    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample.py to talk to it, plot.py to draw the run")
-launch.finish()
+run.finish()  # COLLECTIVE

@@ -1,10 +1,17 @@
 """
-One Transformer for six families of Hugging Face models: gpt2, gpt_neox (Pythia), llama, mistral, qwen2, qwen3. The head is
-either a language model's (logits over the vocabulary) or one scalar a token (reward and value models).
+The architecture alone: one Transformer for six families of Hugging Face models, gpt2, gpt_neox
+(Pythia), llama, mistral, qwen2 and qwen3. It reads like nanoGPT's model.py; each thing in which a
+family differs from GPT-2 is a field of ModelConfig.
 
-    policy = from_pretrained("out/arithmetic_sft/policy")                          # engine/pretrained.py; logits (B, T, V)
+    policy = from_pretrained("out/arithmetic_sft/policy")  # engine/pretrained.py
+    logits = policy(tokens, attention_mask)  # (B, T) int64, (B, T) bool -> (B, T, V)
 
-There is no dropout anywhere, whatever config.json says: a policy must give the same token the same probability twice.
+The head is a language model's (logits over the vocabulary), or one scalar a token, which is what
+reward and value models have. There is no dropout anywhere, whatever config.json says: a policy must
+give the same token the same probability twice.
+
+In shapes: B rows, T new tokens, S columns in all (cached and new), V vocabulary, d the width of the
+residual stream, H heads with hd coordinates each, KV heads of keys and values.
 """
 import math
 from dataclasses import dataclass
@@ -17,22 +24,18 @@ from torch.utils.checkpoint import checkpoint
 from errors import BadInput
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# config.json -> what the Transformer needs to know
-
-
 @dataclass
 class ModelConfig:
-    """The architecture, in one vocabulary for all families. `hf` keeps config.json as it was read, for saving."""
+    """The architecture, in one vocabulary for all families (engine/hf_config.py makes it)."""
 
     family: str
     vocab_size: int
     d_model: int
     n_layers: int
     n_heads: int
-    n_kv_heads: int
+    n_kv_heads: int  # fewer than n_heads: several queries share a head of keys and values
     head_dim: int
-    d_ff: int
+    d_ff: int  # width of the MLP
     max_positions: int
     norm_eps: float
     activation: str
@@ -42,14 +45,15 @@ class ModelConfig:
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
     learned_positions: bool = False  # GPT-2: a table of positions instead of rotation
     rotary_dim: int = 0  # how many of head_dim's coordinates rotate
-    rope: dict = None
+    rope: dict = None  # rope_type, rope_theta and what the type needs: see rope_frequencies
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm on each head's query and key
     windows: tuple = ()  # sliding attention window of each layer, 0 = sees everything
-    score_shift: float = 0.0  # added to a reward model's scalar so that demonstrations average 0 (N+ detail 15)
-    hf: dict = None
+    score_shift: float = 0.0  # added to a reward model's scalar, see rm.py (N+ detail 15)
+    hf: dict = None  # config.json as it was read, for saving
+
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -59,24 +63,6 @@ ACTIVATIONS = {
     "silu": F.silu,
     "swish": F.silu,
 }
-
-
-def rope_frequencies(c):
-    """Rotations per position, (rotary_dim / 2,) fp32 (RoFormer, arXiv 2104.09864); with Llama 3.1's stretching."""
-    f = 1.0 / c.rope["rope_theta"] ** (torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim)
-    if c.rope["rope_type"] == "linear":
-        f = f / c.rope["factor"]
-    if c.rope["rope_type"] == "llama3":
-        # wavelengths beyond the original context are stretched by `factor`, short ones kept, a ramp in between
-        old, low, high = (c.rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
-        turns = old * f / (2 * math.pi)  # full turns within the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        f = keep * f + (1 - keep) * f / c.rope["factor"]
-    return f
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the model
 
 
 class RMSNorm(nn.Module):
@@ -89,80 +75,168 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+def make_norm(c):
+    return RMSNorm(c.d_model, c.norm_eps) if c.rms_norm else nn.LayerNorm(c.d_model, eps=c.norm_eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# a layer
+
+
 class Layer(nn.Module):
     """Attention, then MLP, each on the residual stream (or both at once, in GPT-NeoX)."""
 
     def __init__(self, c, index):
         super().__init__()
         self.c, self.index = c, index
-        self.recomputed = False  # True: the whole layer is computed again in the backward pass, see Transformer.recompute
-        d, q_dim, kv_dim = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        norm = RMSNorm if c.rms_norm else nn.LayerNorm
-        self.norm1 = norm(d, eps=c.norm_eps)
-        self.q = nn.Linear(d, q_dim, bias=c.qkv_bias)
-        self.k = nn.Linear(d, kv_dim, bias=c.qkv_bias)
-        self.v = nn.Linear(d, kv_dim, bias=c.qkv_bias)
-        self.o = nn.Linear(q_dim, d, bias=c.o_bias)
+        self.recomputed = False  # see Transformer.recompute
+        self.norm1 = make_norm(c)
+        self.q = nn.Linear(c.d_model, c.n_heads * c.head_dim, bias=c.qkv_bias)
+        self.k = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
-        self.norm2 = norm(d, eps=c.norm_eps)
+            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+        self.norm2 = make_norm(c)
         if c.gated_mlp:
-            self.gate = nn.Linear(d, c.d_ff, bias=c.mlp_bias)
-        self.up = nn.Linear(d, c.d_ff, bias=c.mlp_bias)
-        self.down = nn.Linear(c.d_ff, d, bias=c.mlp_bias)
+            self.gate = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
+        self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
+        self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
         self.activation = ACTIVATIONS[c.activation]
 
-    def linear(self, name, x, adapter):
-        """The layer's linear map of this name, and what a LoRA adapter adds to it: W x + b + scale B A x."""
-        y = getattr(self, name)(x)
-        return y + adapter[name](x).to(y.dtype) if adapter is not None and name in adapter else y
+    def forward(self, x, rotation, mask, cache, adapter=None):
+        """x (B, T, d) -> (B, T, d). rotation, mask, cache: see attention. adapter: see linear."""
+        if self.c.parallel_residual:
+            y = x + self.attention(self.norm1(x), rotation, mask, cache, adapter)
+            return y + self.mlp(self.norm2(x), adapter)
+        x = x + self.attention(self.norm1(x), rotation, mask, cache, adapter)
+        return x + self.mlp(self.norm2(x), adapter)
 
-    def attention(self, x, rotation, allowed, cache, adapter):
-        """x (B, T, d) -> (B, T, d). allowed: bool, broadcastable to (B, 1, T, S); None = plain causal."""
+    def attention(self, x, rotation, mask, cache, adapter):
+        """
+        x (B, T, d) -> (B, T, d).
+
+        rotation: (cos, sin) of Transformer.rotation; None where positions are learned.
+        mask: what a token may look at, one of three things: see attention_masks.
+        cache: a KVCache, which takes the new keys and values and gives back all; or None.
+        """
         B, T, _ = x.shape
-        q = self.linear("q", x, adapter).view(B, T, self.c.n_heads, self.c.head_dim).transpose(1, 2)  # (B, H, T, hd)
-        k = self.linear("k", x, adapter).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)  # (B, KV, T, hd)
-        v = self.linear("v", x, adapter).view(B, T, self.c.n_kv_heads, self.c.head_dim).transpose(1, 2)
+        H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
+        q = self.linear("q", x, adapter).view(B, T, H, hd).transpose(1, 2)  # (B, H, T, hd)
+        k = self.linear("k", x, adapter).view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
+        v = self.linear("v", x, adapter).view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
         if self.c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
-            k, v = cache.append(self.index, k, v)  # (B, KV, S, hd), all slots so far
-        if T == 1:  # decoding: a matrix-vector product per head, faster by hand than through a fused kernel's set-up
-            y = single_query_attention(q, k, v, allowed)
+            k, v = cache.append(self.index, k, v)  # (B, KV, S, hd)
+
+        if T == 1:  # decoding: faster by hand, because a fused kernel takes longer to set up
+            y = single_query_attention(q, k, v, mask)  # (B, H, 1, hd)
+            return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
+        if KV != H:  # each head of keys and values serves H / KV heads of queries
+            k = k.repeat_interleave(H // KV, dim=1)  # (B, H, S, hd)
+            v = v.repeat_interleave(H // KV, dim=1)  # (B, H, S, hd)
+        if B == 0:
+            # a rank without rows runs the forward, too, where parameters are sharded, because all
+            # ranks must gather each layer together; a fused kernel may refuse the empty batch
+            y = (q @ k.mT).softmax(-1) @ v
         else:
-            if self.c.n_kv_heads != self.c.n_heads:  # grouped queries share keys and values
-                groups = self.c.n_heads // self.c.n_kv_heads
-                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            if B == 0:  # a rank without rows must come along where parameters are sharded, and kernels may refuse to
-                y = (q @ k.mT).softmax(-1) @ v
-            else:
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
 
     def mlp(self, x, adapter):
-        branches = [self.linear(name, x, adapter) for name in (("gate", "up") if self.c.gated_mlp else ("up",))]
+        """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
+        gate = self.linear("gate", x, adapter) if self.c.gated_mlp else None  # (B, T, d_ff)
+        up = self.linear("up", x, adapter)  # (B, T, d_ff)
         if torch.is_grad_enabled() and not self.recomputed:
-            # what lies between the branches and `down` is the widest of all activations and the cheapest to compute again
-            return checkpoint(self.narrow, adapter, *branches, use_reentrant=False, preserve_rng_state=False)
-        return self.narrow(adapter, *branches)
+            # what `narrow` makes for `down` is the widest of all activations and the cheapest:
+            # it is not kept, and the backward pass computes it again
+            return checkpoint(self.narrow, gate, up, adapter, use_reentrant=False,
+                              preserve_rng_state=False)
+        return self.narrow(gate, up, adapter)
 
-    def narrow(self, adapter, gate, *up):
-        """The activation, times the other branch if there is one, and back to the model's width."""
-        return self.linear("down", self.activation(gate) * up[0] if up else self.activation(gate), adapter)
+    def narrow(self, gate, up, adapter):
+        """The activation, and the way back to the width d: (B, T, d_ff) -> (B, T, d)."""
+        wide = self.activation(up) if gate is None else self.activation(gate) * up
+        return self.linear("down", wide, adapter)
 
-    def forward(self, x, rotation, allowed, cache, adapter=None):
-        if self.c.parallel_residual:
-            return x + self.attention(self.norm1(x), rotation, allowed, cache, adapter) + self.mlp(self.norm2(x), adapter)
-        x = x + self.attention(self.norm1(x), rotation, allowed, cache, adapter)
-        return x + self.mlp(self.norm2(x), adapter)
+    def linear(self, name, x, adapter):
+        """W x + b of this layer's linear map `name`; a LoRA adapter of the map adds scale B A x."""
+        y = getattr(self, name)(x)
+        if adapter is None or name not in adapter:
+            return y
+        return y + adapter[name](x).to(y.dtype)
+
+
+def single_query_attention(q, k, v, mask):
+    """
+    Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd) -> (B, H, 1, hd).
+    mask: bool (B, 1, 1, S), True where the query may look; None: everywhere.
+    """
+    B, H, _, hd = q.shape
+    KV = k.shape[1]
+    q = q.view(B, KV, H // KV, hd) * hd**-0.5
+    weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, -torch.inf)
+    return (weights.softmax(-1).to(v.dtype) @ v).view(B, H, 1, hd)
+
+
+class KVCache:
+    """Keys and values of all layers, allocated at once: `length` of `slots` columns are in use."""
+
+    def __init__(self, c, batch, slots, dtype, device):
+        shape = (batch, c.n_kv_heads, slots, c.head_dim)
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
+        self.length = 0  # Transformer.trunk moves it on when all layers have appended
+
+    def append(self, layer, k, v):
+        """Store k, v (B, KV, T, hd) behind what is there; returns views of all S columns in use."""
+        end = self.length + k.shape[2]
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def keep_rows(self, rows):
+        """
+        Forget all rows but these (an index tensor). This goes layer by layer, so that there are
+        never two copies of the whole cache.
+        """
+        for tensors in (self.k, self.v):
+            for i, t in enumerate(tensors):
+                tensors[i] = t[rows]
+
+
+# --------------------------------------------------------------------------------------------------
+# rotary positions
+
+
+def rope_frequencies(c):
+    """Radians per position, (rotary_dim / 2,) fp32 (RoFormer, arXiv 2104.09864, section 3.2.2)."""
+    exponents = torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim
+    f = 1.0 / c.rope["rope_theta"] ** exponents
+    if c.rope["rope_type"] == "linear":
+        f = f / c.rope["factor"]
+    if c.rope["rope_type"] == "llama3":
+        # Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones
+        # are kept, and there is a ramp in between
+        old = c.rope["original_max_position_embeddings"]
+        low, high = c.rope["low_freq_factor"], c.rope["high_freq_factor"]
+        turns = old * f / (2 * math.pi)  # full turns within the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1 = keep, 0 = stretch
+        f = keep * f + (1 - keep) * f / c.rope["factor"]
+    return f
 
 
 def rotate(x, cos, sin):
     """
-    Rotary embedding of the first n = cos.shape[-1] coordinates of x (B, H, T, hd), whose pairs are (i, i + n / 2):
-    (a, b) -> (a cos - b sin, b cos + a sin), with the signs already in sin = (-sin, sin).
+    Rotary embedding of the first n = cos.shape[-1] coordinates of x (B, H, T, hd), whose pairs are
+    (i, i + n / 2): (a, b) -> (a cos - b sin, b cos + a sin). The argument sin has the signs in it
+    already: it is (-sin, sin).
     """
     n = cos.shape[-1]
     if n < x.shape[-1]:
@@ -170,42 +244,13 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos, x.roll(n // 2, dims=-1), sin)
 
 
-def single_query_attention(q, k, v, allowed):
-    """Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd), allowed (B, 1, 1, S) or None."""
-    B, H, _, hd = q.shape
-    KV = k.shape[1]
-    q = q.view(B, KV, H // KV, hd) * hd**-0.5
-    weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
-    if allowed is not None:
-        weights = weights.masked_fill(~allowed, -torch.inf)
-    return (weights.softmax(-1).to(v.dtype) @ v).view(B, H, 1, hd)
-
-
-class KVCache:
-    """Preallocated keys and values: `length` of `slots` columns are in use. mask (B, slots) is True on real tokens."""
-
-    def __init__(self, c, batch, slots, dtype, device):
-        shape = (batch, c.n_kv_heads, slots, c.head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.length = 0
-
-    def append(self, layer, k, v):
-        """Store k, v (B, KV, T, hd) behind what is there; returns views of all columns up to and with them."""
-        end = self.length + k.shape[2]
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
-
-    def keep_rows(self, rows):
-        """Forget all rows but these (an index tensor), layer by layer, so that two copies of the cache never coexist."""
-        for tensors in (self.k, self.v):
-            for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 class Transformer(nn.Module):
     def __init__(self, config, head="lm"):
+        """Parameters without values; engine/pretrained.py fills them. head: lm or scalar."""
         super().__init__()
         if head not in ("lm", "scalar"):
             raise BadInput(f"head = {head!r}; one of lm, scalar")
@@ -215,72 +260,52 @@ class Transformer(nn.Module):
         if c.learned_positions:
             self.positions = nn.Embedding(c.max_positions, c.d_model)
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.n_layers))
-        self.norm = RMSNorm(c.d_model, c.norm_eps) if c.rms_norm else nn.LayerNorm(c.d_model, eps=c.norm_eps)
+        self.norm = make_norm(c)
         if head == "scalar":
             self.score = nn.Linear(c.d_model, 1, bias=False)
         elif not c.tied:
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
-        self.frequencies = {}  # device -> rope_frequencies; no buffer, so that .bfloat16() cannot round it
+        # device -> rope_frequencies; not a buffer, because .bfloat16() would round a buffer
+        self.frequencies = {}
 
     def forward(self, *args, **kwargs):
         """trunk's arguments -> logits (B, T, V), or scalars (B, T) with the scalar head."""
         return self.output(self.trunk(*args, **kwargs))
 
-    def output(self, x):
-        """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
-        if self.head == "scalar":
-            # an Adapted's head is in fp32 even on a 16-bit trunk; a view of it would make FSDP warn
-            return self.score(x.to(self.score.weight.dtype)).squeeze(-1).clone()
-        return F.linear(x, self.lm_head_weight())
-
-    def lm_head_weight(self):
-        """(V, d)."""
-        return self.embed.weight if self.config.tied else self.lm_head.weight
-
-    def recompute(self, on=True):
-        """Keep only each layer's input for the backward pass, and compute the rest again there: a third slower, far smaller."""
-        for layer in self.layers:
-            layer.recomputed = on
-
-    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None, adapter=None):
+    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None,
+              adapter=None):
         """
-        tokens (B, T) int64, attention_mask (B, T) bool (True on real tokens, padding on either side; None: all real)
-        -> the last layer's states, normalised, (B, T, d): what the head reads.
+        tokens (B, T) int64, attention_mask (B, T) bool -> the last layer's states, normalised,
+        (B, T, d): what the head reads. The mask is True on real tokens, and padding may be on
+        either side; None: all tokens are real.
 
-        response_length=R returns only the R positions P-1 ... T-2: those that choose, or value the state before, the last
-        R tokens. This is the one place where logits and labels are shifted against each other.
-        cache: a KVCache; the tokens are appended to it, and attention_mask then covers its columns, old and new.
-        positions (B, T): where the tokens stand in their own sequence; None: counted from attention_mask.
-        adapter: the LoRA adapters of the layers, see Adapted.
+        response_length: R gives only R positions, P-1 ... T-2 with P = T - R: the states that
+        choose the last R tokens, and whose value is the value before each. This is the one place
+        where logits and labels are shifted against each other.
+        cache: a KVCache; the tokens are appended to it, and attention_mask (B, S) then covers all
+        its columns, old and new.
+        positions (B, T): where tokens stand in their own sequence; None: count by attention_mask.
+        adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
         B, T = tokens.shape
         past = 0 if cache is None else cache.length
-        if positions is None:
-            if attention_mask is None:
-                positions = torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
-            else:  # a token's position is the number of real tokens before it, wherever the padding is
-                positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        if positions is None and attention_mask is None:
+            positions = torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
+        elif positions is None:
+            # a token's position is the number of real tokens before it, wherever the padding is
+            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]  # (B, T)
+
         x = look_up(self.embed, tokens)  # (B, T, d)
-        rotation = None
         if self.config.learned_positions:
             x = x + look_up(self.positions, positions)
-        else:
-            if x.device not in self.frequencies:
-                self.frequencies[x.device] = rope_frequencies(self.config).to(x.device)
-            angles = positions[:, None, :, None].float() * self.frequencies[x.device]  # (B, 1, T, rotary_dim / 2)
-            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-            rotation = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        if attention_mask is not None and cache is None and not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any():
-            attention_mask = None  # padding on the right only: causal attention never looks there, and is faster unmasked
-        # one mask per kind of layer: sliding or not
-        masks = {w: allowed_pairs(T, past, w, attention_mask, tokens.device) for w in set(self.config.windows)}
-        if T > 1:  # as numbers to add, once: attention would make its own of them in every layer, and keep it for the backward
-            dtype = autocast_dtype(x) or x.dtype
-            masks = {w: m if m is None else torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, -torch.inf)
-                     for w, m in masks.items()}
-        for layer in self.layers:
-            arguments = x, rotation, masks[self.config.windows[layer.index]], cache, adapter and adapter[layer.index]
+        rotation = None if self.config.learned_positions else self.rotation(positions, x.dtype)
+        dtype = autocast_dtype(x) or x.dtype  # of the attention
+        masks = attention_masks(self.config.windows, T, attention_mask, cache, dtype, tokens.device)
+
+        for i, layer in enumerate(self.layers):
+            mask = masks[self.config.windows[i]]
+            arguments = x, rotation, mask, cache, adapter[i] if adapter else None
             if layer.recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -288,44 +313,47 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += T
         if response_length is not None:
-            x = x[:, -response_length - 1:-1]  # the state that chose token t is one column to its left
+            # the state that chose token t is one column to its left
+            x = x[:, -response_length - 1:-1]  # (B, R, d)
         return self.norm(x)
+
+    def output(self, x):
+        """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
+        if self.head == "scalar":
+            return scalar_output(self.score, x)
+        return F.linear(x, self.lm_head_weight())
+
+    def lm_head_weight(self):
+        """(V, d)."""
+        return self.embed.weight if self.config.tied else self.lm_head.weight
+
+    def rotation(self, positions, dtype):
+        """positions (B or 1, T) -> (cos, sin) for `rotate`, (B or 1, 1, T, rotary_dim) each."""
+        device = positions.device
+        if device not in self.frequencies:
+            self.frequencies[device] = rope_frequencies(self.config).to(device)
+        # (B or 1, 1, T, 1) * (rotary_dim / 2,)
+        angles = positions[:, None, :, None].float() * self.frequencies[device]
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def recompute(self, on=True):
+        """
+        Gradient checkpointing: keep only each layer's input for the backward pass, which computes
+        the layer again. A step takes a third longer, and far less memory.
+        """
+        for layer in self.layers:
+            layer.recomputed = on
 
     def weights(self):
         """{our name: parameter}, all that the model is made of."""
         return {name: p.detach() for name, p in self.named_parameters()}
 
 
-def look_up(table, ids):
-    """
-    Rows of an embedding. Under autocast they are rounded to 16 bits, as autocast does it to every other matrix: a frozen model
-    may then store this one in 16 bits, too, and still compute exactly what the policy does. The sums stay in fp32.
-    """
-    x = table(ids)
-    low = autocast_dtype(x)
-    return x if low is None else x.to(low).float()
-
-
-def autocast_dtype(x):
-    """The dtype to which autocast, where it is on, rounds this tensor for a matrix product; None where it leaves it alone."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else None
-
-
-def allowed_pairs(T, past, window, mask, device):
-    """Which of the S = past + T keys each of T queries may see: bool (1 or B, 1, T, S), or None for plain causal."""
-    S = past + T
-    if mask is None and not window and (past == 0 or T == 1):
-        return None
-    query = torch.arange(past, S, device=device)[:, None]
-    key = torch.arange(S, device=device)
-    allowed = (key <= query)[None, None]  # (1, 1, T, S)
-    if window:
-        allowed = allowed & (query - key < window)
-    if mask is not None:
-        # padding sees itself, for a softmax over nothing is NaN, and NaN * 0 is still NaN
-        allowed = (allowed & mask[:, None, None, :S]) | (key == query)
-    return allowed
+def scalar_output(score, x):
+    """The scalar head, on states (..., d) -> (...)."""
+    # the head of an Adapted is in fp32 even on a 16-bit trunk; clone: FSDP would warn of a view
+    return score(x.to(score.weight.dtype)).squeeze(-1).clone()
 
 
 def freeze(model):
@@ -333,6 +361,83 @@ def freeze(model):
     return model.eval().requires_grad_(False)
 
 
+# --------------------------------------------------------------------------------------------------
+# masks
+
+
+def attention_masks(windows, T, attention_mask, cache, dtype, device):
+    """
+    {window: mask}, one mask for each kind of layer: in a layer of window w a token sees the last w
+    tokens, with w = 0 all. T new tokens stand behind the cache's. A mask is one of three things:
+
+    None                     plain causal attention: neither padding nor a window hides anything
+                             more. It is the fastest.
+    bool (B or 1, 1, 1, S)   for one new token, in decoding: True where it may look.
+    dtype (B or 1, 1, T, S)  for several new tokens: numbers that are added to the attention's
+                             scores, 0 where a token may look, -inf elsewhere. (Of a bool mask,
+                             every layer would make these numbers anew, and keep them for its
+                             backward pass.)
+    """
+    past = 0 if cache is None else cache.length
+    if attention_mask is not None and cache is None:
+        real_behind_padding = attention_mask[:, 1:] & ~attention_mask[:, :-1]  # (B, T - 1)
+        if not real_behind_padding.any():
+            attention_mask = None  # padding on the right only: causal attention never looks there
+    masks = {}
+    for window in set(windows):
+        mask = allowed_pairs(T, past, window, attention_mask, device)
+        if mask is not None and T > 1:
+            zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
+            mask = zeros.masked_fill_(~mask, -torch.inf)
+        masks[window] = mask
+    return masks
+
+
+def allowed_pairs(T, past, window, attention_mask, device):
+    """
+    Which of the S = past + T keys each of T queries may see: bool (B or 1, 1, T, S), or None for
+    plain causal attention.
+    """
+    S = past + T
+    if attention_mask is None and not window and (past == 0 or T == 1):
+        return None
+    query = torch.arange(past, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    allowed = (key <= query)[None, None]  # (1, 1, T, S)
+    if window:
+        allowed = allowed & (query - key < window)
+    if attention_mask is not None:
+        # padding sees itself: a softmax over nothing is NaN, and NaN * 0 is still NaN
+        allowed = (allowed & attention_mask[:, None, None, :S]) | (key == query)
+    return allowed
+
+
+# --------------------------------------------------------------------------------------------------
+# precision
+
+
+def look_up(table, ids):
+    """
+    Rows of an embedding: ids (B, T) -> (B, T, d). Autocast rounds every matrix that is multiplied
+    to 16 bits, but not this table; look_up rounds its rows, too. A frozen model may then store the
+    table in 16 bits and still compute exactly what the policy does. The sums stay in fp32.
+    """
+    x = table(ids)
+    low = autocast_dtype(x)
+    return x if low is None else x.to(low).float()
+
+
+def autocast_dtype(x):
+    """
+    The dtype to which autocast rounds this tensor for a matrix product; None where autocast is off
+    or leaves the tensor alone.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def at_least_float32(x):
-    """Half precision to float32: exp and log-softmax lose 0.07 nats in bfloat16. float64 stays."""
+    """16 bits to float32: exp and log-softmax lose 0.07 nats in bfloat16. float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

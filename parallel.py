@@ -1,120 +1,167 @@
 """
-Raw torch.distributed: who am I, make all alike, add up, check that all still are, and leave together. One process needs none
-of it, and every function here then returns at once, so that the scripts have no branch.
+Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data;
+a collective is a call in which the ranks exchange tensors: all of them must make it, in the same
+order, for each waits there for the others. In a run of one process every function here returns at
+once, so the scripts need no `if distributed`.
+
+The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
+
+ no  phase    function              torch's call  numbers      what all ranks have afterwards
+  1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
+  2  rollout  stop_agreed           all_reduce    1            the same, now that all have sampled
+  3  score    together              all_gather    1            has a rule failed on any rank?
+  4  score    stop_agreed           all_reduce    1            was any rank asked to stop?
+  5  score    gather_rows           all_gather    B/n rows     all B responses, with their scores
+  6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
+  7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  8  score    must_agree            all_reduce    1            the sampler's largest error
+  9  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
+ 10  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
+ 11  update   must_agree            all_reduce    1            the first ratios' distance from 1
+ 12  metrics  all_reduce_metrics    all_reduce    12           six metrics: a sum and a count each
+ 13  log      write_log             all_gather    1            has rank 0 written its line?
+
+9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
+grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8.
+grpo.py runs 2 to 5 once more for each refill.
+
+Some settings add calls: a reward model with a tokenizer of its own (a second 3), target_kl (one
+all_reduce of 2 numbers a step). So do some iterations: the first one (a second 8, against the
+reference) and those that audit, evaluate or save. Sharded models (zero_stage 2 and 3) gather their
+weights and reduce their gradients by themselves, within forward and backward.
+
+In the code: the docstring of a function that is a collective begins with the words "A collective",
+and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
+calls such a function is marked # COLLECTIVE.
 """
-import contextlib
 import math
-import os
-import socket
 
 import torch
 import torch.distributed as dist
 
-from errors import Lost, Stop
+from errors import Lost
 
-phase = "start"  # what the script is at, kept by the script: the line that reports a lost rank names it
-met = False  # whether the ranks have once talked to each other
+phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
 
 def rank_and_size():
+    """(the number of this process, how many there are); (0, 1) where there is no group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def wire():
+    """The device whose tensors the group can send: the GPU with nccl, the CPU with gloo."""
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 def collective(operation, *args, **kwargs):
     """
-    Every collective goes through here. One that fails, because another rank was killed (at once) or hangs (after `timeout`
-    seconds), raises Lost: one line on each rank that is left, and the phase in it.
+    A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
+    another rank was killed (at once) or does not come (after `timeout` seconds).
     """
     try:
         return operation(*args, **kwargs)
-    except RuntimeError as e:  # as gloo's, nccl's and the store's errors all are
+    except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class
         raise lost(e) from e
 
 
 def lost(error):
-    """What is said of a collective that failed with this error."""
-    reason = str(error).strip().splitlines()[0].rpartition("] ")[2].strip() or type(error).__name__
-    if phase != "start":
-        return Lost(f"{phase}: lost touch with the other ranks: one was killed, or hangs ({reason}). The last "
-                    "checkpoint is good; resume with the same command")
-    if met:
-        return Lost(f"start: lost touch with the other ranks: one could not start, was killed, or hangs ({reason}). "
-                    "Look at what it said, and type the same command again")
-    name, address = socket.gethostname(), ""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name) if "GLOO_SOCKET_IFNAME" not in os.environ else ""
-    here = f"This host's name, {name}, stands for {address}, where no other host finds it. " if address.startswith("127.") else ""
-    return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} ({reason}): one has ended, or a "
-                f"host cannot be reached. {here}Between hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
-                "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
+    """The Lost to raise for a collective that failed with this error; its line names the phase."""
+    what_to_do = "The last checkpoint is good; resume with the same command"
+    who = "one was killed, or hangs"
+    if phase == "start":
+        what_to_do = "Look at what it said, and type the same command again"
+        who = "one could not start, was killed, or hangs"
+    return Lost(f"{phase}: lost touch with the other ranks: {who} ({reason(error)}). {what_to_do}")
 
 
-def wire():
-    """The device whose tensors the group can send; the CPU where there is no group."""
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+def reason(error):
+    """The first line of an error of torch's, without the [file and line] that it begins with."""
+    first_line = str(error).strip().partition("\n")[0]
+    return first_line.rpartition("] ")[2].strip() or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# who does what
+
+
+def share(n, rank, size):
+    """The range of 0 .. n - 1 that is this rank's: contiguous; lengths differ by one at most."""
+    return range(rank * n // size, (rank + 1) * n // size)
 
 
 def my_share(items):
-    """This rank's contiguous part of a sequence that all ranks hold; parts differ by one at most and may be empty."""
-    rank, size = rank_and_size()
-    return items[rank * len(items) // size:(rank + 1) * len(items) // size]
+    """This rank's contiguous part of a sequence that all ranks hold. It may be empty."""
+    mine = share(len(items), *rank_and_size())
+    return items[mine.start:mine.stop]
 
 
 def most_micro_batches(rows, size):
-    """How many micro-batches of this size the rank with most of so many rows has; known to all ranks."""
+    """
+    How many micro-batches of this size the rank with the most of so many rows has. Every rank runs
+    that many, some of them empty: a forward pass of a sharded model is a collective.
+    """
     return math.ceil(math.ceil(rows / rank_and_size()[1]) / size)
 
 
-def my_part(p):
-    """The part of a parameter that this rank holds: all of it, or its shard (zero.py)."""
-    return p.to_local() if is_shard(p) else p
-
-
-def is_shard(p):
-    """Whether a parameter is split over the ranks: a DTensor."""
-    return hasattr(p, "placements")
+# --------------------------------------------------------------------------------------------------
+# tensors
 
 
 def broadcast_parameters(models):
-    """Overwrite every rank's parameters with rank 0's, so that all start from the same bytes. Shards have nothing in common."""
-    if dist.is_initialized():
-        for model in models:
-            for p in (p for p in model.parameters() if not is_shard(p)):
-                sent = p.data.to(wire())  # itself, unless it is offloaded
+    """
+    A collective: overwrite every rank's parameters with rank 0's, so that all start from the same
+    bytes. A sharded parameter is left alone: each rank holds another part of it.
+    """
+    if not dist.is_initialized():
+        return
+    for model in models:
+        for p in model.parameters():
+            if not is_shard(p):
+                sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
                 collective(dist.broadcast, sent, src=0)
                 p.data.copy_(sent)
 
 
-def gather_rows(batch):
+def gather_rows(mine, total):
     """
-    A dict of tensors (b, ...), b of this rank's my_share -> the same dict with the rows of all ranks, in order, on every rank.
-    The ranks' row counts may differ, and be 0.
+    A collective: the rows of all ranks, in the order of the ranks, on every rank. mine: {name:
+    tensor (b, ...)}, where the b rows are this rank's my_share of `total` rows -> {name: tensor
+    (total, ...)}, bit for bit what was sent. b may be 0.
+
+    One all_gather for all columns: a row is sent as its bytes, those of one column after another.
     """
     if not dist.is_initialized():
-        return batch
-    device = next(iter(batch.values())).device
-    counts = all_gather(torch.tensor([len(next(iter(batch.values())))], device=device))
-    most = int(torch.cat(counts).max())
-    gathered = {}
-    for name, t in batch.items():
-        padded = t.new_zeros(most, *t.shape[1:])
-        padded[:len(t)] = t
-        parts = all_gather(padded.to(torch.uint8) if t.dtype == torch.bool else padded)
-        gathered[name] = torch.cat([part[:int(n)] for part, n in zip(parts, counts, strict=True)]).to(t.dtype)
-    return gathered
+        return mine
+    columns = [as_bytes(t) for t in mine.values()]  # (b, bytes of the column) each
+    packed = torch.cat(columns, 1)  # (b, bytes of a row)
+    # all_gather wants one shape from all ranks: a share that is shorter is padded with zeros
+    size = dist.get_world_size()
+    counts = [len(share(total, rank, size)) for rank in range(size)]
+    padded = packed.new_zeros(max(counts), packed.shape[1])
+    padded[:len(packed)] = packed
+    parts = all_gather(padded)
+    rows = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])  # (total, bytes)
+    widths = [column.shape[1] for column in columns]
+    return {name: from_bytes(column, t)
+            for (name, t), column in zip(mine.items(), rows.split(widths, 1), strict=True)}
 
 
-def add_up(tensors):
-    """{name: tensor}, all of one shape and dtype, summed over the ranks, in one all_reduce."""
-    if not dist.is_initialized():
-        return tensors
-    total = torch.stack(list(tensors.values()))
-    collective(dist.all_reduce, total)
-    return dict(zip(tensors, total, strict=True))
+def as_bytes(t):
+    """A tensor (b, ...) of any dtype -> its bytes (b, bytes of a row), uint8."""
+    rows = t.reshape(len(t), math.prod(t.shape[1:]))  # (b, elements of a row)
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def from_bytes(rows, like):
+    """The way back: bytes (B, bytes of a row) -> a tensor (B, ...), of the dtype of `like`."""
+    t = like.new_empty(len(rows), *like.shape[1:])
+    t.view(len(t), math.prod(t.shape[1:])).view(torch.uint8).copy_(rows)
+    return t
 
 
 def all_gather(t):
-    """[rank 0's t, rank 1's t, ...], for tensors of one shape."""
+    """A collective: [rank 0's t, rank 1's t, ...], for tensors of one shape and dtype."""
     if not dist.is_initialized():
         return [t]
     parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
@@ -122,8 +169,17 @@ def all_gather(t):
     return parts
 
 
+def all_reduce_sum(tensors):
+    """A collective: {name: tensor}, all of one shape and dtype, summed over the ranks, one call."""
+    if not dist.is_initialized():
+        return tensors
+    total = torch.stack(list(tensors.values()))
+    collective(dist.all_reduce, total)
+    return dict(zip(tensors, total, strict=True))
+
+
 def all_reduce_max(t):
-    """The largest over all ranks, elementwise. NaN counts as larger than anything: it must not get lost."""
+    """A collective: the largest over all ranks, elementwise. NaN becomes inf, so it is not lost."""
     if dist.is_initialized():
         t = torch.where(t.isnan(), torch.inf, t)
         collective(dist.all_reduce, t, op=dist.ReduceOp.MAX)
@@ -131,29 +187,37 @@ def all_reduce_max(t):
 
 
 def all_reduce_metrics(metrics):
-    """{name: [sum, count]}, the same names on all ranks -> {name: mean over everything}, in one all_reduce."""
+    """
+    A collective: {name: [sum, count]}, the same names on all ranks -> {name: sum of the sums / sum
+    of the counts}, in one call. A mean of the ranks' means would be another number where the ranks
+    have counted unequally many items.
+    """
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
-                         for pair in metrics.values()])  # (M, 2)
+                         for pair in metrics.values()])  # (metrics, 2)
     if dist.is_initialized():
         pairs = pairs.to(wire())
         collective(dist.all_reduce, pairs)
-    return {name: (total / max(count, 1)) for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
+    return {name: total / max(count, 1)
+            for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gradients
 
 
 def flatten_gradients(parameters):
     """
-    Make every p.grad a view of one flat buffer per dtype, and return the buffers: the all_reduce then needs no copy, and
-    zeroing, clipping and checking gradients are one operation each. (Never call zero_grad afterwards; zero the buffers.)
+    Make every p.grad a view of one flat buffer per dtype, and return the buffers: the all_reduce
+    then needs no copy, and zeroing and clipping are one operation each. Never call zero_grad
+    afterwards, which would cut the views off; zero the buffers. All sharded parameters are one
+    more entry of the list, a Shards.
     """
+    trained = [p for p in parameters if p.requires_grad]
+    whole = [p for p in trained if not is_shard(p)]
+    shards = [p for p in trained if is_shard(p)]
     buffers = []
-    parameters = [p for p in parameters if p.requires_grad]
-    shards, parameters = [p for p in parameters if is_shard(p)], [p for p in parameters if not is_shard(p)]
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        group = [p for p in parameters if p.dtype == dtype]
+    for dtype in sorted({p.dtype for p in whole}, key=str):
+        group = [p for p in whole if p.dtype == dtype]
         flat = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=group[0].device)
         start = 0
         for p in group:
@@ -163,8 +227,56 @@ def flatten_gradients(parameters):
     return buffers + ([Shards(shards)] if shards else [])
 
 
+def all_reduce_gradients(buffers, scale=1.0):
+    """
+    A collective: sum the gradients over the ranks, one call per buffer, and divide by the scale of
+    the loss. A sum, where DDP takes the mean: each rank's loss is already divided by the number of
+    tokens of *all* ranks. (FSDP has reduced its shards already, to a mean: this makes it a sum.)
+    """
+    for flat in buffers:
+        if isinstance(flat, Shards):
+            flat.mul_(dist.get_world_size() / scale)
+            continue
+        if dist.is_initialized():
+            collective(dist.all_reduce, flat)
+        if scale != 1.0:
+            flat.mul_(1 / scale)
+
+
+def clip_gradients(buffers, max_norm):
+    """
+    Scale the gradients to a joint norm of at most max_norm (0 = leave them); returns the norm
+    before. Of sharded models a collective: a rank knows only the norm of its part.
+    """
+    norms = [flat.norm() for flat in buffers]
+    norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
+    if max_norm > 0:
+        # a norm that is not finite scales nothing: check_gradients then still finds the bad tensor
+        scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        for flat in buffers:
+            flat.mul_(scale)
+    return norm
+
+
+# --------------------------------------------------------------------------------------------------
+# sharded models (zero_stage 2 and 3): each rank holds some rows of each parameter, a DTensor
+
+
+def is_shard(p):
+    """Whether a parameter is split over the ranks."""
+    return hasattr(p, "placements")
+
+
+def my_part(p):
+    """The part of a parameter that this rank holds: its shard, or all of it."""
+    return p.to_local() if is_shard(p) else p
+
+
 class Shards:
-    """The gradients of sharded parameters, behind the face of one flat buffer. FSDP makes and reduces them by itself."""
+    """
+    The gradients of sharded parameters, with the methods of a flat buffer that are used above. FSDP
+    makes these gradients and reduces them by itself.
+    """
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -178,60 +290,10 @@ class Shards:
 
     def mul_(self, factor):
         for part in self.parts():
-            part.mul_(float(factor))  # a number, for parts may be on the CPU and a factor on the GPU
+            part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
 
     def norm(self):
-        """Over all ranks. A collective."""
+        """A collective: the norm over all parts of all ranks."""
         squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
         collective(dist.all_reduce, squares)
         return squares.sqrt()
-
-
-def all_reduce_gradients(buffers, scale=1.0):
-    """
-    Sum over ranks, one collective per dtype, and divide by the scale of the loss, if it has one. Not a mean: the losses are
-    already divided by the global token count. (FSDP has reduced its shards already, and to a mean: make that a sum.)
-    """
-    for flat in buffers:
-        if isinstance(flat, Shards):
-            flat.mul_(dist.get_world_size() / scale)
-            continue
-        if dist.is_initialized():
-            collective(dist.all_reduce, flat)
-        if scale != 1.0:
-            flat.mul_(1 / scale)
-
-
-def clip_gradients(buffers, max_norm):
-    """Scale the gradients to a joint norm of at most max_norm (0 = leave them); returns the norm before."""
-    norms = [flat.norm() for flat in buffers]
-    norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
-    if max_norm > 0:
-        # a norm that is not finite scales nothing, so that check_gradients can still tell which tensor it came from
-        scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        for flat in buffers:
-            flat.mul_(scale)
-    return norm
-
-
-def check_gradients(norm, model, name, iteration):
-    """
-    Raise Stop, naming the first bad tensor, if a gradient is not finite. The gradients have been summed over ranks, so a NaN
-    or inf of any rank is everybody's: all ranks stop here together, before the optimizer can spread it into the weights.
-    """
-    if not torch.isfinite(norm):
-        names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-        flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names]).double().to(wire())
-        bad = all_reduce_max(flags).nonzero().flatten().tolist()  # of a sharded model, another rank may have it
-        bad = names[bad[0]][0] if bad else "the norm (overflow)"
-        raise Stop(f"iteration {iteration}: the gradient of {name}'s {bad} is not finite; stopped before the step. "
-                   "Lower the learning rate, or look at the scores and the data of this iteration")
-
-
-def check_finite(tensors, iteration):
-    """Raise Stop, naming the tensor, if one of {name: tensor}, equal on all ranks, has a NaN or inf."""
-    for name, t in tensors.items():
-        if not t.isfinite().all():
-            row = int((~t.isfinite()).flatten(1).any(1).nonzero()[0]) if t.dim() > 1 else int((~t.isfinite()).nonzero()[0])
-            raise Stop(f"iteration {iteration}: {name} is not finite (first in response {row} of the batch); stopped before "
-                       "the step")

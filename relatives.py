@@ -1,58 +1,207 @@
 """
-GRPO's relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Pure functions, as in loss.py.
+GRPO and its relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Tensors in, tensors
+out, as in loss.py: no configuration, no globals.
+
+Plain GRPO (arXiv 2402.03300, equation 3): a response's advantage is its score minus the mean
+score of its group, divided by the group's standard deviation; all tokens of the response share it;
+and the loss of a token is PPO's clipped one. Each relative changes a little of that:
+
+    relative   what it changes                                 where              arXiv paper
+    RLOO       a score minus the mean of the *other* scores    group_advantages   2402.14740, eq. 7
+    Dr. GRPO   no division by the group's deviation            group_advantages   2503.20783, 3.2
+               no division by the response's length            token_weights      its listing 1
+    DAPO       a wider clip range above 1 than below           grpo.py's clip     2503.14476, eq. 10
+               other prompts replace groups of equal scores    flat_groups        its eq. 11
+               every token counts the same                     token_weights      its eq. 12
+               too long responses lose score                   rewards.length     its eq. 13
+    GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
+    CISPO      a clipped weight instead of a clipped ratio     cispo_loss         2506.13585, eq. 4
+    dual clip  a bound for the loss of tokens with A < 0       dual_clipped_loss  1912.09729, eq. 5
+
+Dual clip comes from PPO and fits any of them but CISPO. config/ has a file of keys for each of the
+others (dr_grpo.py, ...), and their parts may be combined.
+
+B responses, G of them (a group) to each prompt, side by side; R the longest response.
 """
 import torch
 
 
-def cispo_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high):
-    """
-    CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5): REINFORCE whose importance weight is clipped and has no gradient, so
-    that no token's gradient is ever taken away: -clip(r, 1 - eps, 1 + eps_high) A log p. All (B, R). Returns the loss a token
-    and whether its weight was clipped.
-    """
-    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)
-    ratio = log_ratio.detach().exp()
-    weight = ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    logprobs, advantages = torch.where(response_mask, logprobs, 0), torch.where(response_mask, advantages, 0)
-    return -weight * advantages * logprobs, response_mask & (weight != ratio)
+
+# --------------------------------------------------------------------------------------------------
+# advantages: one number a response
 
 
 def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
     """
-    scores (B,), the group_size responses to a prompt side by side -> advantages (B,): a score minus what its prompt gives.
+    The advantage of each response: its score compared with the scores of its group.
 
-    baseline: "mean" of the group (GRPO, arXiv 2402.03300, section 4.1.2), or "others", the mean of the other responses (RLOO,
-    arXiv 2402.14740, eq. 7). scale_by: "std" divides by the group's standard deviation (GRPO), "batch" by that of all scores,
-    "none" leaves the difference (Dr. GRPO, arXiv 2503.20783). The deviations are unbiased (n - 1) and plus 1e-4, as in TRL.
-    Exactly 0 where all scores of a group are equal: their mean need not be, in floating point.
+    scores: (B,), the group_size responses to a prompt side by side. Returns (B,) in their dtype.
+
+    Plain GRPO (arXiv 2402.03300, section 4.1.2): (score - mean of the group) / (its standard
+    deviation + 1e-4). With the scores 1, 0, 0, 1 of a group (two answers right, two wrong), mean
+    0.5, deviation 0.577: advantages 0.866, -0.866, -0.866, 0.866.
+
+    baseline: "mean" as above, or "others": a score minus the mean of the *other* scores of its
+        group (RLOO, arXiv 2402.14740, equation 7).
+    scale_by: "std" as above; "batch": divide by the standard deviation of all B scores; "none": do
+        not divide (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    The deviations are unbiased (divided by n - 1); the 1e-4 is TRL's.
     """
-    groups = scores.double().view(-1, group_size)  # (prompts, G)
+    groups = scores.double().view(-1, group_size)  # (B / G, G)
     advantages = groups - groups.mean(1, keepdim=True)
     if baseline == "others":
+        # score - (sum of the group - score) / (G - 1) = (score - mean of the group) * G / (G - 1)
         advantages = advantages * group_size / (group_size - 1)
     if scale_by == "std":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
     elif scale_by == "batch":
         advantages = advantages / (groups.std() + 1e-4)
-    return advantages.masked_fill(flat_groups(scores, group_size)[:, None], 0).flatten().to(scores.dtype)
+    # Equal scores have advantages of exactly 0. Rounding may leave their mean beside the scores
+    # themselves, and the division by 1e-4 would make something of the difference.
+    advantages = advantages.masked_fill(flat_groups(scores, group_size)[:, None], 0)
+    return advantages.flatten().to(scores.dtype)
 
 
 def flat_groups(scores, group_size):
-    """Which groups have nothing to learn from, all scores being equal: (B,) -> (B / group_size,) bool."""
+    """
+    Which groups have equal scores, and so nothing to learn from: scores (B,) -> (B / G,) bool.
+    DAPO replaces them by groups of other prompts (arXiv 2503.14476, equation 11).
+    """
     groups = scores.view(-1, group_size)
     return (groups == groups[:, :1]).all(1)
 
 
+# --------------------------------------------------------------------------------------------------
+# the loss of each token
+
+
+def gspo_log_ratio(log_ratio, response_mask):
+    """
+    GSPO (arXiv 2507.18071, equation 7): the log of one ratio for the whole response, the geometric
+    mean of its tokens' ratios. Two tokens with the ratios 2 and 8 both get sqrt(2 * 8) = 4.
+
+    log_ratio: (B, R), log p - log p_old of each token, 0 where the mask is False. response_mask:
+    (B, R) bool; the whole response must be in its row. Returns (B, R): the mean of a row at each of
+    its tokens, 0 elsewhere.
+
+    With the aggregation "seq-mean-token-mean" the tokens' losses, which are all the same, average
+    to the loss of the response (equation 5).
+    """
+    lengths = response_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    mean = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
+    return torch.where(response_mask, mean, 0)
+
+
+def dual_clipped_loss(losses, clipped, advantages, bound):
+    """
+    Dual clip (arXiv 1912.09729, equation 5): where A < 0, the loss stays below -A * bound.
+
+    PPO's clip does not bound the loss of a token with A < 0 that has become much more likely: with
+    A = -2 and a ratio of 50 it is 100, and this token would rule the step. With bound = 3 it is 6.
+
+    losses, clipped: (B, R), PPO's clipped losses, and where the clip took the gradient away.
+    advantages: (B, R). bound: more than 1. Returns new losses and clipped.
+    """
+    highest = -advantages * bound
+    clipped = clipped | (advantages < 0) & (losses > highest)
+    losses = torch.where(advantages < 0, torch.minimum(losses, highest), losses)
+    return losses, clipped
+
+
+def cispo_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high):
+    """
+    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5): REINFORCE with a clipped weight,
+
+        loss = -weight A log p        weight = clip(ratio, 1 - cliprange, 1 + cliprange_high)
+
+    The weight is a constant: the gradient goes through log p alone. So clipping bounds the gradient
+    of a token; PPO's clip makes it 0.
+
+    All (B, R). Returns the loss of each token, 0 where the mask is False, and where the weight was
+    clipped.
+    """
+    # the mask comes before exp: what stands under it may overflow
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - cliprange, 1 + cliprange_high)
+    logprobs = torch.where(response_mask, logprobs, 0)
+    advantages = torch.where(response_mask, advantages, 0)
+    return -weight * advantages * logprobs, response_mask & (weight != ratio)
+
+
+def clipped_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high=None,
+                 dual_clip=0.0, importance="token"):
+    """
+    PPO's clipped surrogate objective (arXiv 1707.06347, equation 7) as a loss:
+
+        ratio = p / p_old
+        loss = max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange))
+
+    All (B, R). Returns the loss of each token, and where clipping took a token's gradient away.
+    With A = 2 and a ratio of 1.5: max(-3, -2.4) = -2.4, which no longer depends on the ratio.
+
+    cliprange_high: another range above 1 (DAPO, arXiv 2503.14476, equation 10); None: the same.
+    dual_clip: see dual_clipped_loss; 0 = off.
+    importance: "token", or "sequence": see gspo_log_ratio.
+    """
+    cliprange_high = cliprange if cliprange_high is None else cliprange_high
+    # the mask comes before exp: what stands under it may overflow
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)
+    if importance == "sequence":
+        log_ratio = gspo_log_ratio(log_ratio, response_mask)
+    advantages = torch.where(response_mask, advantages, 0)
+    ratio = log_ratio.exp()
+    losses1 = -advantages * ratio
+    losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
+    losses, clipped = torch.maximum(losses1, losses2), losses2 > losses1
+    if dual_clip > 0:
+        losses, clipped = dual_clipped_loss(losses, clipped, advantages, dual_clip)
+    return losses, clipped
+
+
+def relatives_loss(config):
+    """
+    The loss of a relative: a function of logprobs, old_logprobs, advantages and a mask, (B, R)
+    each, which returns the loss of each token and where clipping took its gradient away. None where
+    the keys ask for GRPO's own, which is written out in grpo.py.
+    """
+    low, high = config["cliprange"], config["cliprange_high"]
+    dual_clip, importance = config["dual_clip"], config["importance"]
+    if config["loss_type"] == "cispo":
+        return lambda *tensors: cispo_loss(*tensors, low, high)
+    if importance == "sequence" or dual_clip > 0:
+        return lambda *tensors: clipped_loss(*tensors, low, high, dual_clip, importance)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# what each token counts in the loss of a step
+
+
 def token_weights(mask, aggregation, max_length):
     """
-    What each token's loss counts, (B, R), so that the loss of an optimizer step is the sum of weight * loss. mask (B, R) is
-    that of the *whole* step, all micro-batches and ranks, False on what shall not count. With n the responses that have tokens:
+    What each token's loss counts, (B, R) float64: the loss of an optimizer step is the sum of
+    weight * loss over its tokens.
 
-    "token-mean": every token alike, 1 / tokens (DAPO, arXiv 2503.14476, eq. 12);
-    "seq-mean-token-mean": every response alike, 1 / (its tokens * n) (GRPO, arXiv 2402.03300, eq. 3);
-    "seq-mean-token-sum-norm": 1 / (max_length * B), so that a long wrong answer is not excused
-    (Dr. GRPO, arXiv 2503.20783, listing 1). This one is a constant: a response without tokens, as
-    all of them are masked, is one of the B and adds 0.
+    mask: (B, R) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
+    count. max_length: the longest response that there may be, in tokens.
+    n is the number of responses that have tokens at all.
+
+    "token-mean": 1 / all tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
+    "seq-mean-token-mean": 1 / (tokens of its response * n). Every response counts the same (GRPO,
+        arXiv 2402.03300, eq. 3).
+    "seq-mean-token-sum-norm": 1 / (max_length * B), a constant. Otherwise a token of a long wrong
+        answer would be punished less than one of a short wrong answer (Dr. GRPO, arXiv 2503.20783,
+        listing 1). A response without tokens is one of the B, and adds 0.
+
+    For two responses of 1 and 3 tokens and max_length = 4:
+
+        "token-mean"               1/4            1/4  1/4  1/4
+        "seq-mean-token-mean"      1/2            1/6  1/6  1/6
+        "seq-mean-token-sum-norm"  1/8            1/8  1/8  1/8
+
+    Raises ValueError for another aggregation.
     """
     weights = mask.double()
     if aggregation == "token-mean":
@@ -62,4 +211,5 @@ def token_weights(mask, aggregation, max_length):
         return weights / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
     if aggregation == "seq-mean-token-sum-norm":
         return weights / max_length / len(mask)
-    raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, seq-mean-token-sum-norm")
+    raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, "
+                     "seq-mean-token-sum-norm")

@@ -1,9 +1,27 @@
 """
-Responses -> one number each. Every reward is called alike, reward(batch) -> scores (B,), where the batch is a dict with the
-`completions` as text, the data `rows`, and the tokens and masks of rollout.generate; if it has the `prompts` as text, too,
-they show what a chat template put behind a row's messages; and `seconds`, this batch's share of reward_timeout.
+Responses -> scores, one number for each response. First the rules, which read a response's text;
+then the reward model, which reads its tokens.
 
-Rules first, then the reward model, then how a run chooses and mixes them. When two answers are the same is answers.py's.
+A rule is a function reward(batch) -> scores (B,): a tensor, an array or a list. The batch is a dict
+of lists with an entry for each response. For two responses of the toy:
+
+    batch = dict(
+        rows=[{"prompt": "123+456=", "answer": "579"}, {"prompt": "250+250=", "answer": "500"}],
+        prompts=["123+456=", "250+250="],
+        completions=["<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579", "501"],
+    )
+    accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
+    format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
+
+rows are the rows of the data file. prompts are the texts that the policy read, which a chat
+template may have extended; a batch without them is fine. completions are the texts of the
+responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
+response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
+
+Which rewards a run uses, and with which weights, is in engine/reward_mix.py; when two answers are
+the same in engine/answers.py; how programs are run in engine/sandbox.py. What a script does to a
+score afterwards is in the script: for example, missing_eos_penalty = 1 gives every response that
+did not end with EOS the score -1, in the place of its own score.
 """
 import math
 import os
@@ -11,43 +29,55 @@ import re
 
 import torch
 
+import parallel
 from data import prompt_text, right_pad
 from engine import together
 from engine.answers import GROUP, evaluate_arithmetic, same_answer
+from engine.build import autocast
+from engine.placement import no_grad_forwards
 from engine.programs import extract_code
+from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rules
 
 
 def accuracy(batch):
     """
-    1.0 where the completion's final answer is the row's `answer`, else 0.0; NaN where the row has none. (B,) The row's may be
-    bare, or at the end of a worked solution, as GSM8K ("#### 72") and MATH (\\boxed{72}) have it.
+    (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
+    row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
+    ("#### 72") and MATH ("\\boxed{72}").
     """
     scores = []
-    for opening, completion, row in zip(openings(batch), batch["completions"], batch["rows"], strict=True):
+    for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
         answer = row.get("answer")
-        right = answer is not None and same_answer(final_answer(opening + completion), final_answer(str(answer)))
-        scores.append(math.nan if answer is None else float(right))
+        if answer is None:
+            scores.append(math.nan)
+        else:
+            right = same_answer(final_answer(response), final_answer(str(answer)))
+            scores.append(float(right))
     return torch.tensor(scores)
 
 
 def format(batch):
     """
-    1.0 where the response is exactly <think>...</think> and then an answer that is not blank, bare or as
-    <answer>...</answer>: each tag once, in order, blanks around them; else 0.0. (B,) The format reward of DeepSeek-R1 (arXiv
-    2501.12948, section 2.2.2). Empty thinking is allowed. Where the prompt ends with <think>, that one is the only one.
+    (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, and
+    nothing else; else 0.0. The answer is bare or in <answer>...</answer>. Each tag is there once,
+    and in this order; blanks around the tags are allowed, and so is empty thinking. Where the
+    prompt ends with <think>, the response must not have another one.
+
+    The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
-    return torch.tensor([float(is_formatted(opening + completion))
-                         for opening, completion in zip(openings(batch), batch["completions"], strict=True)])
+    return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
 
 
 def is_formatted(text):
     """Whether a whole response is thinking and an answer, as the reward `format` wants it."""
-    if text.count("<think>") != 1 or text.count("</think>") != 1 or not text.lstrip().startswith("<think>"):
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    if not text.lstrip().startswith("<think>"):
         return False
     answer = text.partition("</think>")[2].strip()
     if "<answer>" in text or "</answer>" in text:
@@ -60,15 +90,16 @@ def is_formatted(text):
 
 
 def thinks(batch):
-    """1.0 where the response thinks out loud, between <think> and </think>, before it answers. (B,)"""
-    responses = [opening + c for opening, c in zip(openings(batch), batch["completions"], strict=True)]
-    return torch.tensor([float(0 <= r.find("<think>") < r.find("</think>")) for r in responses])
+    """(B,): 1.0 where the response thinks out loud, between <think> and </think>, else 0.0."""
+    return torch.tensor([float(0 <= response.find("<think>") < response.find("</think>"))
+                         for response in whole_responses(batch)])
 
 
 def length(batch):
     """
-    Minus what a response's length costs, from 0 to -1, (B,): soft_overlong with the longest response as max_length and a fifth
-    of it as cache, which is DAPO's share, 4096 of 20480 tokens (arXiv 2503.14476, section 4.1).
+    (B,), from 0 to -1: what a response's length costs, by soft_overlong. max_length is the longest
+    response R, and cache a fifth of it, as in DAPO: 4096 of 20480 tokens (arXiv 2503.14476, section
+    4.1). With R = 100: up to 80 tokens cost nothing, 90 tokens -0.5, 100 tokens -1.
     """
     mask = batch["response_mask"]  # (B, R)
     return soft_overlong(mask.sum(1), mask.shape[1], mask.shape[1] / 5)
@@ -76,66 +107,86 @@ def length(batch):
 
 def soft_overlong(lengths, max_length, cache):
     """
-    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 for up to max_length - cache tokens, from there in a line down
-    to -1 at max_length, and -1 beyond. lengths (B,) in tokens -> (B,) float32; cache > 0.
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths (B,) -> (B,) float32: 0
+    up to max_length - cache tokens, then in a straight line down to -1 at max_length tokens, and -1
+    beyond. All three in tokens; cache > 0.
     """
     return ((max_length - lengths.float()) / cache - 1).clamp(-1, 0)
 
 
 def countdown(batch):
     """
-    1.0 where the <answer> is an expression of each of the row's `numbers` exactly once that equals its `target`, 0.1 where
-    there is any <answer>...</answer> that is not blank, else 0.0. (B,) The scores of TinyZero (github.com/Jiayi-Pan/TinyZero,
-    verl/utils/reward_score/countdown.py), which evaluates with eval and floats; here the sums are exact.
+    (B,): 1.0 where the <answer> of the response is an expression that equals the row's `target` and
+    uses each of the row's `numbers` exactly once; 0.1 where there is another <answer>...</answer>
+    that is not blank; else 0.0. With numbers [3, 5, 7] and target 26, "<answer>3*7+5</answer>"
+    scores 1.0 and "<answer>21+5</answer>" 0.1.
+
+    The scores of TinyZero (github.com/Jiayi-Pan/TinyZero, verl/utils/reward_score/countdown.py).
+    TinyZero evaluates with eval, in floats; here nothing is executed and the arithmetic is exact.
     """
     scores = []
-    for opening, completion, row in zip(openings(batch), batch["completions"], batch["rows"], strict=True):
-        text = after_thinking(opening + completion)
+    for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
+        text = after_thinking(response)
         equation = None if "<think>" in text else last_tagged(text)
         if not equation or not equation.strip():
             scores.append(0.0)
-        elif evaluate_arithmetic(equation) == row["target"] and \
-                sorted(map(int, re.findall(r"[0-9]+", equation))) == sorted(row["numbers"]):
-            scores.append(1.0)
-        else:
-            scores.append(0.1)
+            continue
+        right = evaluate_arithmetic(equation) == row["target"]  # which bounds the equation's length
+        if right:
+            used = [int(digits) for digits in re.findall(r"[0-9]+", equation)]
+            right = sorted(used) == sorted(row["numbers"])
+        scores.append(1.0 if right else 0.1)
     return torch.tensor(scores)
 
 
 def code(batch):
     """
-    1.0 where the program in the completion passes all of the row's `tests`, else 0.0, (B,). It runs in the sandbox, many at
-    once, while the next responses are sampled. All or nothing, since a share of the tests can be had without solving anything.
-    batch["seconds"], if it is there, is the time for all of them; a fifth of it is kept for the other rules. What has not ended
-    by then scores 0, and a printed line says so: nothing that a model wrote may end the run. Where in the completion the program
-    is: see extract_code. A draft in thinking that never ends is none, and is not run.
+    (B,): 1.0 where the program in the response passes all of the row's `tests`, else 0.0. Passing
+    some of them scores 0: some can be passed without solving anything. extract_code says where in
+    a response its program is; a response whose thinking never ends has none.
+
+    The programs run in the sandbox, several at a time, while the next responses are sampled. They
+    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules. A
+    program that has not ended by then scores 0, and a printed line says so: no program may end the
+    run.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    programs = [extract_code(opening + completion) for opening, completion
-                in zip(openings(batch), batch["completions"], strict=True)]
-    runnable = [(program, row["tests"]) for program, row in zip(programs, batch["rows"], strict=True)
+    programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
+    runnable = [(program, row["tests"])
+                for program, row in zip(programs, batch["rows"], strict=True)
                 if program is not None]
     seconds = 0.8 * batch.get("seconds", math.inf)
     verdicts = run_all(runnable, max(1, count_cpus() // ranks_here), seconds=seconds)
-    late = sum(v.reason == "out of time" for v in verdicts)
+    late = sum(verdict.reason == "out of time" for verdict in verdicts)
     if late:
-        print(f"reward 'code': {late} of {len(programs)} programs had not ended after {seconds:.0f} s for all of "
-              "them, and score 0; if right ones may be among them, raise reward_timeout", flush=True)
-    verdict = iter(verdicts)
-    passed = [program is not None and (v := next(verdict)).passed == v.total for program in programs]
-    return torch.tensor(passed, dtype=torch.float32)
+        print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
+              f"{seconds:.0f} s for all of them, and score 0; if right ones may be among them, "
+              "raise reward_timeout", flush=True)
+    remaining = iter(verdicts)
+    scores = []
+    for program in programs:
+        verdict = None if program is None else next(remaining)
+        scores.append(float(verdict is not None and verdict.passed == verdict.total))
+    return torch.tensor(scores)
 
-RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown, code=code)
+
+RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown,
+             code=code)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # where a completion answers
 
 
 def final_answer(completion):
     r"""
-    What a completion answers, without blanks at the ends: of the text after its thinking, what the last \boxed{} holds, else
-    the last <answer>, else the line after the last ####, else all of it. Thinking that never ends answers nothing: all of it.
+    The final answer of a completion, without blanks at its ends. In the text behind the thinking it
+    is the first of these that is there: the contents of the last \boxed{}, those of the last
+    <answer>...</answer>, the line behind the last ####, all of the text.
+    "<think>3+6+0=09</think>so \boxed{579}" -> "579".
+
+    A completion whose thinking never ends is returned as it is, "<think>" included: such a text
+    equals no answer.
     """
     text = after_thinking(completion)
     if "<think>" not in text:
@@ -147,21 +198,35 @@ def final_answer(completion):
 
 
 def after_thinking(completion):
+    """The text behind the last </think>, without blanks at its ends; all of it if there is none."""
     return completion.rpartition("</think>")[2].strip()
+
+
+def whole_responses(batch):
+    """
+    The texts that the rules judge: each completion, behind what the prompt has made the response
+    begin with (see openings). A prompt that ends with "<think>" and the completion "3+4</think>7"
+    make "<think>3+4</think>7".
+    """
+    return [opening + completion for opening, completion
+            in zip(openings(batch), batch["completions"], strict=True)]
 
 
 def openings(batch):
     """
-    What each response has been made to begin with, for the rules judge the whole of it: what the last message of its prompt
-    says, if that is the assistant's own (from <think> on, if it has one); "<think>" where the prompt ends with that, by
-    itself or by a chat template; else "".
+    The text that each response has been made to begin with, by its prompt; "" for most.
+
+    A chat whose last message is the assistant's own begins the response with that message: it
+    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
+    <think>, since the data or a chat template put it there, begins the response with "<think>".
     """
     prompts = batch.get("prompts") or [prompt_text(row) for row in batch["rows"]]
-    return [opening_of(row.get("prompt"), text) for row, text in zip(batch["rows"], prompts, strict=True)]
+    return [opening_of(row.get("prompt"), text)
+            for row, text in zip(batch["rows"], prompts, strict=True)]
 
 
 def opening_of(prompt, text):
-    """openings of one row: its prompt as in the data, and as the text that the policy saw."""
+    """openings for one row. prompt: the data's, text or messages; text: what the policy read."""
     begun = ""
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         begun = prompt[-1]["content"]
@@ -170,8 +235,9 @@ def opening_of(prompt, text):
     return "<think>" if text.rstrip().endswith("<think>") else begun
 
 
-# \boxed{...} or \fbox{...}; or what they hold without braces, a number, a command or a letter with
-# all that adheres to it; or \\., as \{ and \} are no braces to count
+# What last_boxed looks for, one of: \boxed{ or \fbox{; \boxed or \fbox without braces, and then a
+# number, a command or a single letter with all that follows it without a blank; an escaped
+# character, since \{ and \} are no braces to count; a brace.
 BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
     (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
                        (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
@@ -180,10 +246,12 @@ BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
 
 def last_boxed(text):
     r"""
-    What the \boxed or \fbox that begins last holds: in {...}, balanced, or without braces, as in
-    \boxed 5, up to a blank or a $. None if there is none. One pass, however nested.
+    The contents of the \boxed{...} or \fbox{...} that begins last, its braces balanced; without
+    braces, as in \boxed 5, up to a blank or a $. None if there is none. One pass over the text,
+    however deep it is nested.
     """
-    opened, begin, end = [], -1, -1  # where the contents of the open braces begin, and whether they are boxed
+    opened = []  # for each open brace: where its contents begin, and whether they are boxed
+    begin, end = -1, -1  # of the contents found so far
     for match in BOX.finditer(text):
         if match["bare"]:
             begin, end = max((begin, end), match.span("bare"))
@@ -197,75 +265,170 @@ def last_boxed(text):
 
 
 def last_tagged(text):
-    """What the last <answer>...</answer> holds, None if there is none."""
+    """The contents of the last <answer>...</answer>; None if there is none."""
     parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
-    return next((parts[i] for i in range(len(parts) - 3, 1, -2) if parts[i - 1] + parts[i + 1] == "<answer></answer>"), None)
+    for i in range(len(parts) - 3, 1, -2):  # the texts between two tags, from the last one on
+        if parts[i - 1] == "<answer>" and parts[i + 1] == "</answer>":
+            return parts[i]
+    return None
 
 
 def last_hashed(text):
-    """The line after the last ####, as GSM8K ends its solutions; None if there is none."""
+    """The line behind the last ####, which ends GSM8K's solutions; None if there is none."""
     _, hashes, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if hashes else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the reward model
 
 
 def last_real(mask):
-    """Index of the last True of each row of mask (B, T) -> (B,). Never found by looking for a pad id: pad may equal EOS."""
+    """
+    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. It is
+    found in the mask, and not by looking for a pad id in the tokens: the pad id may be the EOS.
+    """
     return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
 
 
 @torch.no_grad()
 def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
     """
-    The reward model's scalar at the last real token of each row, plus its score_shift: (B,) in at least float32. count: how many
-    forwards there are at least, as all ranks must come along where the model is sharded; the last ones may be of no rows.
+    The reward model's scores, (B,) in at least float32: its output at the last real token of each
+    row, plus its score_shift.
+
+    tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
+    this many forward passes. A model that is sharded over the ranks needs all of them in each
+    pass; so a rank with fewer rows adds passes without rows.
     """
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
-    order = attention_mask.sum(1).argsort(stable=True)  # like lengths meet: less padding
+    order = attention_mask.sum(1).argsort(stable=True)  # similar lengths together: less padding
     for i in range(max(count, -(-len(tokens) // micro_batch_size))):
-        rows = order[i * micro_batch_size:(i + 1) * micro_batch_size]
+        rows = order[i * micro_batch_size:(i + 1) * micro_batch_size]  # (b,)
         mask = attention_mask[rows]
-        used = mask.any(0)  # the columns that any of these rows uses
+        used = mask.any(0)  # (T,): the columns that one of these rows uses
         if len(rows) == 0:
-            used[:2] = True
+            used[:2] = True  # a model needs some columns
         mask = mask[:, used]
-        scalars = reward_model(tokens[rows][:, used], mask)  # (b, T)
-        scores[rows] = scalars.gather(1, last_real(mask)[:, None]).squeeze(1).to(dtype)
+        outputs = reward_model(tokens[rows][:, used], mask)  # (b, columns)
+        scores[rows] = outputs.gather(1, last_real(mask)[:, None]).squeeze(1).to(dtype)
     return scores + reward_model.config.score_shift
 
 
-def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size, count=0):
+def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size,
+                        count=0):
     """
-    Learned reward of each response, read at its last token (N+ detail 12). A reward model with the policy's tokenizer scores
-    the very ids that were sampled; with another one it gets the text re-tokenized, EOS included where the policy ended. There
-    a response may be longer than its context, though the prompts were checked: it then reads the beginning, as of a response
-    that never ended. One odd response must not stop a run.
+    The reward model's score of each response, (B,), read at its last token (N+ detail 12).
+
+    A reward model with the policy's tokenizer reads the very ids that were sampled. With another
+    tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with EOS.
+    The text of a response may then be longer than the reward model's context, though all prompts
+    were checked: the reward model reads as much of it as fits, as if the response had never ended.
+    One odd response must not stop a run.
+
+    batch: see this file's header. micro_batch_size, count: see score_sequences.
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
-        return score_sequences(reward_model, batch["tokens"], batch["attention_mask"], micro_batch_size, count)
+        return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
+                               micro_batch_size, count)
 
     def encode():
         sequences = []
-        for row, completion, finished in zip(batch["rows"], batch["completions"], batch["finished"].tolist(), strict=True):
-            ids = reward_tokenizer.encode_prompt(row["prompt"]) + reward_tokenizer.encode_completion(completion)
-            sequences.append((ids if finished else ids[:-1])[:reward_model.config.max_positions])
+        for row, completion, finished in zip(batch["rows"], batch["completions"],
+                                             batch["finished"].tolist(), strict=True):
+            ids = reward_tokenizer.encode_prompt(row["prompt"])
+            ids = ids + reward_tokenizer.encode_completion(completion)  # the last one is EOS
+            ids = ids if finished else ids[:-1]
+            sequences.append(ids[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
-    tokens, mask = together.together(encode)  # a rank that cannot must say so before the others wait for its forwards
+    # If encoding fails on one rank, together tells the others, before they wait for its forwards.
+    tokens, mask = together.together(encode)  # COLLECTIVE
     device = batch["tokens"].device
-    return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size, count)
+    return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
+                           count)
 
 
 def alike_for_equal_texts(scores, batch):
     """
-    scores (B,), those of equal tokens made equal: each gets that of the first of them. On paper they are; but the last bits of
-    a model's output depend on the micro-batch, and a group of nothing but equal responses would be told apart by them.
+    The scores (B,), made exactly equal where the tokens of two rows are equal: all of them get the
+    score of the first such row.
+
+    On paper equal texts have equal scores. But the last bits of a model's output depend on which
+    other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
+    responses has nothing to learn from, and GRPO would take such differences for something.
     """
-    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T), padding unlike any token
-    _, which = seen.unique(dim=0, return_inverse=True)  # (B,): rows with the same number are the same text
-    first = torch.full_like(which, len(which)).scatter_reduce(0, which, torch.arange(len(which), device=which.device), "amin")
-    return scores[first[which]]
+    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
+    _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
+    # for the text of each number, the first row that has it
+    row = torch.arange(len(text), device=text.device)
+    first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
+    return scores[first[text]]
+
+
+# --------------------------------------------------------------------------------------------------
+# the rewards of a run
+
+
+def reward_terms(spec):
+    """[(weight, name, function)] of the key reward_functions; the reward model's function: None."""
+    return parse_rewards(spec, RULES | {"reward_model": None}, ".")
+
+
+class Scorer:
+    """
+    All that scores a run's responses: the rules, which work in a thread while the next responses
+    are sampled, and the reward model, if there is one.
+
+    terms: [(weight, name, function)] from parse_rewards; the reward model's function is None.
+    tokenizers: the policy's and the reward model's. threads: an executor for the rules.
+    """
+
+    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device):
+        self.terms, self.names = terms, [name for _, name, _ in terms]
+        self.rules = [term for term in terms if term[1] != "reward_model"]
+        self.reward_model = reward_model
+        self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
+        self.threads, self.device = threads, device
+        self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
+        self.autocast = autocast(config, device)
+
+    def start(self, part, share):
+        """
+        Let the rules begin to work on a part of this rank's responses. share: which share of them
+        it is, from 0 to 1; the rules may take that share of reward_timeout. Returns what `score`
+        waits for.
+        """
+        part = part | dict(seconds=self.timeout * share)
+        return self.threads.submit(call_rewards, self.rules, part)
+
+    def score(self, mine, pending, rows):
+        """
+        A collective: the scores of this rank's b responses, (b,) each: by each reward, as
+        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+
+        mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
+        how many responses all ranks have together.
+        """
+        # first the rules, so that one that fails ends all ranks before they wait for a forward
+        scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
+        if self.reward_model is not None:
+            # every rank runs the same number of forwards, for the model may be sharded
+            forwards = parallel.most_micro_batches(rows, self.micro_batch_size)
+            with self.autocast, no_grad_forwards([self.reward_model], self.device):
+                scores["reward_model"] = reward_model_scores(
+                    mine, self.reward_model, self.reward_tokenizer, self.tokenizer,
+                    self.micro_batch_size, forwards)
+        like = mine["sampler_logprobs"]
+        said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
+        said["accuracy"] = accuracy(mine).to(self.device)
+        said["thinks"] = thinks(mine).to(self.device)
+        return said
+
+    def add_up(self, batch):
+        """Add the scores (B,) of a gathered batch: the weighted sum of its rewards."""
+        if self.reward_model is not None:
+            learned = batch["reward/reward_model"]
+            batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
+        batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in self.terms)

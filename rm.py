@@ -1,19 +1,22 @@
 """
-The reward model: the second of the three steps. One scalar head on the SFT model, trained so that of two completions of a
-prompt the preferred one scores higher at its last token (Bradley-Terry); then shifted so that demonstrations average 0.
+The reward model: the second of the three steps. It is the SFT model with one scalar head, trained
+so that of two completions of a prompt the preferred one scores higher at its last token
+(Bradley-Terry). At the end its scores are shifted so that demonstrations have 0 on average.
 
-python rm.py config/arithmetic_rm.py                                           # the toy, on a laptop
-torchrun --nproc_per_node=8 rm.py config/tldr_rm.py                            # a hub model on 8 GPUs
+python rm.py config/arithmetic_rm.py                      # the toy, on a laptop
+torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPUs
 
-Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and out_dir/log.jsonl. The same command again
-resumes. This script has the sections of sft.py; `diff sft.py rm.py` shows what a reward model changes.
+Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and
+out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py;
+`diff sft.py rm.py` shows what a reward model changes.
+
+b sequences of a micro-batch (two for each pair), T tokens of the longest of them. Masks are True
+where it counts.
 """
 import os
 import sys
 import time
 from array import array
-
-import torch
 
 import parallel
 from configurator import configure
@@ -21,8 +24,8 @@ from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
 from engine import audit, launch, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
-from engine.optimizers import make_optimizer, step
-from engine.placement import in_memory, load, only_lora, precisions, trunk_of
+from engine.optimizers import make_optimizer, overflowed, step
+from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
@@ -32,21 +35,17 @@ from model import at_least_float32
 from rewards import last_real
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # where to write
-out_dir = "out/rm"  # checkpoints, log.jsonl and the finished model; the same command again resumes from here
-checkpoint_interval = 500  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-sync_check_interval = 100  # iterations between checks that all ranks hold the same weights [>= 1]
-# data: JSONL with "prompt", "chosen" and "rejected"
-train_path = "data/arithmetic/pairs_train.jsonl"  # preference pairs to learn
-val_path = "data/arithmetic/pairs_val.jsonl"  # held-out pairs
-demonstrations_path = "data/arithmetic/sft_val.jsonl"  # "prompt" and "completion": what shall score 0 on average
+out_dir = "out/rm"  # checkpoints, log.jsonl and the finished model; to resume, give the same
 eval_interval = 50  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
+# data: JSONL with "prompt", "chosen" and "rejected"; demonstrations with "prompt" and "completion"
+train_path = "data/arithmetic/pairs_train.jsonl"  # preference pairs to learn
+val_path = "data/arithmetic/pairs_val.jsonl"  # held-out pairs
+demonstrations_path = "data/arithmetic/sft_val.jsonl"  # what shall score 0 on average
 # model
-init_from = "out/arithmetic_sft/policy"  # folder or hub name; a language model gets a new scalar head (N+ detail 11)
-lora = ""  # RANK[:ALPHA[:TARGETS]] such as 16:32:q+v: train an adapter instead, saved merged and, in reward_model_adapter, alone
+init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
 # optimizer: AdamW
 max_iters = 100  # optimizer steps [>= 1]
 batch_size = 64  # pairs a step, over all ranks [1..1000000]
@@ -59,134 +58,195 @@ beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.95  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 10) [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
-# system
+# randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
-device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
-gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
-dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
-deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
-timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
-# ---------------------------------------------------------------------------------------------------------------------
+# more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
+# A reward model has one output a token and no logits, so it has no head_chunk
+config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
+                   head_chunk=None)
+# -------------------------------------------------------------------------------------------------
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
-precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
-place = only_lora(lora)
-train_rows, val_rows = (read_jsonl(path, ["prompt", "chosen", "rejected"]) for path in (train_path, val_path))
+place = place_of_one("reward", zero_stage, offload, lora, optim)
+precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
+
+
+# -------------------------------------------------------------------------------------------------
+# data
+
+train_rows = read_jsonl(train_path, ["prompt", "chosen", "rejected"])
+val_rows = read_jsonl(val_path, ["prompt", "chosen", "rejected"])
 demonstrations = read_jsonl(demonstrations_path, ["prompt", "completion"])
-
-# the model
 tokenizer = load_tokenizer(init_from)
-reward_model = load(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed, trained=True)
-reward_model.config.score_shift = 0.0
-check_tokenizer_fits(tokenizer, reward_model, init_from)
-reward_model.recompute(gradient_checkpointing)
 
 
-def encode(rows, field, path):
+def encode(rows, field, path, longest):
     """
-    Ids of prompt, completion (row[field]) and EOS of every row, all at once at the start: a row that does not fit should not
-    end a run on its third day. Raises BadInput.
+    [ids of a prompt and its completion, row[field], ...] of all rows. The completion ends with EOS.
+
+    Every row is encoded before the first step: a row that does not fit must not end a run that has
+    computed for days. longest: how many tokens the model has room for. Raises BadInput.
     """
     sequences = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
-            ids = tokenizer.encode_prompt(row["prompt"]) + tokenizer.encode_completion(row[field])
-        if len(ids) > reward_model.config.max_positions:
-            raise BadInput(f"{path}, row {number}: prompt and {field} make {len(ids)} tokens, more than the model's context of "
-                           f"{reward_model.config.max_positions}; shorten or drop the row")
-        sequences.append(array("i", ids))  # a tenth of a list's memory
+            prompt = tokenizer.encode_prompt(row["prompt"])
+            completion = tokenizer.encode_completion(row[field])
+        length = len(prompt) + len(completion)
+        if length > longest:
+            raise BadInput(f"{path}, row {number}: prompt and {field} make {length} tokens, more "
+                           f"than the model's context of {longest}; shorten or drop the row")
+        sequences.append(array("i", prompt + completion))  # a tenth of a list's memory
     return sequences
 
-for rows, path in ((train_rows, train_path), (val_rows, val_path)):
-    say_special_tokens(rows, ["prompt", "chosen", "rejected"], tokenizer, path)
-say_special_tokens(demonstrations, ["prompt", "completion"], tokenizer, demonstrations_path)
-train_pairs, val_pairs = (list(zip(encode(rows, "chosen", path), encode(rows, "rejected", path), strict=True))
-                          for rows, path in ((train_rows, train_path), (val_rows, val_path)))
-demonstrations = encode(demonstrations, "completion", demonstrations_path)
-together.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path, demonstrations_path)}
-               | {"the tokenizer": tokenizer.fingerprint,
-                  "the weights": fingerprint(trunk_of(reward_model))})
-optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
 
-# resume, or begin
-sources = ["train_path", "init_from"]  # whose contents may not change either
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "lora", *sources], sources)
-start = 0
+def encode_pairs(rows, path, longest):
+    """[(ids with the chosen completion, ids with the rejected one), ...] of all rows, by encode."""
+    chosen, rejected = (encode(rows, field, path, longest) for field in ("chosen", "rejected"))
+    return list(zip(chosen, rejected, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------
+# model: one that exists, with a scalar head, and with an adapter where there is LoRA
+
+reward_model = load(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed,
+                    trained=True, recompute=gradient_checkpointing)
+reward_model.config.score_shift = 0.0  # set at the end
+first_weights = fingerprint(trunk_of(reward_model))
+check_tokenizer_fits(tokenizer, reward_model, init_from)
+
+say_special_tokens(train_rows, ["prompt", "chosen", "rejected"], tokenizer, train_path)
+say_special_tokens(val_rows, ["prompt", "chosen", "rejected"], tokenizer, val_path)
+say_special_tokens(demonstrations, ["prompt", "completion"], tokenizer, demonstrations_path)
+longest = reward_model.config.max_positions
+train_pairs = encode_pairs(train_rows, train_path, longest)
+val_pairs = encode_pairs(val_rows, val_path, longest)
+eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+demonstrations = encode(demonstrations, "completion", demonstrations_path, longest)
+
+# all ranks start from the same, or none does
+paths = train_path, val_path, demonstrations_path
+contents = {f"the content of {path}": sha256(path) for path in paths}
+together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+                                    "the weights": first_weights})
+
+
+# -------------------------------------------------------------------------------------------------
+# optimizer; and resume, or begin
+
+optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), adam_eps,
+                           weight_decay)
+
+# files and folders whose contents may not change before a run resumes
+sources = ["train_path", "init_from"]
+checkpoint, state = open_run(
+    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources)
+# the state beside weights and optimizer; all but the iteration is float16's
+state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
     load_checkpoint(checkpoint, {"reward_model": reward_model}, {"reward_model": optimizer})
-    start = state["iteration"]
-    if master:
-        print(f"resuming from {checkpoint}")
-models = in_memory(reward_model=reward_model)
+start = state.pop("iteration")
+
+models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
-frozen_sums = {}
+frozen_sums = {}  # filled by the first audit
 if master:
+    if checkpoint:
+        print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in reward_model.parameters())
-    print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), {world_size} rank(s) on "
-          f"{device.type}, {dtype}")
+    epochs = max_iters * batch_size / len(train_rows)
+    print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
+          f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} pairs, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+          f"{max_iters} steps of {batch_size} are {epochs:.1f} epochs")
+
+
+# -------------------------------------------------------------------------------------------------
+# scores and evaluation
+
+
+def my_micro_batches(items, total):
+    """
+    This rank's items, micro_batch_size at a time. total: how many items all ranks have together.
+
+    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
+    sharded, each forward gathers weights from all ranks, so all must compute equally many.
+    """
+    count = parallel.most_micro_batches(total, micro_batch_size)
+    return [items[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
 
 
 def scores_of(sequences):
-    """The scalar at the last real token of each sequence of ids, (b,): with its EOS there, where it is meant to be read."""
-    tokens, attention_mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
+    """
+    The scalar at the last real token of each of b sequences of ids, (b,). That token is the EOS,
+    where the score of a response is read, too.
+    """
+    tokens, attention_mask = right_pad(sequences, tokenizer.pad_id)  # (b, T) each
+    tokens, attention_mask = tokens.to(device), attention_mask.to(device)
     with precision:
-        scalars = reward_model(tokens)  # (b, T); right padding is never looked at by causal attention
-    return at_least_float32(scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1))
+        # padding on the right needs no attention mask: causal attention never looks there
+        scalars = reward_model(tokens)  # (b, T)
+    scores = scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1)  # (b,)
+    return at_least_float32(scores)
 
 
 def pair_scores(pairs):
-    """Scores of the chosen and of the rejected ones of some pairs, (b,) each, in one forward."""
-    return scores_of([pair[side] for side in (0, 1) for pair in pairs]).chunk(2)
+    """Scores of the chosen and of the rejected ones of some pairs, (b / 2,) each: one forward."""
+    chosen, rejected = [x for x, _ in pairs], [x for _, x in pairs]
+    return scores_of(chosen + rejected).chunk(2)
 
 
-@torch.no_grad()
 def evaluate():
-    """Held-out loss, and in how many pairs the chosen one scores higher (a tie counts half); every rank does its share."""
-    totals = {"eval/loss": [0.0, 0], "eval/accuracy": [0.0, 0]}
-    mine = parallel.my_share(val_pairs[:eval_size or len(val_pairs)])
-    for i in range(0, len(mine), micro_batch_size):
-        chosen, rejected = pair_scores(mine[i:i + micro_batch_size])
-        right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
-        for key, x in (("eval/loss", preference_loss(chosen, rejected)), ("eval/accuracy", right)):
-            totals[key][0] += x.sum().item()
-            totals[key][1] += len(x)
-    return parallel.all_reduce_metrics(totals)
+    """
+    Held-out loss, and in which share of the pairs the chosen one scores higher (a tie counts half).
+    Every rank does its share.
+    """
+    loss_sum, right, count = 0.0, 0.0, 0
+    with no_grad_forwards([reward_model], device):
+        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
+            chosen, rejected = pair_scores(pairs)
+            loss_sum += preference_loss(chosen, rejected).sum().item()
+            right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
+            count += len(pairs)
+    return parallel.all_reduce_metrics({"eval/loss": [loss_sum, count],
+                                        "eval/accuracy": [right, count]})
 
 
-@torch.no_grad()
 def demonstration_mean():
     """Mean score of the demonstrations; every rank does its share."""
-    totals = {"score": [0.0, 0]}
-    mine = parallel.my_share(demonstrations)
-    for i in range(0, len(mine), micro_batch_size):
-        scores = scores_of(mine[i:i + micro_batch_size])
-        totals["score"][0] += scores.sum().item()
-        totals["score"][1] += len(scores)
-    return parallel.all_reduce_metrics(totals)["score"]
+    total, count = 0.0, 0
+    with no_grad_forwards([reward_model], device):
+        for part in my_micro_batches(parallel.my_share(demonstrations), len(demonstrations)):
+            total += scores_of(part).sum().item()
+            count += len(part)
+    return parallel.all_reduce_metrics({"score": [total, count]})["score"]
 
 
+# -------------------------------------------------------------------------------------------------
 # the loop
+
 began = time.time()
 for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last = iteration == max_iters
+
+    # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
     parallel.phase = f"iteration {iteration}, evaluation"
     if iteration % eval_interval == 0 or last:
         record |= evaluate()
         if master:
-            print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, {record['eval/accuracy']:.1%} of pairs right")
-    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
-    due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+            print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, "
+                  f"{record['eval/accuracy']:.1%} of pairs right")
+    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all leave together
+    due = checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    saves = last or stop or due
     parallel.phase = f"iteration {iteration}, checkpoint"
-    if iteration % sync_check_interval == 0 or due:
+    if iteration % sync_check_interval == 0 or saves:
         audit.audit(models, frozen_sums, iteration)
-    if due:
-        save_checkpoint(out_dir, iteration, {"reward_model": reward_model}, {"reward_model": optimizer}, {}, tokenizer,
-                        keep_checkpoints)
+    if saves:
+        save_checkpoint(out_dir, iteration, {"reward_model": reward_model},
+                        {"reward_model": optimizer}, state, tokenizer, keep_checkpoints)
     if stop:
         if master:
             print(f"stopped before iteration {iteration}, and saved; resume with the same command")
@@ -196,41 +256,58 @@ for iteration in range(start, max_iters + 1):
         write_log(out_dir, record)
         break
 
+    # this rank's pairs: of the whole batch, sorted by length, each world_size-th.
+    # A micro-batch then has pairs of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
-    # this rank's pairs; the normaliser is the pair count of the whole step, over micro-batches and ranks
     t0 = time.time()
-    pairs = [train_pairs[i] for i in batch_rows(seed, iteration, batch_size, len(train_pairs))]
-    pairs = sorted(pairs, key=lambda pair: max(map(len, pair)))[rank::world_size]  # alike lengths meet: less padding
+    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
+    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
+    pairs = pairs[rank::world_size]
+
+    # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     for flat in gradients:
         flat.zero_()
-    sums = {"loss/preference": [0.0, 0], "train/accuracy": [0.0, 0]}
-    for i in range(0, len(pairs), micro_batch_size):
-        chosen, rejected = pair_scores(pairs[i:i + micro_batch_size])
-        losses = preference_loss(chosen, rejected)  # (b,)
-        (losses.sum() / batch_size).backward()
-        for key, x in (("loss/preference", losses), ("train/accuracy", chosen > rejected)):
-            sums[key][0] += x.sum().item()
-            sums[key][1] += len(x)
-    parallel.all_reduce_gradients(gradients)
-    norm = parallel.clip_gradients(gradients, grad_clip)
-    parallel.check_gradients(norm, reward_model, "reward_model", iteration)
-    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    step(optimizer, lr)
+    loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
+    loss_sum, right, count = 0.0, 0, 0
+    for part in my_micro_batches(pairs, batch_size):
+        chosen, rejected = pair_scores(part)  # (b / 2,) each
+        losses = preference_loss(chosen, rejected)  # (b / 2,)
+        (loss_scale * losses.sum() / batch_size).backward()
+        loss_sum += losses.sum().item()
+        right += (chosen > rejected).sum().item()
+        count += len(part)
 
-    record |= parallel.all_reduce_metrics(sums)
-    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr, "time/iteration": time.time() - t0}
+    # one step, alike on all ranks
+    parallel.all_reduce_gradients(gradients, loss_scale)
+    norm = parallel.clip_gradients(gradients, grad_clip)
+    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
+    skipped = dtype == "float16" and overflowed(state, [norm], iteration)
+    if not skipped:
+        audit.check_gradients(norm, reward_model, "reward_model", iteration)
+        step(optimizer, lr)
+
+    # what is written, and printed
+    record |= parallel.all_reduce_metrics({"loss/preference": [loss_sum, count],
+                                           "train/accuracy": [right, count]})
+    seconds = time.time() - t0
+    grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
+    record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
+               "time/iteration": seconds}
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
-        print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | right {record['train/accuracy']:.0%} | "
-              f"grad norm {norm:.2f} | lr {lr:.1e} | eta {eta:.0f}s", flush=True)
+        print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
+              f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
+              f"eta {eta:.0f}s", flush=True)
 
-# Pairs only fix differences of scores. Their zero point is ours to choose: the average demonstration (N+ detail 15), so that a
-# fixed penalty for not ending means the same for every reward model.
-reward_model.config.score_shift = -demonstration_mean()
+# Pairs only say by how much scores differ, so their zero point is ours to choose: the average
+# demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
+# for every reward model.
+mean = demonstration_mean()
+reward_model.config.score_shift = -mean
 save_final(out_dir, "reward_model", reward_model, tokenizer)
 if master:
-    print(f"demonstrations scored {-reward_model.config.score_shift:.3f} on average; scores are shifted so that this is 0")
+    print(f"demonstrations scored {mean:.3f} on average; scores are shifted so that this is 0")
     print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")
 launch.finish()

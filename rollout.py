@@ -1,14 +1,34 @@
 """
 Prompts -> sampled responses.
 
-Every response owns its randomness: R uniforms from a generator seeded by what the response *is* (seed, iteration, prompt,
-sample), and token t is the inverse of the CDF at uniform t. So neither the batch a response sits in, nor the rank that
-decodes it, nor how many rows are still running can change what is sampled, and a resumed run needs no saved random state.
+How responses are sampled, in six lines:
+
+1. Each response has R uniforms from [0, 1), one for each token that it may have.
+2. One forward pass reads the prompts, all padded on the left to the same length.
+3. The next token of a response is the inverse CDF of its next uniform: the first token whose
+   cumulated probability is above the uniform.
+4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
+5. A response ends with an EOS, or after R tokens.
+6. When half of the rows that decode together have ended, they are dropped from the batch.
+
+For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
+1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
+
+The uniforms of a response come from a random generator of its own. The seed of that generator is
+made of what names the response: (seed, purpose, iteration, slot in the batch, sample number). So
+the same response is sampled whichever other responses are in the batch, on whichever rank it is
+decoded, and however many rows have been dropped. And a resumed run needs no saved random state.
+
+B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
 
 import torch
 
+import parallel
+from engine import audit, launch
+from engine.build import autocast, decoding_dtype
+from engine.placement import decoding_copy
 from errors import BadInput
 from loss import logprobs_from_logits, scaled_logits
 from model import KVCache, autocast_dtype
@@ -16,142 +36,286 @@ from model import KVCache, autocast_dtype
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
-    Uniforms in [0, 1) of the responses to the prompts at these slots of an iteration's batch, (len(slots), length) float64.
-    purpose: "rollout", "eval", ...; samples: of each, which response to its prompt it is (None: the first).
+    The uniforms in [0, 1) of some responses: (len(slots), length) float64.
+
+    seed: the run's. purpose: what they are sampled for, "rollout", "eval" and so on. iteration: the
+    run's. slots: for each response, the place of its prompt in the iteration's batch. samples: for
+    each response, which of the responses to its prompt it is; None: 0 for all.
+
+    Example: GRPO with 2 responses to each of 2 prompts has the slots [0, 0, 1, 1] and the samples
+    [0, 1, 0, 1].
     """
     rows = []
     for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
-        digest = hashlib.blake2b(f"{seed} {purpose} {iteration} {slot} {sample}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))  # 32 bits: it ignores those above
+        name = f"{seed} {purpose} {iteration} {slot} {sample}"
+        # 4 bytes, for torch's generator ignores all bits of a seed above the lowest 32
+        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
 
 def left_pad(prompts, pad_id, width=None):
-    """Lists of token ids -> tokens (B, P) int64 padded on the left, attention_mask (B, P) bool, built from lengths."""
+    """
+    Lists of token ids -> tokens (B, P) int64, padded on the left, and attention_mask (B, P) bool.
+    width: P; None: the longest prompt. Raises BadInput for an empty prompt.
+
+    The prompts [5, 6, 7] and [8] with pad_id 0:
+
+        tokens   5 6 7     attention_mask   T T T
+                 0 0 8                      F F T
+    """
     width = max([len(p) for p in prompts], default=1) if width is None else width
     tokens = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise BadInput(f"prompt {row} is empty: there is nothing to predict the first token from")
+            raise BadInput(f"prompt {row} is empty: there is nothing to predict the first token "
+                           "from")
         tokens[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = True
     return tokens, mask
 
 
 @torch.no_grad()
-def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0, vocab_size=None, uniforms=None,
-             seed=0, batch_size=0, prompt_width=None, attention_mask=None, stop=None):
+def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
+             vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
+             attention_mask=None, stop=None):
     """
     Sample one response to each prompt.
 
-    prompts: lists of token ids (repeat a prompt for several samples), or a left-padded (B, P) tensor of them with its
-    attention_mask (None: no padding). temperature: 0 = greedy. eos_ids: any of them ends a
-    response and belongs to it; none given: all have max_new_tokens. vocab_size: ids from here on are never sampled.
-    uniforms (B, max_new_tokens): the randomness; None draws it from `seed`. batch_size: how many responses decode at once
-    (0 = all). prompt_width: pad prompts to this length (default: the longest). The last two cannot change a result.
-    stop: asked before each token; when it says True, responses are left as they are, for a caller who has no use for them.
+    prompts: lists of token ids; a prompt that is there twice gets two responses. Or a left-padded
+        tensor (B, P) of them, with its attention_mask (None: there is no padding).
+    max_new_tokens: R, the longest response.
+    temperature: logits are divided by it; 0 = always the most likely token.
+    eos_ids: a response ends with any of these ids, which belongs to it. None given: every response
+        has R tokens.
+    vocab_size: ids from here on are never sampled.
+    uniforms: (B, R), see response_uniforms; None: they are made from `seed`.
+    batch_size: how many responses decode at once, 0 = all. It changes memory, and no result.
+    prompt_width: P; None: the longest prompt. It changes no result, either.
+    stop: a function that is asked before each token. When it says True, the responses stay as they
+        are at that moment: it is for a caller who is about to leave and will not use them.
 
-    Returns a dict: tokens (B, T = P + R) int64, prompt left-padded to P, response right-padded to R = max_new_tokens;
-    attention_mask (B, T) bool; response_mask (B, R) bool, True on sampled tokens, the EOS included; sampler_logprobs (B, R)
-    float32 (float64 of a float64 model), of the distribution sampled (greedy: of the unscaled one); finished (B,) bool,
-    whether the response ended itself. Raises BadInput when a prompt is empty or does not fit the model's context.
+    Returns a dict, with T = P + R:
+        tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
+        attention_mask (B, T) bool: True on prompt and response;
+        response_mask (B, R) bool: True on sampled tokens, the EOS included;
+        sampler_logprobs (B, R) float32 (float64 if the model is): log-probs of the sampled tokens
+            in the distribution that was sampled (temperature 0: in that of temperature 1);
+        finished (B,) bool: whether the response ended with an EOS.
+
+    Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. In the toy's
+    tokenizer (a token for each byte, EOS is 258, pad is 259) its row is
+
+        tokens           49 50 51 43 52 53 54 61    53 55 57 258 259 259
+        attention_mask    T  T  T  T  T  T  T  T     T  T  T   T   F   F
+        response_mask                                T  T  T   T   F   F
+
+    Raises BadInput where a prompt is empty or too long for the model's context.
     """
     device = policy.embed.weight.device
     if isinstance(prompts, torch.Tensor):
-        real = torch.ones_like(prompts, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        if attention_mask is None:
+            attention_mask = torch.ones_like(prompts)
+        real = attention_mask.bool()
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
-    tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P)
+    tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P) each
     B, P = tokens.shape
     R = max_new_tokens
-    if int(mask.sum(1).max() if B else 0) + R > policy.config.max_positions:
-        raise BadInput(f"a prompt of {int(mask.sum(1).max())} tokens and max_new_tokens = {R} exceed the model's context of "
-                       f"{policy.config.max_positions}; shorten one of them")
+    longest = int(mask.sum(1).max()) if B else 0
+    if longest + R > policy.config.max_positions:
+        raise BadInput(f"a prompt of {longest} tokens and max_new_tokens = {R} exceed the model's "
+                       f"context of {policy.config.max_positions}; shorten one of them")
     if uniforms is None:
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-    parts = [decode(policy, tokens[i:i + (batch_size or B)].to(device), mask[i:i + (batch_size or B)].to(device),
-                    uniforms[i:i + (batch_size or B)].to(device), R, temperature, eos, pad_id, vocab_size, stop)
-             for i in range(0, B, batch_size or B)] if B else [decode_nothing(P, R, policy)]
+    tokens, mask = tokens.to(device), mask.to(device)
+
+    n = batch_size or B
+    parts = []
+    for i in range(0, B, n or 1):
+        parts.append(decode(policy, tokens[i:i + n], mask[i:i + n], uniforms[i:i + n].to(device), R,
+                            temperature, eos, pad_id, vocab_size, stop))
+    if B == 0:  # as on a rank that has no prompts
+        parts.append(decode_nothing(P, R, policy))
     responses, logprobs, lengths, finished = (torch.cat(x) for x in zip(*parts, strict=True))
-    response_mask = torch.arange(R, device=device) < lengths[:, None]  # from lengths, never from ids: pad may equal EOS
+
+    # The mask is made from lengths. Made from ids it could be wrong: the pad id may be the EOS.
+    response_mask = torch.arange(R, device=device) < lengths[:, None]
     return dict(
-        tokens=torch.cat([tokens.to(device), responses], 1),
-        attention_mask=torch.cat([mask.to(device), response_mask], 1),
+        tokens=torch.cat([tokens, responses], 1),
+        attention_mask=torch.cat([mask, response_mask], 1),
         response_mask=response_mask,
         sampler_logprobs=logprobs,
         finished=finished,
     )
 
 
-@torch.inference_mode()  # lighter than no_grad; what leaves generate is concatenated outside of it, so it may be trained on
-def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size, stop=None):
-    """Responses (b, R), log-probs (b, R), lengths (b,), finished (b,) for prompts (b, P) that decode together."""
-    b, P = prompt.shape
-    device, float_dtype = prompt.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
-    responses = torch.full((R, b), pad_id, dtype=torch.int64, device=device)  # a step writes one contiguous row
-    logprobs = torch.zeros(R, b, dtype=float_dtype, device=device)
-    lengths = torch.full((b,), R, dtype=torch.int64, device=device)
-    finished = torch.zeros(b, dtype=torch.bool, device=device)
+# inference_mode is lighter than no_grad, but its tensors cannot be used in training. generate
+# concatenates them outside of it, and what it returns can.
+@torch.inference_mode()
+def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size,
+           stop=None):
+    """
+    Responses (b, R), log-probs (b, R), lengths (b,) and finished (b,), for prompts (b, P) that
+    decode together.
 
-    rows = torch.arange(b, device=device)  # which response each row of the running batch is
-    running = torch.ones(b, dtype=torch.bool, device=device)
-    # without padding there is nothing to mask: every column of the cache is real for every running row
-    mask = None if prompt_mask.all() else torch.cat([prompt_mask, prompt_mask.new_ones(b, R)], 1)  # (b, P + R)
-    positions = prompt_mask.sum(1, keepdim=True)  # (b, 1): where the next token stands
-    # the cache has the dtype in which keys come out of the model, which autocast may have lowered
+    Two tensors say who is done. lengths, one number for each response: 0 while it is not done. And
+    rows: the responses that are still in the batch, of which some may be done already.
+    Example: of 4 responses, the first and the last have ended, after 3 and 5 tokens. lengths is
+    [3, 0, 0, 5]; rows was [0, 1, 2, 3], and is [1, 2] from the next token on.
+    """
+    b, P = prompt.shape
+    device = prompt.device
+    float_dtype = torch.promote_types(policy.embed.weight.dtype, torch.float32)
+    # a row for each *token*, so that each step writes into adjacent memory; transposed at the end
+    responses = torch.full((R, b), pad_id, dtype=torch.int64, device=device)  # (R, b)
+    logprobs = torch.zeros(R, b, dtype=float_dtype, device=device)  # (R, b)
+    lengths = torch.zeros(b, dtype=torch.int64, device=device)  # (b,)
+    rows = torch.arange(b, device=device)  # (n,), n = b at first
+
+    # step 2: read the prompts
+    positions = prompt_mask.sum(1, keepdim=True)  # (n, 1): the position of the first new token
+    mask = None  # without padding there is nothing to mask
+    if not prompt_mask.all():
+        mask = torch.cat([prompt_mask, prompt_mask.new_ones(b, R)], 1)  # (n, P + R)
+    # keys and values come out of the model in this dtype, which autocast may have lowered
     cache_dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
     cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
-    # the last state's alone: logits of the whole prompt, (b, P, V), would be the largest tensor of many a run
-    logits = policy.output(policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)[:, -1])  # (b, V)
+    hidden = policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)  # (n, P, d)
+    # The logits of the last position alone: those of all positions, (n, P, V), might be the largest
+    # tensor of the run.
+    logits = policy.output(hidden[:, -1])  # (n, V)
+    del hidden  # nobody needs it while tokens are sampled
+
     for t in range(R):
-        token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)
-        if len(eos):
-            token, logprob = torch.where(running, token, pad_id), torch.where(running, logprob, 0)
+        # step 3: one token for each row; those that are done get padding
+        token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)  # (n,) each
+        running = lengths[rows] == 0  # (n,)
+        token = torch.where(running, token, pad_id)
+        logprob = torch.where(running, logprob, 0)
         responses[t].index_copy_(0, rows, token)
         logprobs[t].index_copy_(0, rows, logprob)
-        left = len(rows)
-        if len(eos):
-            ended = running & torch.isin(token, eos)
-            lengths[rows[ended]] = t + 1
-            finished[rows[ended]] = True
-            running = running & ~ended
-            left = int(running.sum())
-        if left == 0 or t == R - 1 or stop and stop():
+
+        # step 5: who ends with this token?
+        ended = running & torch.isin(token, eos)  # (n,)
+        lengths[rows[ended]] = t + 1
+        running = running & ~ended
+        still_running = int(running.sum())
+        if still_running == 0 or t == R - 1 or stop and stop():
             break
-        if 2 * left <= len(rows):  # half of the batch is done: drop it, so that it costs nothing more
-            keep = running.nonzero().squeeze(1)
-            rows, token, positions, uniforms, running = (x[keep] for x in (rows, token, positions, uniforms, running))
+
+        # step 6: drop those that have ended once they are half of the batch
+        if 2 * still_running <= len(rows):
+            keep = running.nonzero().squeeze(1)  # (still_running,), the new n
+            rows, token, positions, uniforms = (x[keep] for x in (rows, token, positions, uniforms))
             mask = None if mask is None else mask[keep]
             cache.keep_rows(keep)
-        seen = None if mask is None else mask[:, :P + t + 1]
-        logits = policy(token[:, None], seen, cache=cache, positions=positions + t)[:, 0]  # (b, V)
-    return responses.t(), logprobs.t(), lengths, finished
+
+        # step 4: read the new tokens
+        seen = None if mask is None else mask[:, :P + t + 1]  # (n, P + t + 1)
+        logits = policy(token[:, None], seen, cache=cache, positions=positions + t)[:, 0]  # (n, V)
+
+    finished = lengths > 0
+    return responses.t(), logprobs.t(), torch.where(finished, lengths, R), finished
 
 
 def decode_nothing(P, R, policy):
-    """decode's result for no prompts, as on a rank that has none."""
-    device, dtype = policy.embed.weight.device, torch.promote_types(policy.embed.weight.dtype, torch.float32)
-    return (torch.empty(0, R, dtype=torch.int64, device=device), torch.empty(0, R, dtype=dtype, device=device),
-            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.bool, device=device))
+    """What decode returns, for no prompts at all."""
+    device = policy.embed.weight.device
+    dtype = torch.promote_types(policy.embed.weight.dtype, torch.float32)
+    return (torch.empty(0, R, dtype=torch.int64, device=device),
+            torch.empty(0, R, dtype=dtype, device=device),
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty(0, dtype=torch.bool, device=device))
 
 
 def sample(logits, uniform, temperature, vocab_size=None):
     """
-    One token a row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), their log-probs (B,).
-    temperature = 0 takes the most likely token.
+    One token for each row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) and
+    their log-probs (B,). temperature 0 takes the most likely token; its log-prob is that of
+    temperature 1.
     """
     logits = scaled_logits(logits, temperature or 1.0, vocab_size)  # (B, V)
     if temperature == 0:
         token = logits.argmax(-1)
-    else:
-        probs = logits.softmax(-1)
-        cdf = probs.cumsum(-1)
-        # In float32 a CDF ends a little beside 1: scale by its last entry, and stay below it, or the search returns V. The
-        # first entry *above* the point belongs to a token of positive probability: impossible ids stay impossible.
-        last = cdf[:, -1]
-        point = torch.minimum(uniform.to(cdf.dtype) * last, torch.nextafter(last, torch.zeros_like(last)))
-        token = torch.searchsorted(cdf, point[:, None], right=True).clamp(max=(vocab_size or logits.shape[-1]) - 1)  # (B, 1)
-        return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
-    return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
+        return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
+    probs = logits.softmax(-1)  # (B, V)
+    cdf = probs.cumsum(-1)  # (B, V)
+    # In float32 the last entry of a CDF is not quite 1. So the uniform is scaled by it, and kept
+    # below it, or the search would return V. The search takes the first entry *above* the point:
+    # it belongs to a token whose probability is above 0, so impossible ids are never sampled.
+    last = cdf[:, -1]  # (B,)
+    below = torch.nextafter(last, torch.zeros_like(last))  # the largest number below last
+    point = torch.minimum(uniform.to(cdf.dtype) * last, below)
+    token = torch.searchsorted(cdf, point[:, None], right=True)  # (B, 1)
+    token = token.clamp(max=(vocab_size or logits.shape[-1]) - 1)
+    return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+
+
+# --------------------------------------------------------------------------------------------------
+# a whole batch, over all ranks
+
+
+def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iteration, slots=None,
+                     group_size=1):
+    """
+    A collective: sample group_size responses to each of some prompts, and score them. Every rank
+    does its share and gets everyone's: from here on all ranks compute on the same numbers.
+
+    rows, prompts: the data rows and their prompts' token ids. purpose ("rollout", "eval", ...),
+    iteration and slots (the prompts' places in the batch; None: 0, 1, 2, ...) decide the noise.
+    scorer: rewards.Scorer.
+
+    Returns a dict of tensors with B = len(rows) * group_size rows, the responses to a prompt side
+    by side: what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy, thinks
+    (B,); index (B,), the number of the row.
+    """
+    run.enter(purpose)
+    tokenizer, R = scorer.tokenizer, config["max_new_tokens"]
+    slots = range(len(rows)) if slots is None else slots
+    wanted = [(row, prompt, slot, sample)
+              for row, prompt, slot in zip(rows, prompts, slots, strict=True)
+              for sample in range(group_size)]
+    width = max(map(len, prompts))  # one P for all ranks
+    share = parallel.my_share(wanted)
+    at_once = config["rollout_batch_size"] or max(len(share), 1)
+
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
+    decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
+    for i in range(0, max(len(share), 1), at_once):  # once even on a rank without prompts
+        part = share[i:i + at_once]
+        part_rows, ids, part_slots, samples = ([one[k] for one in part] for k in range(4))
+        uniforms = response_uniforms(
+            config["seed"], purpose, iteration, part_slots, R, samples)
+        with autocast(config, run.device):
+            parts.append(generate(
+                decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
+                tokenizer.vocab_size, uniforms, prompt_width=width, stop=launch.stop_asked))
+        said = dict(rows=part_rows, prompts=[tokenizer.decode(x) for x in ids],
+                    completions=decode_responses(tokenizer, parts[-1]))
+        for name in texts:
+            texts[name] += said[name]
+        # the rules work on this part while the next one is sampled
+        pending.append(scorer.start(parts[-1] | said, len(part) / max(len(share), 1)))
+    mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    del decoder, parts  # a gathered copy of sharded weights is only for the rollout
+    run.leave_if_asked()  # COLLECTIVE
+
+    if purpose == "rollout":
+        run.enter("score")
+    mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
+    run.leave_if_asked()  # COLLECTIVE
+    batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
+    batch["index"] = torch.arange(len(wanted), device=run.device)
+    scorer.add_up(batch)
+    audit.check_finite({name: batch[name] for name in ("sampler_logprobs", "scores")}, iteration)
+    return batch
+
+
+def decode_responses(tokenizer, part):
+    """The texts of the responses that `generate` gave."""
+    R = part["response_mask"].shape[1]
+    return [tokenizer.decode(tokens[-R:][mask].tolist())
+            for tokens, mask in zip(part["tokens"], part["response_mask"], strict=True)]

@@ -1,10 +1,15 @@
 """
-Supervised fine-tuning: the first of the three steps. The loss is on the completion only, its EOS included.
+Supervised fine-tuning: the first of the three steps. A language model learns to continue prompts as
+demonstrations do. The loss counts the tokens of the completions alone, their EOS included.
 
-python sft.py config/arithmetic_sft.py                                         # the toy, from scratch, on a laptop
-torchrun --nproc_per_node=8 sft.py config/tldr_sft.py                          # a hub model on 8 GPUs
+python sft.py config/arithmetic_sft.py                    # the toy, from scratch, on a laptop
+torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPUs
 
-Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again resumes.
+Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
+resumes.
+
+b demonstrations of a micro-batch, T tokens of the longest of them, d width of the model. Masks are
+True where it counts.
 """
 import os
 import sys
@@ -19,8 +24,9 @@ from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
 from engine import audit, launch, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
-from engine.optimizers import make_optimizer, step
-from engine.placement import in_memory, load, only_lora, precisions, trunk_of
+from engine.optimizers import make_optimizer, overflowed, step
+from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
+                              precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
@@ -29,31 +35,27 @@ from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # where to write
-out_dir = "out/sft"  # checkpoints, log.jsonl and the finished model; the same command again resumes from here
-checkpoint_interval = 500  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-sync_check_interval = 100  # iterations between checks that all ranks hold the same weights [>= 1]
+out_dir = "out/sft"  # checkpoints, log.jsonl and the finished policy; to resume, give the same
+eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
+eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
 # data: JSONL with "prompt" and "completion"
 train_path = "data/arithmetic/sft_train.jsonl"  # demonstrations to learn
 val_path = "data/arithmetic/sft_val.jsonl"  # held-out demonstrations
-eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
-eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
 # model
-init_from = "scratch"  # a model folder or hub name; or "scratch": a new one of the sizes below
-tokenizer_path = "data/arithmetic/tokenizer"  # tokenizer of a scratch model (others bring their own)
+init_from = "scratch"  # a model folder or hub name; scratch: a new model of the sizes below
+tokenizer_path = "data/arithmetic/tokenizer"  # of a scratch model; other models bring their own
 family = "gpt2"  # scratch: the architecture [gpt2 | llama]
 n_layer = 2  # scratch: layers [1..1000]
 n_head = 8  # scratch: attention heads [1..1000]
 d_model = 128  # scratch: width of the residual stream [2..100000]
 d_ff = 512  # scratch: width inside the MLP [1..1000000]
 context = 64  # scratch: longest sequence [2..10000000]
-lora = ""  # RANK[:ALPHA[:TARGETS]] such as 16:32:q+v: train an adapter instead, saved merged and, in policy_adapter, alone
 # optimizer: AdamW
 max_iters = 700  # optimizer steps [>= 1]
 batch_size = 128  # demonstrations a step, over all ranks [1..1000000]
-micro_batch_size = 32  # rows at once; only memory depends on it [>= 1]
+micro_batch_size = 32  # demonstrations at once; only memory depends on it [>= 1]
 learning_rate = 3e-3  # peak [> 0]
 warmup_iters = 20  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # shape of the way down to 0 after the warm-up [constant | linear | cosine]
@@ -62,134 +64,187 @@ beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.99  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
-# system
-seed = 1  # decides initial weights and the order of the data [>= 0]
-device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
-head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch; only memory depends on it [>= 0]
-gradient_checkpointing = False  # compute each layer's activations again in the backward pass; only memory depends on it
-dtype = "float32"  # bfloat16: fp32 weights under autocast; float64: for tests [float32 | bfloat16 | float64]
-deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
-timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
-# ---------------------------------------------------------------------------------------------------------------------
+# randomness
+seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
+# more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py
+config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100)
+# -------------------------------------------------------------------------------------------------
 if init_from == "scratch" and d_model % (2 * n_head):
-    raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads have an even width")
-
+    raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads "
+                    "have an even width")
 if init_from == "scratch" and lora:
-    raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type --init_from=FOLDER, or leave lora out")
+    raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
+                    "--init_from=FOLDER, or leave lora out")
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
 master = rank == 0
-precision, weights_dtype, frozen_dtype = precisions(dtype, True, device)
-place = only_lora(lora)
-train_rows, val_rows = (read_jsonl(path, ["prompt", "completion"]) for path in (train_path, val_path))
+place = place_of_one("policy", zero_stage, offload, lora, optim)
+precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
 
-# the model
+
+# -------------------------------------------------------------------------------------------------
+# data
+
+train_rows = read_jsonl(train_path, ["prompt", "completion"])
+val_rows = read_jsonl(val_path, ["prompt", "completion"])
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
-if init_from == "scratch":
-    ids = dict(vocab_size=tokenizer.vocab_size, bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    if family == "gpt2":
-        architecture = dict(model_type="gpt2", n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff, n_positions=context,
-                            tie_word_embeddings=False, **ids)
-    else:
-        architecture = dict(model_type="llama", hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
-                            intermediate_size=d_ff, max_position_embeddings=context, tie_word_embeddings=False, **ids)
-    policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
-else:
-    policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True)
-check_tokenizer_fits(tokenizer, policy, init_from)
-policy.recompute(gradient_checkpointing)
 
 
-def encode(rows, path):
+def encode(rows, path, longest):
     """
-    (Prompt ids, completion ids) of every row, all at once at the start: a row that does not fit should not end a run on its
-    third day. Raises BadInput.
+    [(prompt ids, completion ids), ...] of all rows. The completion ends with EOS.
+
+    Every row is encoded before the first step: a row that does not fit must not end a run that has
+    computed for days. longest: how many tokens the model has room for. Raises BadInput.
     """
-    pairs = []
     say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
+    pairs = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
             prompt = tokenizer.encode_prompt(row["prompt"])
             completion = tokenizer.encode_completion(row["completion"])
-        if len(prompt) + len(completion) > policy.config.max_positions:
-            raise BadInput(f"{path}, row {number}: a demonstration of {len(prompt) + len(completion)} tokens exceeds the model's "
-                           f"context of {policy.config.max_positions}; shorten or drop it")
+        length = len(prompt) + len(completion)
+        if length > longest:
+            raise BadInput(f"{path}, row {number}: a demonstration of {length} tokens exceeds the "
+                           f"model's context of {longest}; shorten or drop it")
         if not prompt:
-            raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is nothing to predict the "
-                           "answer from")
+            raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is "
+                           "nothing to predict the answer from")
         pairs.append((array("i", prompt), array("i", completion)))  # a tenth of a list's memory
     return pairs
 
 
-train_pairs, val_pairs = encode(train_rows, train_path), encode(val_rows, val_path)
-together.agree(config | {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
-               | {"the tokenizer": tokenizer.fingerprint, "the weights": fingerprint(trunk_of(policy))})
+# -------------------------------------------------------------------------------------------------
+# model: a new one of the sizes above, or one that exists, with an adapter where there is LoRA
+
+if init_from == "scratch":
+    ids = dict(vocab_size=tokenizer.vocab_size, bos_token_id=None,
+               eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    if family == "gpt2":
+        sizes = dict(n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff,
+                     n_positions=context)
+    else:
+        sizes = dict(hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
+                     intermediate_size=d_ff, max_position_embeddings=context)
+    architecture = dict(model_type=family, tie_word_embeddings=False, **sizes, **ids)
+    policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
+    policy.recompute(gradient_checkpointing)
+    first_weights = fingerprint(policy)
+    if is_sharded(place, trained=True):
+        shard(policy, place, device)
+else:
+    policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True,
+                  recompute=gradient_checkpointing)
+    first_weights = fingerprint(trunk_of(policy))
+check_tokenizer_fits(tokenizer, policy, init_from)
+
+train_pairs = encode(train_rows, train_path, policy.config.max_positions)
+val_pairs = encode(val_rows, val_path, policy.config.max_positions)
+eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+
+# all ranks start from the same, or none does
+contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
+together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+                                    "the weights": first_weights})
+
+
+# -------------------------------------------------------------------------------------------------
+# optimizer; and resume, or begin
+
 optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_eps, weight_decay)
 
-# resume, or begin
-sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]  # whose contents may not change either
-checkpoint, state = open_run(out_dir, config, ["seed", "batch_size", "init_from", "lora", *sources], sources)
-start = 0
+# files and folders whose contents may not change before a run resumes
+sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]
+checkpoint, state = open_run(
+    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources)
+# the state beside weights and optimizer; all but the iteration is float16's
+state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
     load_checkpoint(checkpoint, {"policy": policy}, {"policy": optimizer})
-    start = state["iteration"]
-    if master:
-        print(f"resuming from {checkpoint}")
-models = in_memory(policy=policy)
+start = state.pop("iteration")
+
+models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
-frozen_sums = {}
+frozen_sums = {}  # filled by the first audit
 if master:
+    if checkpoint:
+        print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in policy.parameters())
-    print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), {world_size} rank(s) on {device.type}, {dtype}")
+    epochs = max_iters * batch_size / len(train_rows)
+    print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), "
+          f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+          f"{max_iters} steps of {batch_size} are {epochs:.1f} epochs")
+
+
+# -------------------------------------------------------------------------------------------------
+# loss and evaluation
+
+
+def my_micro_batches(pairs, total):
+    """
+    This rank's pairs, micro_batch_size at a time. total: how many pairs all ranks have together.
+
+    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
+    sharded, each forward gathers weights from all ranks, so all must compute equally many.
+    """
+    count = parallel.most_micro_batches(total, micro_batch_size)
+    return [pairs[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
 
 
 def completion_logprobs(pairs):
-    """Log-probs (b, T - 1) and their mask of [(prompt ids, completion ids), ...]; True on completion tokens."""
-    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T)
-    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])
-    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])
+    """
+    Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
+    belongs to a completion. pairs: b of (prompt ids, completion ids).
+    """
+    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T) each
+    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])  # (b,)
+    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])  # (b, T)
     tokens, mask = tokens.to(device), mask.to(device)
     with precision:
-        # right padding needs no attention mask: causal attention never looks there
+        # padding on the right needs no attention mask: causal attention never looks there
         hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
-        logprobs, _ = logprobs_and_entropy(hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
-                                           chunk=head_chunk, entropy=False)
+        logprobs, _ = logprobs_and_entropy(
+            hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
+            chunk=head_chunk, entropy=False)
     return logprobs, mask[:, 1:]
 
 
-@torch.no_grad()
 def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
-    totals = {"eval/loss": [0.0, 0]}
-    mine = parallel.my_share(val_pairs[:eval_size or len(val_pairs)])
-    for i in range(0, len(mine), micro_batch_size):
-        logprobs, mask = completion_logprobs(mine[i:i + micro_batch_size])
-        totals["eval/loss"][0] -= masked_sum(logprobs, mask).item()
-        totals["eval/loss"][1] += mask.sum().item()
-    return parallel.all_reduce_metrics(totals)
+    total, count = 0.0, 0
+    with no_grad_forwards([policy], device):
+        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
+            logprobs, mask = completion_logprobs(pairs)
+            total -= masked_sum(logprobs, mask).item()
+            count += mask.sum().item()
+    return parallel.all_reduce_metrics({"eval/loss": [total, count]})
 
 
+# -------------------------------------------------------------------------------------------------
 # the loop
+
 began = time.time()
 for iteration in range(start, max_iters + 1):
     record = {"iteration": iteration}
     last = iteration == max_iters
+
+    # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
     parallel.phase = f"iteration {iteration}, evaluation"
     if iteration % eval_interval == 0 or last:
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
-    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all save and leave together
-    due = last or stop or checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all leave together
+    due = checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
+    saves = last or stop or due
     parallel.phase = f"iteration {iteration}, checkpoint"
-    if iteration % sync_check_interval == 0 or due:
+    if iteration % sync_check_interval == 0 or saves:
         audit.audit(models, frozen_sums, iteration)
-    if due:
-        save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, {}, tokenizer, keep_checkpoints)
+    if saves:
+        save_checkpoint(out_dir, iteration, {"policy": policy}, {"policy": optimizer}, state,
+                        tokenizer, keep_checkpoints)
     if stop:
         if master:
             print(f"stopped before iteration {iteration}, and saved; resume with the same command")
@@ -199,37 +254,51 @@ for iteration in range(start, max_iters + 1):
         write_log(out_dir, record)
         break
 
+    # this rank's demonstrations: of the whole batch, sorted by length, each world_size-th.
+    # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
-    # this rank's demonstrations; the normaliser is the token count of the whole step, over micro-batches and ranks
     t0 = time.time()
-    pairs = [train_pairs[i] for i in batch_rows(seed, iteration, batch_size, len(train_pairs))]
-    token_count = sum(len(c) for _, c in pairs)
-    pairs = sorted(pairs, key=lambda pair: len(pair[0] + pair[1]))[rank::world_size]  # alike lengths meet: less padding
+    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
+    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: len(pair[0] + pair[1]))
+    token_count = sum(len(c) for _, c in pairs)  # of all ranks: the loss is the mean over these
+    pairs = pairs[rank::world_size]
+
+    # gradients, micro-batch by micro-batch
     for flat in gradients:
         flat.zero_()
-    sums = {"loss/sft": [0.0, 0]}
-    for i in range(0, len(pairs), micro_batch_size):
-        logprobs, mask = completion_logprobs(pairs[i:i + micro_batch_size])
+    loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
+    loss_sum, loss_count = 0.0, 0
+    for part in my_micro_batches(pairs, batch_size):
+        logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
-        (loss / token_count).backward()
-        sums["loss/sft"][0] += loss.item()
-        sums["loss/sft"][1] += mask.sum().item()
-    parallel.all_reduce_gradients(gradients)
-    norm = parallel.clip_gradients(gradients, grad_clip)
-    parallel.check_gradients(norm, policy, "policy", iteration)
-    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    step(optimizer, lr)
+        (loss_scale * loss / token_count).backward()
+        loss_sum += loss.item()
+        loss_count += mask.sum().item()
 
-    record |= parallel.all_reduce_metrics(sums)
-    record |= {"policy/grad_norm": norm.item(), "policy/lr": lr, "time/iteration": time.time() - t0}
+    # one step, alike on all ranks
+    parallel.all_reduce_gradients(gradients, loss_scale)
+    norm = parallel.clip_gradients(gradients, grad_clip)
+    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
+    skipped = dtype == "float16" and overflowed(state, [norm], iteration)
+    if not skipped:
+        audit.check_gradients(norm, policy, "policy", iteration)
+        step(optimizer, lr)
+
+    # what is written, and printed
+    record |= parallel.all_reduce_metrics({"loss/sft": [loss_sum, loss_count]})
+    seconds = time.time() - t0
+    grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
+    record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
-        print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | grad norm {norm:.2f} | lr {lr:.1e} "
-              f"| {token_count / record['time/iteration']:.0f} tok/s | eta {eta:.0f}s", flush=True)
+        print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)
 if master:
-    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (sample.py), or train a reward model (rm.py)")
+    print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (tools/sample.py), or "
+          "train a reward model (rm.py)")
 launch.finish()

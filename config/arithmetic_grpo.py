@@ -1,6 +1,9 @@
 """
-GRPO on the built-in addition task, with rules for a reward: a right answer is worth 1, thinking in the right form 0.1. No reward
-model, no value model. Two CPU cores, about two minutes; see the README for the accuracies to expect.
+GRPO on the built-in addition task, with rules as the reward: a right answer scores 1, and
+thinking in the right form 0.1. There is no reward model and no value model. About two minutes on
+two CPU cores; the README has the accuracies to expect.
+
+    python grpo.py config/arithmetic_grpo.py       # after config/arithmetic_sft.py
 """
 out_dir = "out/arithmetic_grpo"
 policy_path = "out/arithmetic_sft/policy"

@@ -1,9 +1,13 @@
-"""
-PPO on the built-in addition task with one trunk in memory for all four models (Hydra): the frozen SFT model, on which the policy,
-the value model and the reward model are LoRA adapters and heads, and the reference is nothing at all. The reward adapter comes
-first; both learn faster than whole models do, so their learning rates are ten times as high.
+r"""
+PPO on the built-in addition task with one trunk in memory for all four models (Hydra).
 
-    python rm.py config/arithmetic_rm.py --lora=16 --learning_rate=2e-3 --max_iters=150 --out_dir=out/arithmetic_rm_lora
+The trunk is the SFT model, frozen. The policy is the trunk with a LoRA adapter; the value model
+and the reward model are the trunk with an adapter and a head each; the reference is the trunk
+alone. The reward model's adapter is trained first. Adapters learn well at higher learning rates
+than whole models: here both are higher than in arithmetic_ppo.py.
+
+    python rm.py config/arithmetic_rm.py --lora=16 --learning_rate=2e-3 --max_iters=150 \
+        --out_dir=out/arithmetic_rm_lora
     python ppo.py config/arithmetic_hydra.py
 """
 out_dir = "out/arithmetic_hydra"

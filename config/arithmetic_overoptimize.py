@@ -1,7 +1,13 @@
 """
-Reward hacking on purpose: arithmetic_ppo.py without its KL penalty, and with larger and longer steps. The learned score keeps
-rising while the true accuracy, after a first rise, collapses: past some distance from the SFT model, the policy is only better
-at pleasing the reward model (Goodhart's law; Gao et al., arXiv 2210.10760). Two CPU cores, about two minutes.
+Reward hacking on purpose: arithmetic_ppo.py without its KL penalty, and with larger and more
+steps.
+
+The learned score keeps rising, while the true accuracy rises at first and then collapses. Far
+from the SFT model the policy finds answers that please the reward model and are wrong (Goodhart's
+law; Gao et al., arXiv 2210.10760). About two minutes on two CPU cores.
+
+    python ppo.py config/arithmetic_overoptimize.py
+    python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize
 """
 out_dir = "out/arithmetic_overoptimize"
 policy_path = "out/arithmetic_sft/policy"

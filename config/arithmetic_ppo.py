@@ -1,7 +1,12 @@
 """
-PPO on the built-in addition task with the *learned* reward model: no true answer is looked at, except to draw the curve.
-Two CPU cores, about a minute; see the README for the accuracies to expect. The KL keeps the policy near where the
-reward model can be trusted: see arithmetic_overoptimize.py for what happens without.
+PPO on the built-in addition task with the *learned* reward model. The true answers are used for
+nothing but the curve of the accuracy. About a minute on two CPU cores; the README has the
+accuracies to expect.
+
+The KL penalty keeps the policy near the SFT model, where the reward model is right: see
+arithmetic_overoptimize.py for what happens without it.
+
+    python ppo.py config/arithmetic_ppo.py         # after config/arithmetic_rm.py
 """
 out_dir = "out/arithmetic_ppo"
 policy_path = "out/arithmetic_sft/policy"

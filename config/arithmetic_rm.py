@@ -1,5 +1,9 @@
 """
-The reward model of the built-in task, from 2,000 pairs of the SFT model's own answers, a right and a wrong one each.
+The reward model of the built-in addition task, from 2,000 pairs of the SFT model's own answers: a
+right one and a wrong one in each pair.
+
+    python data/arithmetic/pairs.py                # after config/arithmetic_sft.py
+    python rm.py config/arithmetic_rm.py
 """
 out_dir = "out/arithmetic_rm"
 init_from = "out/arithmetic_sft/policy"

@@ -1,6 +1,13 @@
 """
-SFT on the built-in addition task: a GPT-2 of 0.47M parameters from scratch, on a laptop. It learns to do as the demonstrator
-does: think in 3 of 10 answers and be right then (at least 96 %), else be right in 1 of 10. Two CPU cores: about a minute.
+SFT on the built-in addition task: a GPT-2 of 0.47M parameters from scratch, on a laptop. About a
+minute on two CPU cores.
+
+It learns to do as the demonstrations do: 3 of 10 think first and are then right, the others
+answer at once and are right in 1 of 10. Of the model's answers that think, at least 96 % are
+right.
+
+    python data/arithmetic/prepare.py
+    python sft.py config/arithmetic_sft.py
 """
 out_dir = "out/arithmetic_sft"
 init_from = "scratch"

@@ -1,9 +1,11 @@
 """
-PPO on the built-in addition task with the value model as a head on the policy's own trunk, the classic variant: three models in
-memory. Both losses train the trunk, so the value's has a small weight, and the head, which starts from nothing, a large learning
-rate of its own.
+PPO on the built-in addition task with the value model as a head on the policy's own trunk, the
+classic variant: three models in memory.
 
-    python ppo.py config/arithmetic_shared.py
+Both losses train the trunk, so the value loss has a small weight. The head starts untrained, so
+it has a large learning rate of its own.
+
+    python ppo.py config/arithmetic_shared.py      # after config/arithmetic_rm.py
 """
 out_dir = "out/arithmetic_shared"
 policy_path = "out/arithmetic_sft/policy"

@@ -1,5 +1,8 @@
 """
-GRPO on the one-line programs of data/code, with the sandbox for a reward: a program that passes its problem's tests is worth 1.
+GRPO on the one-line programs of data/code, with the sandbox as the reward: a program that passes
+the tests of its problem scores 1.
+
+    python grpo.py config/code_grpo.py             # after config/code_sft.py
 """
 out_dir = "out/code_grpo"
 policy_path = "out/code_sft/policy"

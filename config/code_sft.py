@@ -1,6 +1,12 @@
 """
-SFT on the one-line programs of data/code: a GPT-2 of 0.5M parameters from scratch, on a laptop. It learns to do as the careless
-demonstrator does: be right in 1 of 4 programs, and else make one mistake. Two CPU cores: a few minutes.
+SFT on the one-line programs of data/code: a GPT-2 of 0.5M parameters from scratch, on a laptop. A
+few minutes on two CPU cores.
+
+It learns to do as the demonstrations do: 1 program in 4 is right, and each other one has a
+mistake.
+
+    python data/code/prepare.py
+    python sft.py config/code_sft.py
 """
 out_dir = "out/code_sft"
 init_from = "scratch"

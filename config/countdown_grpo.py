@@ -1,14 +1,20 @@
 """
-GRPO of Qwen2.5-3B, a base model, on Countdown, the task of TinyZero (github.com/Jiayi-Pan/TinyZero): reach a number with three or
-four others. Its prompt and its scores (1, or 0.1 for the form), with groups instead of a critic; 128 problems x 8 answers an
-iteration. Learning rate 1e-6 and KL 0.001 are TinyZero's as we remember them, the rest is our choice.
+GRPO of Qwen2.5-3B, a base model, on Countdown, the task of TinyZero
+(github.com/Jiayi-Pan/TinyZero): reach a target with three or four numbers. Prompt and scores (1,
+or 0.1 for the form alone) are TinyZero's; groups take the place of its critic. 128 problems x 8
+answers an iteration. The learning rate 1e-6 and the KL coefficient 0.001 are TinyZero's as we
+remember them; the rest is our choice.
 
     python data/countdown/prepare.py
     torchrun --nproc_per_node=8 grpo.py config/countdown_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
-config/countdown_grpo.py --world-size=8 --gpu-gb=80): 51.7 GiB of weights, gradients and Adam states, 64.4 GiB at the peak, in
-the rollout. It has not been run by us: no result is promised.
+Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
+tokens: 51.7 GiB of weights, gradients and Adam states, 64.4 GiB at the peak, in the rollout. The
+prediction:
+
+    python tools/memory.py config/countdown_grpo.py --world-size=8 --gpu-gb=80
+
+We have not run it: no result is promised.
 """
 out_dir = "out/countdown_grpo"
 policy_path = "Qwen/Qwen2.5-3B"

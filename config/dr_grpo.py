@@ -1,7 +1,10 @@
 """
-Dr. GRPO, "GRPO done right" (arXiv 2503.20783, section 3.2 and figure 1): no division by the group's standard deviation, which
-favours too easy and too hard questions, and none by a response's length, which excuses long wrong answers; no KL.
-On top of a task: python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
+Dr. GRPO, "GRPO done right" (arXiv 2503.20783, section 3.2 and figure 1). Advantages are not
+divided by the group's standard deviation, which favours questions that are too easy or too hard.
+Losses are not divided by the response's length, which excuses long wrong answers. No KL. On top
+of a task:
+
+    python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
 """
 baseline = "mean"
 scale_by = "none"

@@ -1,14 +1,19 @@
 """
-GRPO of Qwen2.5-1.5B-Instruct on GSM8K with rules for a reward: the right number is worth 1, the form <think>...</think> 0.1. 128
-problems x 8 answers an iteration, one step on each; the algorithm is config/grpo.py's with DAPO's token mean and a small KL. The
-numbers are our choice, within what published recipes use (learning rate 1e-6, groups of 8, 1,024 tokens).
+GRPO of Qwen2.5-1.5B-Instruct on GSM8K, with rules as the reward: the right number scores 1, and
+the form <think>...</think> 0.1. 128 problems x 8 answers an iteration, one step on each. The
+algorithm is config/grpo.py's, with DAPO's token mean and a small KL. The numbers are our choice,
+within what published recipes use (learning rate 1e-6, groups of 8, 1,024 tokens).
 
     python data/gsm8k/prepare.py --chat
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
-config/gsm8k_grpo.py --world-size=8 --gpu-gb=80): 25.9 GiB of weights, gradients and Adam states, 34.2 GiB at the peak, in the
-rollout. It has not been run by us: no result is promised.
+Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
+tokens: 25.9 GiB of weights, gradients and Adam states, 34.2 GiB at the peak, in the rollout. The
+prediction:
+
+    python tools/memory.py config/gsm8k_grpo.py --world-size=8 --gpu-gb=80
+
+We have not run it: no result is promised.
 """
 out_dir = "out/gsm8k_grpo"
 policy_path = "Qwen/Qwen2.5-1.5B-Instruct"

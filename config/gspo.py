@@ -1,7 +1,9 @@
 """
-GSPO (arXiv 2507.18071, equations 5 to 7): one ratio a response, the geometric mean of its tokens', and so a clip range a
-thousand times smaller (section 5.1: 3e-4 and 4e-4); no KL. On top of a task:
-python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
+GSPO (arXiv 2507.18071, equations 5 to 7): one ratio for each response, the geometric mean of its
+tokens' ratios. It moves far less than a token's ratio, and so does its clip range (section 5.1:
+3e-4 and 4e-4). No KL. On top of a task:
+
+    python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """
 baseline = "mean"
 scale_by = "std"

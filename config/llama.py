@@ -1,14 +1,19 @@
 """
-PPO on Llama 3.2 1B: an instruct model as the SFT policy, a 1B reward model of the same family, bf16 autocast, TL;DR posts as
-chat prompts. The shape of a real run; change the two paths and the prompts to yours.
+PPO on Llama 3.2 1B, the shape of a real run: an instruct model as the SFT policy, a reward model
+of 1B of the same family, bf16 autocast, TL;DR posts as chat prompts. Change the models and the
+prompts to yours.
 
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.2-1B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama.py
 
-Meant for 8 GPUs of 80 GB; everything is replicated on each. Predicted for prompts of up to 512 tokens (python tools/memory.py
-config/llama.py --world-size=8 --gpu-gb=80): 41.4 GiB of weights, gradients and Adam states, 52.3 GiB at the peak, in the
-update. Both models are on the Hugging Face hub (meta-llama's asks for consent). It has not been run by us: no result is
-promised.
+Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
+tokens: 41.4 GiB of weights, gradients and Adam states, 52.3 GiB at the peak, in the update. The
+prediction:
+
+    python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80
+
+Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
+it: no result is promised.
 """
 out_dir = "out/llama"
 policy_path = "meta-llama/Llama-3.2-1B-Instruct"

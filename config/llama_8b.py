@@ -1,6 +1,12 @@
 """
-PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and everything split over the GPUs that can be.
-The memory of it, predicted (python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80), for prompts of up to 512 tokens:
+PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and everything that can
+be is split over the GPUs.
+
+    python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.1-8B-Instruct
+    torchrun --nproc_per_node=8 ppo.py config/llama_8b.py
+
+Meant for 8 GPUs of 80 GB. The memory that each of them needs, predicted for prompts of up to 512
+tokens by python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80:
 
     GiB             policy  ref_policy  reward_model  value_model       all
     parameters        3.74        1.87          1.75         3.49     10.85
@@ -12,11 +18,8 @@ The memory of it, predicted (python tools/memory.py config/llama_8b.py --world-s
     buffers          14.96        0.12          0.12         0.12
     rollout 58.57 | update 44.02 | score 39.41 | audit 32.68 | save 32.55
 
-    python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.1-8B-Instruct
-    torchrun --nproc_per_node=8 ppo.py config/llama_8b.py
-
-Meant for 8 x 80 GB GPUs. Both models are on the Hugging Face hub (meta-llama's asks for consent). It has not been run by us: no
-result is promised.
+Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
+it: no result is promised.
 """
 out_dir = "out/llama_8b"
 policy_path = "meta-llama/Llama-3.1-8B-Instruct"

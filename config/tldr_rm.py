@@ -1,11 +1,12 @@
 """
-The reward model of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv 2403.17031, details 10, 11, 15): one
-epoch of the human comparisons, AdamW with eps 1e-5, learning rate 3e-6 on a cosine, batch 64, scores shifted so that
+The reward model of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv
+2403.17031, details 10, 11, 15): one epoch of the human comparisons, AdamW with eps 1e-5, a
+learning rate of 3e-6 on a cosine, batches of 64, and scores shifted so that those of the
 demonstrations average 0.
 
     torchrun --nproc_per_node=8 rm.py config/tldr_rm.py        # after config/tldr_sft.py
 
-Meant for 8 GPUs of 40 GB or more. It has not been run by us: no result is promised.
+Meant for 8 GPUs of 40 GB or more. We have not run it: no result is promised.
 """
 out_dir = "out/tldr_rm"
 init_from = "out/tldr_sft/policy"

@@ -1,11 +1,11 @@
 """
-SFT of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv 2403.17031, details 3, 4, 9): one epoch, AdamW with
-eps 1e-5, learning rate 3e-6 on a cosine, batch 128.
+SFT of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv 2403.17031, details 3,
+4, 9): one epoch, AdamW with eps 1e-5, a learning rate of 3e-6 on a cosine, batches of 128.
 
     python data/tldr/prepare.py
     torchrun --nproc_per_node=8 sft.py config/tldr_sft.py
 
-Meant for 8 GPUs of 40 GB or more. It has not been run by us: no result is promised.
+Meant for 8 GPUs of 40 GB or more. We have not run it: no result is promised.
 """
 out_dir = "out/tldr_sft"
 init_from = "EleutherAI/pythia-1b-deduped"

@@ -1,8 +1,8 @@
 """
-The engine room: what makes a run fit, scale and survive. It need not be read to understand PPO or GRPO.
+The engine room: what makes a run fit, scale and survive. It need not be read to understand PPO.
 
-This file notes which CPUs the process may use. It must be imported before torch: with OMP_PROC_BIND=true
-torch's OpenMP pins the thread that imports it to one of them.
+This file notes which CPUs the process may use. It must be imported before torch: with
+OMP_PROC_BIND=true torch's OpenMP pins the thread that imports it to one of them.
 """
 import os
 

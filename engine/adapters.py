@@ -1,5 +1,40 @@
 """
-LoRA adapters, and models that stand on another model's trunk.
+Models on another model's trunk: LoRA adapters, scalar heads, or both; and the files of adapters.
+
+A trunk is a Transformer without its head. An Adapted has few parameters of its own; for all else it
+calls its `base`, on whose trunk it stands. The trunk is in memory once, however many models stand
+on it, and it belongs to the base: its parameters are in base.parameters(), and not in those of the
+Adapted. Who owns which parameters in ppo.py:
+
+lora=16: the policy is an Adapted. The reference is the policy's base: the same model without the
+adapters, at no cost. The value model is an Adapted, too, on a trunk of its own.
+
+    policy      Adapted      A and B of each linear map               trained
+       | base
+    reference   Transformer  embedding, layers, norm, LM head         frozen
+
+lora=16, share_base=True: the reward model and the value model stand on the same trunk.
+
+    policy      Adapted      A and B                                  trained
+    reward      Adapted      A and B, scalar head: rm.py's adapter    frozen
+    value       Adapted      A and B, scalar head                     trained
+       | base (of all three)
+    reference   Transformer  embedding, layers, norm, LM head         frozen
+
+value_init="shared": the value model is a scalar head on the policy, and both losses train the
+policy's parameters. Without LoRA (the reference is then a Transformer of its own):
+
+    value       Adapted      scalar head                              trained
+       | base
+    policy      Transformer  embedding, layers, norm, LM head         trained
+
+With LoRA, the value model's base is itself an Adapted:
+
+    value       Adapted      scalar head                              trained
+       | base
+    policy      Adapted      A and B                                  trained
+       | base
+    reference   Transformer  embedding, layers, norm, LM head         frozen
 """
 import dataclasses
 import json
@@ -13,112 +48,177 @@ from engine.hf_config import ADAPTER_FIELDS, FINITE, check_fields
 from engine.hf_files import check_dtype, check_numbers, read_headers, read_json, read_tensors
 from engine.pretrained import draw_score_head, fill, from_hf, hf_name, to_hf
 from errors import BadInput, shorten
-from model import Transformer, freeze
+from model import freeze, scalar_output
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# LoRA, and models that share a trunk
-
-
-class LoRA(nn.Module):
-    """scale B A x (arXiv 2106.09685, eq. 3): added to a linear map that stays as it is, of which only A and B are trained."""
-
-    def __init__(self, A, B, scale):
-        super().__init__()
-        self.A, self.B, self.scale = A, B, scale  # (r, in), (out, r)
-
-    def forward(self, x):
-        if not torch.is_autocast_enabled(x.device.type):  # which casts by itself, and without 32 bits in between
-            x = x.to(self.A.dtype)
-        return F.linear(F.linear(x, self.A), self.B) * self.scale
+LINEAR_MAPS = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer; not every family has all
 
 
 class Adapted(nn.Module):
     """
-    A model on another one's trunk. Its own are a LoRA adapter, a scalar head, or both; all else is `base`, which is in memory
-    once, however many models stand on it. The bare base is the reference policy, for nothing.
+    A model on the trunk of `base`, which is a Transformer or another Adapted. Its own parameters
+    are LoRA adapters (`layers`), a scalar head (`score`), or both. It is called like a Transformer.
     """
 
     def __init__(self, base, head="lm", rank=0, alpha=None, targets="q,k,v,o,gate,up,down", seed=0):
         """
-        rank 0: no adapter. Otherwise the base is frozen, and its linear maps of these names get A and B of this rank, scaled by
-        alpha / rank (alpha None: 2 rank). B is 0, so nothing changes yet; A is uniform as in peft. Where q, k and v are one
-        tensor on disk (gpt2, gpt_neox) they share A, so that peft, which sees that one, can read the adapter. Raises BadInput.
+        rank 0: no adapters. Otherwise base is frozen, and its linear maps of these names get A and
+        B of this rank, scaled by alpha / rank (alpha None: 2 rank). head: "lm" is the base's;
+        "scalar" is a new one, which begins as the base's where that has one. Raises BadInput.
         """
         super().__init__()
-        self.__dict__["base"] = base  # not as a child: its parameters belong to another model
+        check_targets(targets, base.config.family)
+        self.stand_on(base)
         self.config, self.head, self.new_head = dataclasses.replace(base.config), head, False
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
-        dtype, device = torch.promote_types(base.embed.weight.dtype, torch.float32), base.embed.weight.device
-        self.layers = nn.ModuleList(nn.ModuleDict() for _ in base.layers) if rank else None
-        wanted, fused = targets.split(","), base.config.family in ("gpt2", "gpt_neox")
-        unknown = set(wanted) - {"q", "k", "v", "o", "gate", "up", "down"}
-        if unknown or fused and 0 < len(set(wanted) & {"q", "k", "v"}) < 3:
-            raise BadInput(f"LoRA targets {targets!r}: wanted some of q, k, v, o, gate, up, down" + (
-                "" if unknown else f"; in {base.config.family} q, k and v are one, so take all three or none"))
-        generator = torch.Generator().manual_seed(seed)
-        for adapters, layer in zip(self.layers or (), base.layers, strict=False):
+        self.layers = None
+        if rank:
             freeze(base)
-            for name in (n for n in ("q", "k", "v", "o", "gate", "up", "down") if n in wanted and hasattr(layer, n)):
-                linear = getattr(layer, name)
-                if not (fused and name in ("k", "v")):
-                    A = torch.empty(rank, linear.in_features).uniform_(-1, 1, generator=generator) * linear.in_features**-0.5
-                    A = nn.Parameter(A.to(device, dtype))
-                B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=dtype, device=device))
-                adapters[name] = LoRA(A, B, self.lora["alpha"] / rank)
+            self.layers = make_adapters(base, rank, self.lora["alpha"], targets.split(","), seed)
         if head == "scalar":
-            self.score = nn.Linear(base.config.d_model, 1, bias=False, dtype=dtype, device=device)
+            self.score = nn.Linear(base.config.d_model, 1, bias=False, **own_kind(base))
             draw_score_head(self, seed)
             if base.head == "scalar":
                 fill(self.score.weight, base.score.weight)
                 self.new_head = base.new_head
 
-    forward, output = Transformer.forward, Transformer.output
+    def stand_on(self, base):
+        """
+        Set self.base. A plain `self.base = base` would make base a child of this nn.Module, and its
+        parameters would be in self.parameters(); but they belong to another model.
+        """
+        object.__setattr__(self, "base", base)
+
+    def forward(self, *args, **kwargs):
+        """trunk's arguments -> logits (B, T, V), or scalars (B, T) with the scalar head."""
+        return self.output(self.trunk(*args, **kwargs))
 
     def trunk(self, *args, **kwargs):
-        """Transformer.trunk, with the adapter. It goes along as an argument, so that a layer computed again has the same one."""
-        return self.base.trunk(*args, **kwargs, **({"adapter": self.layers} if self.layers else {}))
+        """
+        Transformer.trunk, with this model's adapters. They are an argument and not a state of the
+        trunk, so that a layer that the backward pass computes again gets the same adapter, even if
+        another model has used the trunk in between.
+        """
+        if self.layers:
+            kwargs["adapter"] = self.layers
+        return self.base.trunk(*args, **kwargs)
+
+    def output(self, x):
+        """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
+        if self.head == "scalar":
+            return scalar_output(self.score, x)
+        return F.linear(x, self.lm_head_weight())
 
     def lm_head_weight(self):
+        """(V, d)."""
         return self.base.lm_head_weight()
-
-    def recompute(self, on=True):
-        self.base.recompute(on)
 
     @property
     def embed(self):
         return self.base.embed
 
+    def recompute(self, on=True):
+        self.base.recompute(on)
+
     def weights(self):
-        return self.base.weights() | ({"score.weight": self.score.weight.detach()} if self.head == "scalar" else {})
+        """{our name: parameter} of the base and the scalar head; `merge` adds the adapters."""
+        weights = self.base.weights()
+        if self.head == "scalar":
+            weights["score.weight"] = self.score.weight.detach()
+        return weights
 
     def merge(self, weights):
         """
-        W + scale B A instead of W, in the CPU's memory. A model of 16 bits becomes one of float32:
-        bfloat16 has steps of 1/256 of a weight, and would round away most of an adapter's changes,
-        which are smaller.
+        What weights() gives, each tensor whole -> the same with W + scale B A in place of W, in the
+        CPU's memory. A model of 16 bits becomes one of float32: bfloat16 has steps of 1/256 of a
+        weight, and would round away most of an adapter's changes, which are smaller.
         """
-        def wide(t):
-            return torch.promote_types(t.dtype, torch.float32)
-
-        weights = dict(weights)
-        if hasattr(self.base, "merge"):
-            weights = self.base.merge(weights)
+        weights = self.base.merge(weights) if isinstance(self.base, Adapted) else dict(weights)
         for i, adapters in enumerate(self.layers or ()):
             for name, a in adapters.items():
-                W = weights[f"layers.{i}.{name}.weight"]
-                delta = a.scale * a.B.detach().double() @ a.A.detach().double()
-                merged = (W.double() + delta.to(W.device)).to(wide(W))
+                W = weights[f"layers.{i}.{name}.weight"]  # (out, in)
+                delta = a.scale * a.B.detach().double() @ a.A.detach().double()  # (out, in)
+                merged = (W.double() + delta.to(W.device)).to(at_least_32_bits(W.dtype))
                 weights[f"layers.{i}.{name}.weight"] = merged.cpu()
         if self.layers:
-            weights = {name: t.cpu().to(wide(t)) for name, t in weights.items()}
+            weights = {name: t.cpu().to(at_least_32_bits(t.dtype)) for name, t in weights.items()}
         if self.head == "scalar":
             weights.pop("lm_head.weight", None)
         return weights
 
 
+class LoRA(nn.Module):
+    """
+    scale B A x (arXiv 2106.09685, eq. 3), which is added to a frozen linear map. A (r, in) and
+    B (out, r) are trained.
+    """
+
+    def __init__(self, A, B, scale):
+        super().__init__()
+        self.A, self.B, self.scale = A, B, scale
+
+    def forward(self, x):
+        """x (..., in) -> (..., out)."""
+        if not torch.is_autocast_enabled(x.device.type):  # autocast would cast x to 16 bits itself
+            x = x.to(self.A.dtype)
+        return F.linear(F.linear(x, self.A), self.B) * self.scale
+
+
+def make_adapters(base, rank, alpha, targets, seed):
+    """
+    A ModuleList: each layer's {name: LoRA}. B is 0, so that nothing changes yet; A is uniform in
+    -1 / sqrt(in) ... 1 / sqrt(in), as in peft. Where q, k and v are one tensor on disk they share
+    A, because peft sees the one tensor, and shall be able to read the adapter.
+    """
+    fused = is_fused(base.config.family)
+    generator = torch.Generator().manual_seed(seed)
+    layers = nn.ModuleList(nn.ModuleDict() for _ in base.layers)
+    for adapters, layer in zip(layers, base.layers, strict=True):
+        for name in LINEAR_MAPS:
+            if name not in targets or not hasattr(layer, name):
+                continue
+            linear = getattr(layer, name)
+            if not (fused and name in ("k", "v")):  # these take q's A
+                A = torch.empty(rank, linear.in_features).uniform_(-1, 1, generator=generator)
+                A = nn.Parameter((A * linear.in_features**-0.5).to(**own_kind(base)))
+            B = nn.Parameter(torch.zeros(linear.out_features, rank, **own_kind(base)))
+            adapters[name] = LoRA(A, B, alpha / rank)
+    return layers
+
+
+def check_targets(targets, family):
+    """Raise BadInput unless `targets`, such as "q,v", names linear maps that can be adapted."""
+    wanted = set(targets.split(","))
+    error = f"LoRA targets {targets!r}: wanted some of {', '.join(LINEAR_MAPS)}"
+    if wanted - set(LINEAR_MAPS):
+        raise BadInput(error)
+    if is_fused(family) and 0 < len(wanted & {"q", "k", "v"}) < 3:
+        raise BadInput(f"{error}; in {family} q, k and v are one, so take all three or none")
+
+
+def is_fused(family):
+    """Whether q, k and v are one tensor on disk."""
+    return family in ("gpt2", "gpt_neox")
+
+
+def own_kind(base):
+    """Dtype and device of what an Adapted on this base has of its own: trained in 32 bits."""
+    weight = base.embed.weight
+    return dict(dtype=at_least_32_bits(weight.dtype), device=weight.device)
+
+
+def at_least_32_bits(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# files, in peft's format
+
+
 def adapter_tensors(model):
-    """An Adapted's {peft's name: [(our parameter, which part of the tensor on disk it is, or None)]}."""
+    """
+    {peft's name: [(parameter, part)]} of an Adapted's own tensors. part: which part of the tensor
+    on disk the parameter is, as hf_name has it; None: all of it.
+    """
     tensors = {}
     for i, adapters in enumerate(model.layers or ()):
         for name, a in adapters.items():
@@ -132,28 +232,44 @@ def adapter_tensors(model):
 
 
 def save_adapter(model, folder, base=""):
-    """Write adapter_config.json and adapter_model.safetensors, for peft and load_adapter; base: path of the model adapted."""
+    """
+    Write adapter_config.json and adapter_model.safetensors of an Adapted, for peft and for
+    load_adapter. base: the path of the model that it stands on.
+    """
     from safetensors.torch import save_file
 
     os.makedirs(folder, exist_ok=True)
     tensors = adapter_tensors(model)
-    modules = {".".join(name.split(".")[-4:-2]) for name in tensors if name.endswith(".lora_A.weight")}
-    settings = dict(peft_type="LORA", task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS", inference_mode=True,
-                    base_model_name_or_path=base, r=model.lora["rank"], lora_alpha=model.lora["alpha"], lora_dropout=0.0,
-                    bias="none", target_modules=sorted(modules), fan_in_fan_out=model.config.family == "gpt2",
-                    modules_to_save=["score"] if model.head == "scalar" else None)
+    # "....self_attn.q_proj.lora_A.weight" -> "self_attn.q_proj"
+    modules = {".".join(name.split(".")[-4:-2]) for name in tensors
+               if name.endswith(".lora_A.weight")}
+    settings = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS",
+        inference_mode=True,
+        base_model_name_or_path=base,
+        r=model.lora["rank"],
+        lora_alpha=model.lora["alpha"],
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(modules),
+        fan_in_fan_out=model.config.family == "gpt2",
+        modules_to_save=["score"] if model.head == "scalar" else None)
     with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
         json.dump(settings, f, indent=2)
-    whole = {name: to_hf(model.config, "", {part: p.detach() for p, part in parts}).cpu().contiguous()
-             for name, parts in tensors.items()}
+    whole = {}
+    for name, parts in tensors.items():
+        t = to_hf(model.config, "", {part: p.detach() for p, part in parts})
+        whole[name] = t.cpu().contiguous()
     save_file(whole, os.path.join(folder, "adapter_model.safetensors"),
               metadata={"format": "pt", "score_shift": str(model.config.score_shift)})
 
 
 def load_adapted(base, folder, head="lm", base_path=""):
     """
-    An Adapted from the folder of an adapter, by save_adapter or peft, on the model it was trained on: base_path, as far as names
-    tell. Raises BadInput.
+    An Adapted from an adapter's folder, which save_adapter or peft has written. base: the model
+    that the adapter was trained on, loaded from base_path; another model is refused, as far as
+    paths and names tell. Raises BadInput.
     """
     file = os.path.join(folder, "adapter_config.json")
     if not os.path.isfile(file):
@@ -161,49 +277,74 @@ def load_adapted(base, folder, head="lm", base_path=""):
     settings = read_json(file)
     check_fields(settings, ADAPTER_FIELDS, file)
     trained_on = settings.get("base_model_name_or_path")
-    here = [path and (os.path.realpath(path) if all(map(os.path.isdir, (trained_on or "", base_path))) else
-                      os.path.basename(path.rstrip("/"))) for path in (trained_on, base_path)]
-    if all(here) and here[0] != here[1]:
-        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, where it would be noise")
+    if trained_on and base_path and not same_model(trained_on, base_path):
+        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, "
+                       "where it would be noise")
     for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
         if settings.get(key):
-            raise BadInput(f"{file}: {key} = {settings[key]!r} is not supported; its scale would be another")
+            raise BadInput(f"{file}: {key} = {settings[key]!r} is not supported; its scale would "
+                           "be another")
     modules = settings.get("target_modules") or []
     if not all(isinstance(m, str) and m for m in modules):
-        raise BadInput(f"{file}: target_modules = {shorten(modules)}; wanted the names of linear maps")
+        raise BadInput(f"{file}: target_modules = {shorten(modules)}; wanted the names of linear "
+                       "maps")
+    # the rank in adapter_config.json is compared with the tensors before an adapter of it is made
     weights = os.path.join(folder, "adapter_model.safetensors")
-    for name, (shape, _) in read_headers(weights).items():  # before an adapter of that rank is made
+    for name, (shape, _) in read_headers(weights).items():
         if name.endswith("lora_A.weight") and shape[:1] != (settings.get("r"),):
             raise BadInput(f"{weights}: {name} is {shape}, but {file} says r = {settings.get('r')}")
-    names = [n for n in ("q", "k", "v", "o", "gate", "up", "down") if hasattr(base.layers[0], n) and any(
-        hf_name(base.config.family, f"layers.0.{n}.weight")[0].removesuffix(".weight").endswith(m) for m in modules)]
-    model = Adapted(base, head, settings.get("r", 0) if names else 0, settings.get("lora_alpha"), ",".join(names) or "q,k,v")
+
+    def is_target(name):
+        disk_name, _ = hf_name(base.config.family, f"layers.0.{name}.weight")
+        return any(disk_name.removesuffix(".weight").endswith(m) for m in modules)
+
+    targets = [name for name in LINEAR_MAPS if hasattr(base.layers[0], name) and is_target(name)]
+    if targets:
+        rank, alpha = settings.get("r", 0), settings.get("lora_alpha")
+        model = Adapted(base, head, rank, alpha, ",".join(targets))
+    else:  # a head without adapters
+        model = Adapted(base, head, 0, settings.get("lora_alpha"))
     load_adapter(model, folder)
     return model
 
 
+def same_model(path, other):
+    """
+    Whether two paths mean the same model: two folders here must be the same folder; of folders
+    elsewhere and names on the hub, the last parts must be equal.
+    """
+    if os.path.isdir(path) and os.path.isdir(other):
+        return os.path.realpath(path) == os.path.realpath(other)
+    return os.path.basename(path.rstrip("/")) == os.path.basename(other.rstrip("/"))
+
+
 def load_adapter(model, folder):
-    """Fill an Adapted from save_adapter's files or peft's. Raises BadInput if they do not fit."""
+    """Fill an Adapted from the files of save_adapter or peft. Raises BadInput where they differ."""
     file = os.path.join(folder, "adapter_model.safetensors")
-    found, notes = read_tensors(file, lambda f: ({name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}))
-    tensors, settings = adapter_tensors(model), read_json(os.path.join(folder, "adapter_config.json"))
+    found, notes = read_tensors(file, lambda f: ({name: f.get_tensor(name) for name in f.keys()},
+                                                 f.metadata() or {}))
+    settings = read_json(os.path.join(folder, "adapter_config.json"))
+    tensors = adapter_tensors(model)
     if tensors.keys() != found.keys():
-        raise BadInput(f"{file}: it has {len(found)} tensors, not the {len(tensors)} of this model's adapter (the first that "
-                       f"differs is {min(tensors.keys() ^ found.keys())}); its LoRA targets must be the same")
+        raise BadInput(f"{file}: it has {len(found)} tensors, not the {len(tensors)} of this "
+                       "model's adapter (the first that differs is "
+                       f"{min(tensors.keys() ^ found.keys())}); its LoRA targets must be the same")
     if model.layers and settings.get("lora_alpha") != model.lora["alpha"]:
-        raise BadInput(f"{folder}: its lora_alpha is {settings.get('lora_alpha')}, not {model.lora['alpha']}; give this one")
+        raise BadInput(f"{folder}: its lora_alpha is {settings.get('lora_alpha')}, not "
+                       f"{model.lora['alpha']}; give this one")
     for name, parts in tensors.items():
         for p, part in parts:
             check_dtype(str(found[name].dtype), file, name)
             check_numbers(found[name], p.dtype, file, name)
             t = from_hf(model.config, "", part, found[name])
             if t.shape != p.shape:
-                raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is its rank the same?")
+                raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is "
+                               "its rank the same?")
             fill(p, t)
     try:
         shift = {"score_shift": float(notes.get("score_shift", 0.0))}
     except ValueError:
-        shift = notes
+        shift = notes  # not a number: check_fields says so
     check_fields(shift, {"score_shift": FINITE}, file)
     model.config.score_shift = shift["score_shift"]
     model.new_head = False

@@ -1,108 +1,136 @@
 r"""
-When two answers are the same, and what an arithmetic expression is worth. Both read a model's
-text, so nothing is evaluated as code, every size is bounded, and no text raises an exception.
+When two answers are the same, and what an arithmetic expression is worth.
 
-The manner of MATH's grader (Hendrycks et al., arXiv 2103.03874): undo what is only typesetting,
-then compare. But numbers are compared as exact fractions, and lists, sets, matrices and quotients
-part by part. What none of this reads is compared as text. There is no algebra: x + 1 and 1 + x are
-two answers, and so are \sqrt{8} and 2\sqrt{2}.
+Both functions read text that a model wrote. So nothing is evaluated as code, every size is bounded,
+and no text raises an exception.
+
+same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874): it undoes what is
+only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
+lists, sets, matrices and quotients part by part. An answer that is none of these is compared as
+text. There is no algebra: x + 1 and 1 + x are two answers, and so are \sqrt{8} and 2\sqrt{2}.
+
+    "1,000"  and "1000"           the same: one number
+    "0.5"    and "\frac12"        the same: one number
+    "x = 5"  and "5"              the same: a name on one side only
+    "{1, 2}" and "{2, 1}"         the same: sets have no order
+    "(1, 2)" and "(2, 1)"         two answers: tuples have one
+    "5 cm"   and "5 m"            two answers: both have a unit
 """
 import re
 from collections import namedtuple
 from fractions import Fraction
 
-LONGEST = 200  # characters of an answer; a longer one is only right letter for letter
-DEEPEST = 20  # parentheses in arithmetic
-MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20  # beyond these: no number, no list, only text
-INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"  # 1234 or 1,234; not 1,2 and not 042
+LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
+DEEPEST = 20  # parentheses inside each other, in arithmetic
+# an answer beyond these is no number or list, but text
+MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
+
+# the numbers that are read: 1234 or 1,234 (but not 1,2 or 042); 0.5; 1/2; 1 1/2; 5e-1
+INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
 MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
-SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)([+-]?[0-9]{{1,3}})")
+SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
+                        r"([+-]?[0-9]{1,3})")
 GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
 xi pi rho sigma tau phi varphi chi psi omega""".split())
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
 PARENTHESES = r"\((?:[^()]|\([^()]*\))*\)"
 
 
-# a/b is \frac{a}{b} where b is one factor, as 1/2x is not clear; and where a is a product without
-# functions, as \sin x/2 is not clear.
+# a/b is read as \frac{a}{b} only where no other reading is possible: b is a single factor (1/2x
+# could be x/2), and a is a product without functions (\sin x/2 could be \sin(x/2)).
 FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|{PARENTHESES})"
 DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
 FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
 
 
-# What may stand before "=" and be left out: a variable (x, AB, m_1, f(x), \theta), or one of the
-# words. Other words, or a sign such as the ! of !=, could say that it is not equal.
+# The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
+# one of the words below. Other words, or the ! of !=, could say that two sides are not equal.
 NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro", "¢": "cent"}  # ¤ stands for a dollar that is not LaTeX's
-UNIT_NAMES = """percent|degree degrees|radian radians|dollar dollars usd|cent cents|euro euros|unit units|point points
-way ways|digit digits|integer integers|multiple multiples|edge edges|student students|meal meals
-mm millimeter millimeters|cm centimeter centimeters centimetre centimetres|m meter meters metre metres
-km kilometer kilometers kilometre kilometres|in inch inches|ft foot feet|yd yard yards|mi mile miles
-mg milligram milligrams|g gm gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces|ton tons
-ml mL milliliter milliliters|l L liter liters litre litres|gallon gallons|quart quarts|pint pints|cup cups
-s sec second seconds|min mins minute minutes|h hr hrs hour hours|day days|week weeks|month months|year years
-per|mi_per_h mph|km_per_h kph km/h|m_per_s m/s|km_per_s km/s"""
-UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ") for names in re.split(r"[|\n]", UNIT_NAMES)
-                      for alias in names.split()}  # alias -> the name that stands for all
+# ¤ stands for a dollar sign that does not delimit LaTeX
+CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro", "¢": "cent"}
+UNIT_NAMES = """percent|degree degrees|radian radians|dollar dollars usd|cent cents|euro euros
+unit units|point points|way ways|digit digits|integer integers|multiple multiples|edge edges
+student students|meal meals|mm millimeter millimeters
+cm centimeter centimeters centimetre centimetres|m meter meters metre metres
+km kilometer kilometers kilometre kilometres|in inch inches|ft foot feet|yd yard yards
+mi mile miles|mg milligram milligrams|g gm gram grams|kg kilogram kilograms|lb lbs pound pounds
+oz ounce ounces|ton tons|ml mL milliliter milliliters|l L liter liters litre litres
+gallon gallons|quart quarts|pint pints|cup cups|s sec second seconds|min mins minute minutes
+h hr hrs hour hours|day days|week weeks|month months|year years|per|mi_per_h mph
+km_per_h kph km/h|m_per_s m/s|km_per_s km/s"""
+# each alias -> the first name of its unit, which stands for all of them: "inches" -> "in"
+UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ")
+                      for names in re.split(r"[|\n]", UNIT_NAMES) for alias in names.split()}
 
 
-# A word behind a number is what is counted, as in "72 clips", and no matter. Not so these words,
-# which change the number or deny it: 12 million, 2 thirds, 5 pi, 0.3 repeating, 5 below.
+# A word behind a number says what is counted ("72 clips") and may be left out. But these words
+# change the number or deny it, and may not: 12 million, 2 thirds, 5 pi, 0.3 repeating, 5 below.
 NO_UNITS = re.compile(rf"""(?:
     (?:zero|one|two|three|four|fi[fv]e?|six|seven|eight?|nine?|ten|eleven|twel(?:f|ve)|[a-z]+teen
         |(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion)(?:th)?s?
-    |half|halves|thirds?|quarters?|dozens?|score|grand|thou|mi[lo]|lakhs?|crores?|double|triple|twice
-    |squared|cubed|factorial|choose|plus|minus|negative|below|under|than|over|mod|modulo|base|root
-    |inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
+    |half|halves|thirds?|quarters?|dozens?|score|grand|thou|mi[lo]|lakhs?|crores?
+    |double|triple|twice|squared|cubed|factorial|choose|plus|minus|negative|below|under|than|over
+    |mod|modulo|base|root|inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
     |repeating|recurring|repeated|not|never|false|wrong|incorrect|infinity|nan|inf|{GREEK}
     |(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt)[a-z]?)""", re.IGNORECASE | re.VERBOSE)
+# What is only typesetting: patterns and what replaces them, applied in this order.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # a matrix's row ends; first, as "\\ " is no "\ "
-    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
+    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "),
+    ("π", r"\\pi "),
     ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
     ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
-    (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),  # a set's; {} only group
+    # ⦃ and ⦄ stand for a set's braces, \{ and \}; the braces { and } only group
+    (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),
     (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
-    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),  # a bare m may be a variable
+    # \text{m} is meters; a bare m may be a variable
+    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
     (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *[aA]\.? ?[mM](?![A-Za-z])\.?", " am"),
     (r"(?<=[0-9]) *[pP]\.? ?[mM](?![A-Za-z])\.?", " pm"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),  # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
+    # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
+    (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
 ]]
 
 
-# What an answer says: its name in "name = ...", its value, its unit, and all behind the name as
-# text. The value is a Fraction, or (kind, parts) with parts that are Answers, or else text. The
-# kind is a list's brackets, "{}" of a set, "\cup", "/", or a matrix and its rows' lengths.
+# An answer as it is compared: its name in "name = ...", its value, its unit, and everything behind
+# the name as text. The value is a Fraction; or (kind, parts), where the parts are Answers; or text.
+# The kind is the brackets of a list, "{}" of a set, "\cup", "/", or a matrix and its rows' lengths.
+# For example "x = 5 cm" is Answer("x", Fraction(5), "cm", "5cm").
 Answer = namedtuple("Answer", "name value unit text")
-UNORDERED = ("{}", r"\cup")  # kinds
+UNORDERED = ("{}", r"\cup")  # the kinds whose parts have no order
 
 
 def same_answer(given, truth):
     r"""
-    Whether an answer, as final_answer gives it, is the true one. Both are text; an empty one equals
-    nothing. It is symmetric: same_answer(a, b) is same_answer(b, a).
+    Whether two answers, as rewards.final_answer returns them, are the same: given is the model's,
+    truth the data's. Both are text. The order of the two does not matter. An empty answer is the
+    same as none.
 
-    Numbers are equal if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are one, 0.333 and
-    1/3 are two. What is counted or measured, a percent sign or an "x =" may be on one side alone; if
-    both have one, it must be the same. So 72 clips is 72, and 12% is 12 and not 0.12, nor is 5 cm
-    5 m, which makes the relation no equivalence. Tuples, intervals and bare lists agree element by
-    element, in order, and in their brackets; sets and unions in any order; matrices cell by cell;
-    a/b is \frac{a}{b}. All else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, and not
-    3, -3.
+    Numbers are the same if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are all the
+    same, 0.333 and 1/3 are not.
+
+    A unit, a percent sign, a word for what is counted, or a name ("x =") may be on one side alone.
+    If both sides have one, the two must be the same. So 72 clips is 72, and 12% is 12 (and not
+    0.12), but 5 cm is not 5 m, though both are the same as 5.
+
+    Tuples, intervals and bare lists are compared element by element, in order, and by their
+    brackets; sets and unions in any order; matrices cell by cell; a/b is \frac{a}{b}.
+
+    Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
     """
     given, truth = given.strip(), truth.strip()
     if not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -111,15 +139,22 @@ def same_answer(given, truth):
 
 
 def plain(text):
-    """An answer's text without what only sets it: one way to write fractions, no math delimiters, single blanks, no period."""
+    """
+    The text of an answer without what is only typesetting: one way to write fractions, no $ around
+    formulas, single blanks, no period at the end. "$\\tfrac12$." -> "\\frac{1}{2}".
+    """
     for pattern, replacement in TYPESETTING:
         text = pattern.sub(replacement, text)
-    text = text.replace("$", "" if text.count("$") % 2 == 0 else "¤")  # pairs are LaTeX's, an odd one is a dollar
+    # pairs of $ are LaTeX's; if their number is odd, they are dollars
+    text = text.replace("$", "" if text.count("$") % 2 == 0 else "¤")
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
 def read_answer(text, deep=3):
-    """Plain text -> Answer. deep: how many lists, quotients and parentheses may be inside each other."""
+    """
+    The text of an answer, as plain returns it, -> Answer. deep: how many lists, quotients and
+    parentheses may be inside each other.
+    """
     match = NAMED.fullmatch(text)
     name, text = (match[1] or "", match[2].strip()) if match else ("", text)
     whole = squeeze(text)
@@ -152,15 +187,16 @@ def agree(given, truth):
         return False
     if given[0] not in UNORDERED:
         return all(agree(x, y) for x, y in zip(given[1], truth[1], strict=True))
-    # each element must have one partner, and only one: {1, 2} is not {1, 1}, nor the other way round
+    # each element must have exactly one partner on the other side: {1, 2} is not {1, 1}
     table = [[agree(x, y) for y in truth[1]] for x in given[1]]
     return all(sum(line) == 1 for line in [*table, *zip(*table, strict=True)])
 
 
 def squeeze(text):
     """
-    Plain text as it is compared: without blanks, but 4 2 is not 42 and 1, 234 not 1,234; without the
-    + of +x; {1} and \\{1\\} alike; and Even is even, while Ab, a product perhaps, is not ab.
+    Plain text in the form in which it is compared. Blanks are taken out, but for those that count:
+    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one. A
+    word's capital letter becomes small, so that Even is even; but Ab, perhaps a product, is not ab.
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
@@ -169,7 +205,7 @@ def squeeze(text):
 
 
 def divide(over, under):
-    """The value of a quotient of two Answers, a Fraction or ("/", both)."""
+    """The value of a quotient of two Answers: a Fraction if both are numbers, else ("/", both)."""
     if isinstance(over.value, Fraction) and isinstance(under.value, Fraction) and under.value != 0:
         return over.value / under.value
     return "/", [over, under]
@@ -177,8 +213,9 @@ def divide(over, under):
 
 def split_unit(text):
     """
-    "-¤5 per hour" -> ("-5", "dollar per h"); "72 clips in May" -> ("72", "clip in may"). ("5m", "")
-    is no length, as m may be a variable, but "5 m" is.
+    The text of an answer -> (the text without its unit, the unit or ""): "-¤5 per hour" -> ("-5",
+    "dollar per h"), "72 clips in May" -> ("72", "clip in may"). "5 m" -> ("5", "m"), but "5m" ->
+    ("5m", ""), where m may be a variable.
     """
     before = []
     if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
@@ -194,10 +231,14 @@ def split_unit(text):
 
 
 def split_known_units(text):
-    """"2\\pi square cm" -> ("2\\pi", ["cm2"]). Only units of UNITS, behind an expression."""
+    """
+    split_unit for the units of UNITS, behind an expression:
+    "2\\pi square cm" -> ("2\\pi", ["cm2"]).
+    """
     rest, units, letter = text, [], False
     for _ in range(4):
-        match = re.search(r"(?<![A-Za-z\\/])([A-Za-z]+(?:/[A-Za-z]+)?|[¤£€¢])(?: ?\^([23]))?$", rest)
+        match = re.search(r"(?<![A-Za-z\\/])([A-Za-z]+(?:/[A-Za-z]+)?|[¤£€¢])(?: ?\^([23]))?$",
+                          rest)
         word = match and (match[1] if len(match[1]) <= 2 else match[1].lower())
         head = rest[:match.start()] if match else ""
         if head and not re.search(r"[0-9A-Za-z.)}\]⦄!] *$", head):  # 5 / m
@@ -217,8 +258,8 @@ def split_known_units(text):
 
 def is_word(text):
     """
-    Whether letters are a word, and none that changes a number. xyz is none, nor abx: they may be
-    variables, which stand in the order of the alphabet.
+    Whether letters are a word that does not change a number, as NO_UNITS do. xyz and abx are no
+    words: letters in the order of the alphabet may be a product of variables.
     """
     letters = text.lower()
     in_order = letters == "".join(sorted(set(letters)))
@@ -227,14 +268,19 @@ def is_word(text):
 
 
 def read_number(text):
-    """The value of a number in plain text, a Fraction, or None. Bounded: no long digits, no large exponents."""
+    """
+    The value of a number in plain text as a Fraction; None if it is no number, or one with more
+    than MOST_DIGITS digits or an exponent beyond LARGEST_EXPONENT.
+    """
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None
-    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?([0-9.,]+) ?\}", r" \1/\2 ", text).strip()  # 1\frac{1}{2} -> 1 1/2
+    # 1\frac{1}{2} -> 1 1/2
+    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?([0-9.,]+) ?\}", r" \1/\2 ", text).strip()
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
     value = None
     if match := QUOTIENT.fullmatch(text):
-        numerator, denominator = (Fraction(part.replace(",", "")) for part in (match[1], match[2] or "1"))
+        numerator, denominator = (Fraction(part.replace(",", ""))
+                                  for part in (match[1], match[2] or "1"))
         value = numerator / denominator if denominator else None
     elif match := MIXED.fullmatch(text):
         whole, numerator, denominator = (int(part.replace(",", "")) for part in match.groups())
@@ -246,8 +292,14 @@ def read_number(text):
 
 def split_parts(text):
     r"""
-    "(1, 2]" -> ("(]", ["1", " 2"]); "1, 2" -> ("", ["1", " 2"]); a/b -> ("/", ["a", "b"]); {5} ->
-    ("group", ["5"]); matrices row by row; what has no parts -> ("", []).
+    The text of an answer -> (kind, the texts of its parts):
+
+        "(1, 2]"  ->  ("(]", ["1", " 2"])
+        "1, 2"    ->  ("", ["1", " 2"])
+        "a/b"     ->  ("/", ["a", "b"])
+        "{5}"     ->  ("group", ["5"])
+        a matrix  ->  ("matrix [2, 2]", its cells, row by row), for two rows of two cells
+        "x"       ->  ("", []), as for all that has no parts
     """
     if len(parts := split_at(",", text)) > 1:
         return "", parts
@@ -256,7 +308,8 @@ def split_parts(text):
         return r"\cup", unions
     if match := re.fullmatch(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", text):
         rows = [row.split("&") for row in match[2].strip().removesuffix("¶").split("¶")]
-        kind = match[1] if match[1][0] in "vBV" else "matrix"  # ( ) or [ ] around it is typesetting
+        # parentheses and brackets around a matrix mean the same; bars and braces do not
+        kind = match[1] if match[1][0] in "vBV" else "matrix"
         return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
     if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
         if parts := split_at(",", text[1:-1]):
@@ -266,10 +319,13 @@ def split_parts(text):
 
 
 def split_quotient(text):
-    r"""\frac{a+b}{c}, (a+b)/c -> ("/", [its two parts]); a+b/c, a/bc, \sin a/b -> ("", [])."""
+    r"""
+    "\frac{a+b}{c}", "(a+b)/c" -> ("/", [the two parts]); "a+b/c", "a/bc", "\sin a/b" -> ("", []).
+    """
     if match := re.fullmatch(rf"([+-]?) ?\\frac({GROUP})({GROUP})", text):
         sign, over, under = match[1], match[2][1:-1].strip(), match[3][1:-1]
-        return "/", [f"-({over})" if sign == "-" and split_at("+-", over)[1:] else sign + over, under]
+        is_sum = len(split_at("+-", over)) > 1  # -\frac{a+b}{c}: the sign is that of all of a+b
+        return "/", [f"-({over})" if sign == "-" and is_sum else sign + over, under]
     parts = [part.strip() for part in split_at("/", text)]
     if len(parts) == 2 and DIVISOR.fullmatch(parts[1]):
         product = re.sub("^[+-] ?", "", parts[0])
@@ -279,7 +335,10 @@ def split_quotient(text):
 
 
 def split_at(marks, text):
-    """text cut at the marks outside of all brackets; [] where brackets do not match."""
+    """
+    The text cut at these marks, but not inside of brackets: split_at(",", "1,(2,3)") -> ["1",
+    "(2,3)"]. [] where the brackets do not match.
+    """
     depth, parts = 0, [""]
     for ch in text:
         depth += (ch in "([{⦃") - (ch in ")]}⦄")
@@ -292,15 +351,21 @@ def split_at(marks, text):
     return parts if depth == 0 else []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # arithmetic
 
 
 def evaluate_arithmetic(text):
     """
-    The exact value of an expression of non-negative integers, + - * / (or × ÷), parentheses and unary minus, as a Fraction; None
-    for anything else, for division by zero, and beyond LONGEST characters (which bounds the digits) or DEEPEST parentheses.
-    A recursive descent of our own, as the text is a model's: no eval, no powers, never an exception.
+    The exact value of an arithmetic expression as a Fraction: evaluate_arithmetic("3*7+5") is 26.
+
+    It may hold integers without a sign, + - * / (or × ÷), parentheses and unary minus. None for
+    anything else, for a division by zero, for more than LONGEST characters (which also bounds the
+    digits) and for more than DEEPEST parentheses inside each other.
+
+    It never evaluates text as Python, which a model could abuse, and never raises an exception. It
+    is a parser by recursive descent: a total is made of products, a product of factors, and a
+    factor is a number, or minus a factor, or a total in parentheses.
     """
     text = text.translate(str.maketrans("×÷−", "*/-"))
     if len(text) > LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", text):

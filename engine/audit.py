@@ -1,5 +1,6 @@
 """
-The audit: every rank holds the same finite weights, and what is frozen has not moved.
+What stops a run whose numbers are wrong. Every rank must hold the same weights, and they must be
+finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
 """
 import torch
 import torch.distributed as dist
@@ -9,87 +10,170 @@ from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
 
 
-def must_agree(worst_gap, limit, what, iteration, models):
-    """
-    Raise Stop, on all ranks, if before any update somebody's log-probs are not the policy's. Returns the gap (loss.gap; limit:
-    loss.gap_limit). models: all of the run, {name: model}: a rank whose weights have drifted is named as such before anything
-    else is suspected.
-    """
-    worst = all_reduce_max(worst_gap).item()
-    if not worst <= limit:
-        audit(models, {}, iteration)
-        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from the policy's by {worst:.2g} "
-                   f"nats (limit {limit:g}); look for another temperature, mask, position ids, dropout or padded vocabulary")
-    return worst
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the audit
-
-
-def checksums(models):
-    """
-    One int64 per parameter of {name: model}: sums of its bits, weighted by odd numbers so that order counts too. Of a sharded
-    parameter this rank's part of the sum: over all ranks they add up to what the whole one would have.
-    """
-    sums = []
-    for model in models.values():
-        for p in model.parameters():
-            part = my_part(p.detach()).flatten()
-            bits = part.view(torch.int16 if p.element_size() == 2 else torch.int32)
-            start = 0
-            if is_shard(p):  # split by rows, as torch.chunk does it
-                rows, (rank, size) = p.shape[0], rank_and_size()
-                start = min(-(-rows // size) * rank, rows) * (p.numel() // rows) * (bits.numel() // max(part.numel(), 1))
-            total = torch.zeros((), dtype=torch.int64, device=bits.device)
-            for i, chunk in enumerate(bits.split(2**20)):  # int64 copies of a chunk, not of a whole embedding matrix
-                weights = (torch.arange(len(chunk), device=bits.device) + (start + i * 2**20)) * 2 + 1
-                total += (chunk.long() * weights).sum()  # wraps around, alike everywhere
-            sums.append(total.to(wire()))
-    return torch.stack(sums)
+# --------------------------------------------------------------------------------------------------
+# weights
 
 
 def audit(models, frozen, iteration):
     """
-    Stop the run unless all ranks hold the same finite parameters of {name: model}, and the frozen ones still have the
-    checksums they began with. frozen: {name: checksum}, filled here at the first audit. Of a sharded parameter each rank has
-    another part, and vouches for that. One all_reduce when all is well.
+    A collective: raise Stop, on all ranks, unless all ranks hold the same finite parameters of
+    {name: model}, and the frozen ones still have the checksums they began with. frozen: {(model,
+    parameter): checksum}, filled here at the first audit. Of a sharded parameter each rank holds
+    another part: that part must be finite and, if it is frozen, unchanged. One all_reduce when all
+    is well.
     """
-    mine = checksums(models)
-    parameters = [(model_name, n, p) for model_name, model in models.items() for n, p in model.named_parameters()]
-    whole = torch.tensor([not is_shard(p) for _, _, p in parameters], device=mine.device)
-    infinite = torch.stack([(~my_part(p).isfinite()).any().to(mine.device) for _, _, p in parameters])
+    mine = checksums(models)  # (parameters,)
+    parameters = [(model_name, n, p) for model_name, model in models.items()
+                  for n, p in model.named_parameters()]
+    sharded = torch.tensor([is_shard(p) for _, _, p in parameters], device=mine.device)
+    infinite = torch.stack([(~my_part(p).isfinite()).any().to(mine.device)
+                            for _, _, p in parameters])
     changed = torch.zeros_like(infinite)
     for i, (model_name, n, p) in enumerate(parameters):
-        changed[i] = not p.requires_grad and frozen.setdefault((model_name, n), int(mine[i])) != int(mine[i])
+        if not p.requires_grad:
+            changed[i] = frozen.setdefault((model_name, n), int(mine[i])) != int(mine[i])
 
-    def where(flags, i):
-        """Which ranks raise flag i, for a message; a whole parameter has no need to say."""
-        ranks = torch.stack(all_gather(flags[i].long())).nonzero().flatten().tolist()
-        return " (on all ranks)" if whole[i] or len(ranks) == rank_and_size()[1] else f" (on {name_ranks(ranks)})"
-
+    # One all_reduce answers all questions: each rank sends four rows and gets the largest of each
+    # entry. ~x turns the order of the integers around, so the largest ~x is ~(the smallest x); -x
+    # would not do, for the smallest int64 has no negative.
+    compared = torch.where(sharded, 0, mine)
+    rows = torch.stack([compared, ~compared, infinite.long(), changed.long()])  # (4, parameters)
     if dist.is_initialized():
-        compared = torch.where(whole, mine & (2**62 - 1), 0)  # 62 bits, so that its negative exists
-        extremes = torch.stack([compared, -compared, infinite.long(), changed.long()])
-        collective(dist.all_reduce, extremes, op=dist.ReduceOp.MAX)
-        differs = extremes[0] != -extremes[1]  # largest != smallest
-        if differs.any():
-            first = int(differs.nonzero()[0])
-            values = torch.stack(all_gather(mine[first])).tolist()
-            common = max(values, key=values.count)
-            odd = [r for r, v in enumerate(values) if v != common]
-            if 2 * len(odd) >= len(values):  # no majority to be right
-                odd = list(range(len(values)))
-            raise Stop(f"iteration {iteration}: the ranks have drifted apart: {parameters[first][0]}, parameter "
-                       f"{parameters[first][1]}, differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
-        any_infinite, any_changed = extremes[2].bool(), extremes[3].bool()
-    else:
-        any_infinite, any_changed = infinite, changed
-    if any_infinite.any():  # as a huge learning rate does it, with finite gradients
-        i = int(any_infinite.nonzero()[0])
-        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite{where(infinite, i)}; the "
-                   "last checkpoint is good. Lower the learning rate, or look at its gradients")
+        collective(dist.all_reduce, rows, op=dist.ReduceOp.MAX)
+    largest, smallest = rows[0], ~rows[1]
+    any_infinite, any_changed = rows[2].bool(), rows[3].bool()
+
+    differs = largest != smallest  # all ranks have the same checksum where these two are equal
+    if differs.any():
+        i = first_true(differs)
+        odd = outvoted(torch.stack(all_gather(mine[i])).tolist())
+        raise Stop(f"iteration {iteration}: the ranks have drifted apart: {parameters[i][0]}, "
+                   f"parameter {parameters[i][1]}, differs on {name_ranks(odd)} "
+                   f"({int(differs.sum())} parameters in all)")
+    if any_infinite.any():  # as after a step with a huge learning rate and finite gradients
+        i = first_true(any_infinite)
+        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite"
+                   f"{where(infinite[i], sharded[i])}; the last checkpoint is good. Lower the "
+                   "learning rate, or look at its gradients")
     if any_changed.any():
-        i = int(any_changed.nonzero()[0])
-        raise Stop(f"iteration {iteration}: the frozen {parameters[i][0]} has changed: parameter {parameters[i][1]} is not what "
-                   f"it was at the start{where(changed, i)}")
+        i = first_true(any_changed)
+        raise Stop(f"iteration {iteration}: the frozen {parameters[i][0]} has changed: parameter "
+                   f"{parameters[i][1]} is not what it was at the start"
+                   f"{where(changed[i], sharded[i])}")
+
+
+def checksums(models):
+    """
+    One int64 per parameter of {name: model}, (parameters,): the sum of (2 i + 1) * word i over the
+    words of its memory, modulo 2**64. Of a sharded parameter the sum over this rank's part: the
+    sums of all ranks add up to the checksum of the whole parameter.
+    """
+    sums = []
+    for model in models.values():
+        for p in model.parameters():
+            words = as_words(my_part(p.detach()))
+            sums.append(weighted_sum(words, first_word(p)).to(wire()))
+    return torch.stack(sums)
+
+
+def as_words(t):
+    """
+    The memory of a tensor as integers of 32 bits, or of 16 where its elements have 16. Integers,
+    because NaN != NaN and 0.0 == -0.0 as numbers, while only equal bits are the same weights.
+    """
+    return t.flatten().view(torch.int16 if t.element_size() == 2 else torch.int32)
+
+
+def weighted_sum(words, first):
+    """
+    The sum of (2 i + 1) * words[i - first], i = first, first + 1, ...: an int64 that wraps around,
+    as integers do alike on all devices. The weights differ, so that the order of the words counts.
+    They are odd, so that a change of one word always changes the sum: an odd factor has an inverse
+    modulo 2**64.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for chunk in words.split(2**20):  # int64 copies of a chunk, not of a whole embedding matrix
+        i = torch.arange(len(chunk), device=words.device) + first
+        total += (chunk.long() * (i * 2 + 1)).sum()
+        first += len(chunk)
+    return total
+
+
+def first_word(p):
+    """The number, within the whole parameter, of the first word that this rank holds of it."""
+    if not is_shard(p):
+        return 0
+    # FSDP splits by rows, as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or 0
+    rows, (rank, size) = p.shape[0], rank_and_size()
+    first_row = min(-(-rows // size) * rank, rows)
+    words_a_row = (p.numel() // rows) * (2 if p.element_size() == 8 else 1)
+    return first_row * words_a_row
+
+
+def outvoted(values):
+    """The ranks whose value is not that of the majority; all ranks where there is no majority."""
+    common = max(values, key=values.count)
+    odd = [rank for rank, value in enumerate(values) if value != common]
+    return odd if 2 * len(odd) < len(values) else list(range(len(values)))
+
+
+def where(flag, is_sharded):
+    """A collective: which ranks raise this flag, for a message. A whole parameter is on all."""
+    ranks = torch.stack(all_gather(flag.long())).nonzero().flatten().tolist()
+    everywhere = not is_sharded or len(ranks) == rank_and_size()[1]
+    return " (on all ranks)" if everywhere else f" (on {name_ranks(ranks)})"
+
+
+def first_true(flags):
+    """The index of the first True."""
+    return int(flags.nonzero()[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# log-probs, gradients, and what is computed from them
+
+
+def must_agree(worst_gap, limit, what, iteration, models):
+    """
+    A collective: raise Stop, on all ranks, if on any rank the log-probs of `what` differ from the
+    policy's before any update. Returns the largest gap of all ranks. worst_gap: this rank's
+    (loss.gap), and its limit (loss.gap_limit), in nats. models: all models of the run, {name:
+    model}: they are audited first, for a rank whose weights have drifted explains the gap.
+    """
+    worst = all_reduce_max(worst_gap).item()
+    if not worst <= limit:  # also where worst is NaN
+        audit(models, {}, iteration)
+        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from "
+                   f"the policy's by {worst:.2g} nats (limit {limit:g}); look for another "
+                   "temperature, mask, position ids, dropout or padded vocabulary")
+    return worst
+
+
+def check_gradients(norm, model, name, iteration):
+    """
+    Raise Stop, naming the first bad tensor, if the norm of the gradients is not finite. The
+    gradients have been summed over the ranks, so a NaN or inf of any rank is in the sum of all:
+    all ranks stop here together, before the optimizer can spread it into the weights.
+    """
+    if torch.isfinite(norm):
+        return
+    names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+    flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names])  # (parameters,)
+    # of a sharded parameter, another rank may hold the part that is not finite
+    bad = all_reduce_max(flags.double().to(wire())).nonzero().flatten().tolist()
+    bad = names[bad[0]][0] if bad else "the norm (overflow)"
+    raise Stop(f"iteration {iteration}: the gradient of {name}'s {bad} is not finite; stopped "
+               "before the step. Lower the learning rate, or look at the scores and the data of "
+               "this iteration")
+
+
+def check_finite(tensors, iteration):
+    """
+    Raise Stop, naming the tensor and the row, if one of {name: tensor (B, ...)} has a NaN or inf.
+    The tensors are equal on all ranks, so all ranks stop without asking each other.
+    """
+    for name, t in tensors.items():
+        bad = ~t.isfinite()
+        if bad.any():
+            raise Stop(f"iteration {iteration}: {name} is not finite (first in response "
+                       f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")

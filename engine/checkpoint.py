@@ -1,12 +1,19 @@
 """
-Save and resume. A checkpoint is a folder out_dir/checkpoint-000120 of safetensors and JSON: each trained model as a Hugging
-Face directory, or only its adapter and head where that is what is trained, its optimizer's state, state.json, the run's
-config.json, and manifest.json with the sha256 of every file. It is written under a temporary name, synced and renamed, so under
-its final name it is complete; the old one goes only after that. No pickle. What ranks hold parts of is put together first, so a
-run resumes at any other stage and on any number of ranks.
+Checkpoints: what a run saves to go on later, and the finished models that it leaves.
 
-checkpoint-000120 means: 120 iterations are done, number 120 (counting from 0) comes next. Prompts and sampling noise are
-functions of the iteration, so there is no random state to save.
+    out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
+        policy/                    each trained model, as a Hugging Face folder with its tokenizer;
+                                   where only an adapter is trained, the adapter and head alone
+        policy_optimizer.safetensors       its optimizer's state
+        ema.safetensors            the policy's moving average, if there is one
+        state.json                 the numbers that the loop carries from one iteration to the next
+        config.json                the configuration of the run
+        manifest.json              the sha256 of every file, and of the manifest itself
+
+There is no random state to save: prompts and sampling noise are functions of seed and iteration.
+There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
+older one is deleted only after that. A model that is sharded over ranks is saved whole, so a run
+may resume with another ZeRO stage or another number of ranks.
 """
 import hashlib
 import json
@@ -29,170 +36,233 @@ from errors import BadInput
 from parallel import rank_and_size
 
 
+# --------------------------------------------------------------------------------------------------
+# saving
+
+
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None):
     """
-    Write out_dir/checkpoint-{iteration}. models, optimizers: {name: module}, {name: optimizer}; state: a dict for JSON, what
-    the loop needs to go on. keep: how many checkpoints to leave. average: the policy's moving average, if there is one. Rank 0
-    writes, the others wait. Raises Stop, on all ranks, when the disk is full; what was there before then still is.
+    A collective: write out_dir/checkpoint-{iteration}, and delete older ones. Rank 0 writes.
+
+    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
+    JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
+    MovingAverage, or None. Raises Stop, on all ranks, when the disk is full; the checkpoints that
+    were there are then still there.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
-    pieces = []  # one after the other, so that rank 0 never has more than one of them whole
-    for name, model in models.items():
-        if isinstance(model, Adapted):
-            pieces.append((None, lambda folder, _, name=name, model=model: save_adapter(model, os.path.join(folder, name))))
-        else:
-            pieces.append((partial(whole_weights, model), lambda folder, weights, name=name, model=model:
-                           save_model(os.path.join(folder, name), model, tokenizer, weights)))
-        pieces.append((partial(optimizer_tensors, model, optimizers[name]), lambda folder, tensors, name=name:
-                       save_file(tensors, os.path.join(folder, f"{name}_optimizer.safetensors"))))
-    if average:
-        pieces.append((average.tensors, lambda folder, tensors: save_file(tensors, os.path.join(folder, "ema.safetensors"))))
+    state = {**state, "iteration": iteration}
+
+    def is_there():
+        # then the run has resumed from it; only an evaluation may have changed the state since
+        if damage(final) is not None:
+            return False
+        return json.loads(patiently(read_bytes, os.path.join(final, "state.json"))) == state
+
+    def write_average(folder, tensors):
+        save_file(tensors, os.path.join(folder, "ema.safetensors"))
 
     def close(folder, _):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
-        write_json(os.path.join(folder, "state.json"), {**state, "iteration": iteration})
-        files = sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs)
-        manifest = {f: sha256(os.path.join(folder, f)) for f in files}
-        write_json(os.path.join(folder, "manifest.json"), manifest | {"manifest.json": self_hash(manifest)})
-        sync(os.path.join(out_dir, "log.jsonl"))  # what came before the checkpoint must be as durable as it is
+        write_json(os.path.join(folder, "state.json"), state)
+        write_manifest(folder)
+        sync(os.path.join(out_dir, "log.jsonl"))  # the log of these iterations must last as well
 
-    def drop_old():
-        # of a later number there are only damaged ones, or we would have resumed from them
+    def delete_older():
+        # a checkpoint of a later iteration is damaged, or the run would have resumed from it
         folders = list_checkpoints(out_dir)
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in set(folders) - set(kept):
             remove(old)
 
-    def is_there():  # then we have resumed from it, and nothing has happened since but, perhaps, an evaluation
-        if damage(final) is not None:
-            return False
-        return json.loads(patiently(read_bytes, os.path.join(final, "state.json"))) == {**state, "iteration": iteration}
+    # [(gather on all ranks, write on rank 0)]
+    pieces = []
+    for name, model in models.items():
+        pieces += pieces_of(name, model, optimizers[name], tokenizer)
+    if average:
+        pieces.append((average.tensors, write_average))
+    pieces.append((None, close))
 
     if not alone(is_there):
-        put_in_place([*pieces, (None, close)], final)
-    alone(drop_old)
+        put_in_place(pieces, final)
+    alone(delete_older)
 
 
-def save_model(folder, model, tokenizer, weights=None):
-    """A Hugging Face directory with its tokenizer: what sample.py, transformers and the next script load."""
-    save_pretrained(model, folder, weights)
-    tokenizer.save(folder)
-    if model.head == "lm":
-        write_json(os.path.join(folder, "generation_config.json"),
-                   {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})
+def pieces_of(name, model, optimizer, tokenizer):
+    """A trained model and its optimizer's state, as two pieces for put_in_place."""
+    def write_adapter(folder, _):
+        save_adapter(model, os.path.join(folder, name))
+
+    def write_weights(folder, weights):
+        save_model(os.path.join(folder, name), model, tokenizer, weights)
+
+    def write_optimizer(folder, tensors):
+        save_file(tensors, os.path.join(folder, f"{name}_optimizer.safetensors"))
+
+    if isinstance(model, Adapted):
+        first = None, write_adapter  # every rank has all of an adapter
+    else:
+        first = partial(whole_weights, model), write_weights
+    return [first, (partial(optimizer_tensors, model, optimizer), write_optimizer)]
 
 
-def save_final(out_dir, name, model, tokenizer):
+def write_manifest(folder):
+    """Write manifest.json: {file: sha256} of every file in the folder, and a hash of itself."""
+    files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                   for d, _, names in os.walk(folder) for f in names)
+    manifest = {f: sha256(os.path.join(folder, f)) for f in files}
+    manifest |= {"manifest.json": hash_of_manifest(manifest)}
+    write_json(os.path.join(folder, "manifest.json"), manifest)
+
+
+def hash_of_manifest(manifest):
+    """sha256 of the manifest's other entries, so that damage to the manifest itself is noticed."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# finding the checkpoint to resume from
+
+
+def find_checkpoint(out_dir):
     """
-    out_dir/name, the run's product, put in place whole; adapters merged into it, and beside it, in out_dir/name_adapter, alone.
-    Rank 0 writes. Raises Stop, on all ranks, when the disk is full.
+    (folder, state) of the newest checkpoint that is not damaged; prints which damaged ones it
+    skips. (None, None) if the run has no checkpoint.
+
+    Raises BadInput if all its checkpoints are damaged: a run that began anew would delete them.
+    Raises Stop if one cannot be read.
     """
-    final = os.path.join(out_dir, name)
-    put_in_place([(partial(whole_weights, model), lambda folder, weights: save_model(folder, model, tokenizer, weights))], final)
-    if isinstance(model, Adapted) and model.layers:
-        base = getattr(trunk_of(model), "path", "")
-        put_in_place([(None, lambda folder, _: save_adapter(model, folder, base))], f"{final}_adapter")
-        if rank_and_size()[0] == 0 and model.embed.weight.dtype.itemsize == 2:
-            size = os.path.getsize(os.path.join(final, "model.safetensors")) / 2**30
-            print(f"{final} is merged in float32 ({size:.2f} GiB), as 16 bits would round small "
-                  f"changes away; {name}_adapter beside it is the adapter alone")
+    refused = []  # (folder, what is wrong)
+    for folder in reversed(list_checkpoints(out_dir)):
+        reason = damage(folder)
+        if reason is None:
+            for bad, why in refused if rank_and_size()[0] == 0 else ():
+                print(f"{bad} is refused ({why}); an older one is used, and this one stays until "
+                      "the next is saved", flush=True)
+            return folder, json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
+        refused.append((folder, reason))
+    if refused:
+        said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
+        raise BadInput(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a "
+                       "backup, or start over with another --out_dir (or here, after you have "
+                       "deleted them and log.jsonl)")
+    return None, None
 
 
 def list_checkpoints(out_dir):
-    """The checkpoint folders of a run, oldest first."""
+    """The checkpoint folders of a run, oldest first. Raises Stop if out_dir cannot be read."""
     try:
         names = patiently(os.listdir, out_dir)
     except FileNotFoundError:
         return []
-    names = sorted((name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)), key=number_of)
-    return [os.path.join(out_dir, name) for name in names]
+    names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
+    return [os.path.join(out_dir, name) for name in sorted(names, key=number_of)]
 
 
 def number_of(folder):
-    """The iteration in a checkpoint's name."""
+    """The iteration in a checkpoint's name: "out/checkpoint-000120" -> 120."""
     return int(folder.rpartition("-")[2])
-
-
-def self_hash(manifest):
-    """What manifest.json says of itself, so that it cannot be damaged unnoticed either."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def damage(folder):
     """
-    None if a checkpoint's files are, byte for byte, what was saved; else what is wrong, in a few words. Raises Stop if they
-    cannot be read, which is another matter.
+    What is wrong with a checkpoint, in a few words; None if every file is, byte for byte, what was
+    saved. Raises Stop if a file cannot be read: a failing disk is no damage.
     """
     name = "manifest.json"
     try:
         text = patiently(read_bytes, os.path.join(folder, name))
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or text != json.dumps(manifest, indent=2).encode() \
-                or manifest.pop(name, None) != self_hash(manifest):
+                or manifest.pop(name, None) != hash_of_manifest(manifest):
             return "its manifest.json is damaged"
         for name, digest in manifest.items():
             if patiently(sha256, os.path.join(folder, name)) != digest:
                 return f"{name} is damaged"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return f"{name} is missing"
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, or brackets nested too deep
         return "its manifest.json is damaged"
     return None
 
 
-def find_checkpoint(out_dir):
-    """
-    (folder, state) of the newest checkpoint whose files are what its manifest says; (None, None) if the run has none at all.
-    Says which it skips. Raises BadInput where there are some and none is good, for to begin again would lose what they hold,
-    and Stop where one cannot be read.
-    """
-    refused = []
-    for folder in reversed(list_checkpoints(out_dir)):
-        reason = damage(folder)
-        if reason is None:
-            for bad, why in refused if rank_and_size()[0] == 0 else ():
-                print(f"{bad} is refused ({why}); an older one is used, and this one stays until the next is saved", flush=True)
-            return folder, json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
-        refused.append((folder, reason))
-    if refused:
-        said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
-        raise BadInput(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a backup, or start over with "
-                       "another --out_dir (or here, after you have deleted them and log.jsonl)")
-    return None, None
+# --------------------------------------------------------------------------------------------------
+# loading
 
 
 def load_checkpoint(folder, models, optimizers, average=None):
     """
-    Fill {name: model} and {name: optimizer}, and the moving average, from a checkpoint folder, and cut the run's log back to
-    it when all ranks have. Raises BadInput, or Stop.
+    A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
+    When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
     """
     together(lambda: fill(folder, models, optimizers, average))
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
 
 
 def fill(folder, models, optimizers, average):
-    """load_checkpoint on this rank."""
+    """What load_checkpoint does on each rank for itself."""
     for name, model in models.items():
         if isinstance(model, Adapted):
             load_adapter(model, os.path.join(folder, name))
         else:
             load_weights(model, folder, os.path.join(folder, name))
-        use_state(os.path.join(folder, f"{name}_optimizer.safetensors"),
-                  lambda tensors, name=name, model=model: fill_optimizer(model, optimizers[name], tensors))
+        use_tensors(os.path.join(folder, f"{name}_optimizer.safetensors"),
+                    partial(fill_optimizer, model, optimizers[name]))
     file = os.path.join(folder, "ema.safetensors")
     if average and os.path.exists(file):
-        use_state(file, average.fill)
-    elif average:  # the run had none so far: it begins with these weights
+        use_tensors(file, average.fill)
+    elif average:  # the run had no average so far: it begins with the weights of now
         average.begin()
 
 
-def use_state(file, use):
-    """use({name: tensor}) of a checkpoint's safetensors file. Raises BadInput."""
+def use_tensors(file, use):
+    """Call use({name: tensor}) with the tensors of a safetensors file. Raises BadInput."""
     try:
         with safe_open(file, framework="pt") as f:
             use({key: f.get_tensor(key) for key in f.keys()})
     except OSError as e:
-        raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same command") from e
+        raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same "
+                       "command") from e
     except (SafetensorError, AttributeError, KeyError) as e:
-        raise BadInput(f"{file}: does not fit what is trained here ({e}); resume with the model and the "
-                       "code that saved it") from e
+        raise BadInput(f"{file}: does not fit what is trained here ({e}); resume with the model "
+                       "and the code that saved it") from e
+
+
+# --------------------------------------------------------------------------------------------------
+# the finished models
+
+
+def save_final(out_dir, name, model, tokenizer):
+    """
+    A collective: write a finished model to out_dir/name, complete or not at all. Rank 0 writes. A
+    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. Raises
+    Stop, on all ranks, when the disk is full.
+    """
+    final = os.path.join(out_dir, name)
+
+    def write_merged(folder, weights):
+        save_model(folder, model, tokenizer, weights)
+
+    def write_adapter(folder, _):
+        save_adapter(model, folder, getattr(trunk_of(model), "path", ""))
+
+    put_in_place([(partial(whole_weights, model), write_merged)], final)
+    if isinstance(model, Adapted) and model.layers:  # a head alone has no adapter
+        put_in_place([(None, write_adapter)], f"{final}_adapter")
+        if rank_and_size()[0] == 0 and model.embed.weight.dtype.itemsize == 2:
+            size = os.path.getsize(os.path.join(final, "model.safetensors")) / 2**30
+            print(f"{final} is merged in float32 ({size:.2f} GiB), as 16 bits would round small "
+                  f"changes away; {name}_adapter beside it is the adapter alone")
+
+
+def save_model(folder, model, tokenizer, weights=None):
+    """
+    Write a Hugging Face folder: config.json, model.safetensors, the tokenizer, and for a language
+    model generation_config.json. tools/sample.py, transformers and the next script load it.
+
+    weights: {name: tensor} of the whole model; None: the model's own, if no rank has only a part.
+    """
+    save_pretrained(model, folder, weights)
+    tokenizer.save(folder)
+    if model.head == "lm":
+        write_json(os.path.join(folder, "generation_config.json"),
+                   {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})

@@ -1,32 +1,44 @@
 """
-Files that are complete or not there: folders put in place whole, synced; reads that are tried again.
+Files and folders on a disk that may be full, may fail for a moment, or may be cut off by a kill.
+
+Writing: a folder gets its name only when everything in it is complete and synced, so a folder with
+that name is complete. Reading: a disk that fails for a moment, as network disks do, is asked again.
 """
 import hashlib
 import json
 import os
 import shutil
 import time
+from functools import partial
 
 from safetensors import SafetensorError
 
 from engine.together import alone
 from errors import Stop
 
+READ_TRIES = 3  # how often a file that cannot be read is tried
+READ_PAUSE = 2  # seconds between two tries
 
-READ_TRIES, READ_PAUSE = 3, 2  # times, and seconds between them: how often a disk is asked that fails for a moment
+
+# --------------------------------------------------------------------------------------------------
+# writing
 
 
 def put_in_place(pieces, final):
     """
-    Write a folder under a temporary name, sync every file to disk, then give it its final name. What had that name before is
-    moved aside first. pieces: [(gather, write)]; gather() is called on all ranks (None: there is nothing to gather), and
-    write(folder, what it gave) on rank 0. Raises Stop, on all ranks, when the disk is full, and leaves no trace.
+    Write the folder `final`: first under a temporary name; then every file is synced to disk; then
+    the folder gets its final name, and an older folder of that name is deleted.
+
+    pieces: [(gather, write)]. All ranks call gather(), which puts together what they hold parts of
+    (None: there is nothing to gather); then rank 0 calls write(folder, what gather returned).
+    Raises Stop, on all ranks, when the disk is full; the older folder is then still there, and no
+    temporary one is.
     """
     parent, name = os.path.split(final)
     folder = os.path.join(parent, f".tmp-{name}")
 
     def begin():
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed may have left one
         os.makedirs(folder)
 
     def end():
@@ -34,7 +46,8 @@ def put_in_place(pieces, final):
             for f in files:
                 sync(os.path.join(d, f))
             sync(d)
-        old = aside(final) if os.path.exists(final) else None  # a folder cannot be renamed onto another
+        # a folder cannot be renamed onto another one: the older one moves out of the way first
+        old = aside(final) if os.path.exists(final) else None
         try:
             os.rename(folder, final)
             sync(parent or ".")
@@ -50,27 +63,28 @@ def put_in_place(pieces, final):
             action()
         except Exception as e:
             shutil.rmtree(folder, ignore_errors=True)
-            # tokenizers and safetensors have errors of their own for a full disk
+            # tokenizers and safetensors report a full disk with exceptions of their own
             if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
                 raise
-            raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier checkpoints and the log are as "
-                       "they were. Make room, and resume with the same command") from e
+            raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier "
+                       "checkpoints and the log are as they were. Make room, and resume with the "
+                       "same command") from e
 
-    alone(lambda: attempt(begin))
+    alone(partial(attempt, begin))
     for gather, write in pieces:
         gathered = gather and gather()
-        alone(lambda write=write, gathered=gathered: attempt(lambda: write(folder, gathered)))
-        del gathered
-    alone(lambda: attempt(end))
+        alone(partial(attempt, partial(write, folder, gathered)))
+        del gathered  # before the next piece is gathered: rank 0 holds one piece whole at a time
+    alone(partial(attempt, end))
 
 
 def remove(folder):
-    """Delete a folder so that a half-deleted one never bears its name."""
+    """Delete a folder. It is renamed first, so that a half-deleted folder never has its name."""
     shutil.rmtree(aside(folder))
 
 
 def aside(folder):
-    """Rename a folder out of the way; returns its new name."""
+    """Rename out/name to out/.old-name; returns the new path."""
     old = os.path.join(os.path.dirname(folder), f".old-{os.path.basename(folder)}")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(folder, old)
@@ -78,7 +92,7 @@ def aside(folder):
 
 
 def sync(path):
-    """fsync a file or folder."""
+    """Wait until a file, or a folder's list of names, is on the disk itself (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -87,27 +101,23 @@ def sync(path):
 
 
 def write_json(path, value):
-    """Write a JSON file whole: other ranks may be reading the old one."""
+    """Replace a JSON file as a whole: another rank that reads it meanwhile gets the old one."""
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
 
 
-def sha256(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def read_bytes(path):
-    with open(path, "rb") as f:
-        return f.read()
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
 def patiently(read, path):
     """
-    What read(path) returns. A disk that fails for a moment, as network disks do, is asked again. Raises Stop if it goes on
-    failing: what cannot be read now is not damaged, and must be neither skipped nor replaced. FileNotFoundError and its like
-    are answers, and pass.
+    What read(path) returns; read is tried READ_TRIES times while the disk fails.
+
+    Raises Stop if the disk goes on failing: a file that cannot be read now need not be damaged, so
+    it must be neither skipped nor replaced. A missing file is an answer, not a failing disk:
+    FileNotFoundError, NotADirectoryError and IsADirectoryError are raised at once.
     """
     for attempt in range(READ_TRIES):
         try:
@@ -117,5 +127,17 @@ def patiently(read, path):
         except OSError as e:
             error = e
         time.sleep(READ_PAUSE if attempt < READ_TRIES - 1 else 0)
-    raise Stop(f"{path} cannot be read ({error.strerror}); nothing was changed. See to the disk, and resume with the same "
-               "command") from error
+    raise Stop(f"{path} cannot be read ({error.strerror}); nothing was changed. See to the disk, "
+               "and resume with the same command") from error
+
+
+def read_bytes(path):
+    """A file's content."""
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def sha256(path):
+    """The sha256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,12 +1,15 @@
 """
-How ranks start and leave: join the group, take signals as requests to stop, end together.
+How ranks start and leave: join the group, take signals as requests to stop, end together. init and
+join are what every script with torch.distributed does; below them is what can go wrong there.
 """
 import atexit
+import contextlib
 import ctypes
 import datetime
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,126 +21,113 @@ import errors
 import parallel
 from engine import together
 from errors import BadConfig, BadInput, Lost
-from parallel import all_reduce_max, collective, lost, wire
+from parallel import all_reduce_max, collective, lost, reason, wire
 
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
 
 
+# --------------------------------------------------------------------------------------------------
+# start
+
+
 def init(device, timeout, deterministic=False):
     """
-    Join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs. device: auto | cpu | cuda; timeout: seconds
-    after which a collective that waits for a lost rank is an error; deterministic: on GPUs, only kernels that give the same
-    bits every time. From here on SIGTERM and SIGINT are requests, see stop_asked. Returns rank, world_size, torch.device.
+    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
+    device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
+    is an error. deterministic: on GPUs, only kernels that give the same bits every time. From here
+    on SIGTERM and SIGINT are requests, see stop_asked. Returns rank, world_size, torch.device.
+    Raises BadConfig or BadInput if there is no GPU for this rank, Lost if the ranks cannot meet.
     """
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when torchrun alone dies, do not live on without it
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_torchrun()
+    rank = int(os.environ.get("RANK", 0))  # torchrun sets these variables
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = choose_device(device)
+    if deterministic:
+        choose_exact_kernels()
+    if world_size > 1:
+        join(rank, world_size, "nccl" if device.startswith("cuda") else "gloo", timeout)
+    return rank, world_size, torch.device(device)
+
+
+def choose_device(device):
+    """auto | cpu | cuda -> "cpu", or "cuda:N", which is made this process's GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadConfig("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-        if local_ranks > torch.cuda.device_count():  # known to every rank of this machine, so none waits for another
-            raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs for {local_ranks} ranks; lower --nproc_per_node")
-        torch.cuda.set_device(local_rank)
-        device = f"cuda:{local_rank}"
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # warn_only: the sampler's cumsum is on torch's list of offenders, though along rows of a matrix it is exact
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
-    if world_size > 1:
-        together.usual_wait = wait = datetime.timedelta(seconds=timeout)
-        group = dict(backend="nccl" if device.startswith("cuda") else "gloo", timeout=wait)
-        # gloo would try for five times as long (torch 2.13), and nccl's first collective for ever
-        alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
-        alarm.daemon = True
-        alarm.start()
-        try:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                group |= dict(store=collective(meet, rank, world_size, wait), rank=rank, world_size=world_size)
-            collective(dist.init_process_group, **group)
-            hello = torch.ones(1, device=wire())
-            collective(dist.all_reduce, hello)  # nccl makes its connections only now
-            parallel.met = bool(hello.item())
-        except ValueError as e:
-            raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them with torchrun") from e
-        finally:
-            alarm.cancel()
-        together.starting = True
-        errors.tell_others, errors.torn = together.tell_others, torn
-    return rank, world_size, torch.device(device)
+    if device == "cpu":
+        return device
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if local_ranks > torch.cuda.device_count():
+        # every rank of this machine raises this: a rank that has a GPU would wait for one without
+        raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs for {local_ranks} "
+                       "ranks; lower --nproc_per_node")
+    torch.cuda.set_device(local_rank)
+    return f"cuda:{local_rank}"
 
 
-def meet(rank, world_size, wait):
-    """
-    A store that is this attempt's alone. torchrun restarts workers on the store of those before, with their addresses still
-    in it, and gloo would call the dead (torch 2.13). So rank 0 draws a name, and goes on when every other rank has answered
-    to it; the others, when their answer has been seen, for the name that they read first may be an old one.
-    """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
-    mine, began = os.urandom(8).hex(), time.monotonic()
-    if rank == 0:
-        store.set("name", mine)
-        for r in range(1, world_size):
-            store.set(f"{mine}/{r}/{store.get(f'{mine}/{r}').decode()}", "seen")
-        return dist.PrefixStore(mine, store)
-    while True:
-        name = store.get("name").decode()
-        store.set(f"{name}/{rank}", mine)
-        try:
-            store.wait([f"{name}/{rank}/{mine}"], datetime.timedelta(seconds=0.3))
-            return dist.PrefixStore(name, store)
-        except RuntimeError:  # not seen yet: ask for the name again
-            if time.monotonic() - began > wait.total_seconds():
-                raise
+def choose_exact_kernels():
+    """On GPUs, use only kernels that give the same bits every time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # warn_only: torch also refuses the sampler's cumsum, which along rows of a matrix is exact
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
 
 
-def give_up(reason):
-    """End this process, one that waits in C++ for ranks that it cannot meet. Called from a thread."""
-    errors.report_and_exit(Lost, lost(reason), None)
+def join(rank, world_size, backend, timeout):
+    """A collective: make the group of all ranks. Raises Lost, or BadInput for a bad WORLD_SIZE."""
+    wait = datetime.timedelta(seconds=timeout)
+    # gloo itself would try for five times as long (torch 2.13), and nccl's first collective forever
+    alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        where = {}  # the default: MASTER_ADDR and MASTER_PORT
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = meet(rank, world_size, wait)
+            where = dict(store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend=backend, timeout=wait, **where)
+        hello = torch.ones(1, device=wire())
+        dist.all_reduce(hello)  # nccl makes its connections only now
+        hello.item()  # and this waits for them
+    except RuntimeError as e:
+        raise cannot_meet(e) from e
+    except ValueError as e:
+        raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them "
+                       "with torchrun") from e
+    finally:
+        alarm.cancel()
+    together.usual_wait, together.starting = wait, True
+    errors.tell_others, errors.torn = together.tell_others, torn
 
 
-def finish():
-    """Leave the group together. The run is over: nothing after this may fail it."""
-    if dist.is_initialized():
-        collective(dist.barrier)
-        dist.destroy_process_group()
-        if not dist.is_initialized():
-            atexit.register(end)
-
-
-def end():
-    """End the process here: with several ranks, torch's threads abort one in fifty interpreters that take themselves apart."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def torn(error):
-    """The Lost behind an error of a collective that is not ours: sharded models have their own, within forward and backward."""
-    if dist.is_initialized() and re.search("gloo|nccl|connection (closed|reset)|timed out|broken pipe", str(error), re.I):
-        return lost(error)
-    return None
+# --------------------------------------------------------------------------------------------------
+# stop
 
 
 def on_signal(number, frame):
-    """SIGTERM or SIGINT: remember it. A second one, not from the same key press, ends the process at once."""
+    """
+    SIGTERM or SIGINT: note that it came; the script asks for it where it can stop. A second one
+    ends the process at once, unless it is of the same key press (within a second).
+    """
     global signalled_at
     now = time.monotonic()
     if signalled_at is not None and now - signalled_at > 1:
         os._exit(128 + number)
-    if signalled_at is None:
-        signalled_at = now
-        if os.environ.get("RANK", "0") == "0":  # os.write: print is not safe in a handler
-            waits = "; torchrun waits 30 s for that, or its --shutdown-timeout" * ("TORCHELASTIC_RUN_ID" in os.environ)
-            line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: {parallel.phase}){waits}; send it "
-                    "again to stop at once\n")
-            os.write(2, line.encode())
+    if signalled_at is not None:
+        return
+    signalled_at = now
+    if os.environ.get("RANK", "0") == "0":
+        waits = ""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            waits = "; torchrun waits 30 s for that, or its --shutdown-timeout"
+        line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
+                f"{parallel.phase}){waits}; send it again to stop at once\n")
+        os.write(2, line.encode())  # print is not safe in a signal handler
 
 
 def stop_asked():
@@ -146,7 +136,98 @@ def stop_asked():
 
 
 def stop_agreed():
-    """Whether any rank has been asked to stop, the same answer on all: only together can ranks leave."""
+    """
+    A collective: whether any rank has been asked to stop; the same answer on all, for ranks can
+    only leave together: one that stayed would wait for the others.
+    """
     if not dist.is_initialized():
         return stop_asked()
     return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
+
+
+def finish():
+    """A collective: leave the group together. The run is over: nothing after this may fail it."""
+    if dist.is_initialized():
+        collective(dist.barrier)
+        dist.destroy_process_group()
+        if not dist.is_initialized():
+            atexit.register(end)
+
+
+def end():
+    """End the process here: without _exit, about 1 exit in 50 aborts in one of torch's threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# --------------------------------------------------------------------------------------------------
+# trouble: what torchrun and torch do not do by themselves
+
+
+def die_with_torchrun():
+    """If torchrun alone is killed, kill this process, too; else it would train on without it."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def meet(rank, world_size, wait):
+    """
+    A store that belongs to this attempt alone. torchrun restarts the ranks on the store of those
+    before, which still has the addresses of dead processes in it, and gloo would call those (torch
+    2.13). So rank 0 draws a new name, under which the store begins empty:
+
+        rank 0: name = mine;  waits for the answers NAME/1, NAME/2, ... and marks each one as seen
+        others: read name; answer under it; wait until the answer has been seen. If it is not, the
+                name is one of an earlier attempt: read again
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=wait)
+    mine, began = os.urandom(8).hex(), time.monotonic()
+    if rank == 0:
+        store.set("name", mine)
+        for r in range(1, world_size):
+            answer = store.get(f"{mine}/{r}").decode()  # waits for it
+            store.set(f"{mine}/{r}/{answer}", "seen")
+        return dist.PrefixStore(mine, store)
+    while True:
+        name = store.get("name").decode()
+        store.set(f"{name}/{rank}", mine)
+        try:
+            store.wait([f"{name}/{rank}/{mine}"], datetime.timedelta(seconds=0.3))
+            return dist.PrefixStore(name, store)
+        except RuntimeError:  # not seen yet
+            if time.monotonic() - began > wait.total_seconds():
+                raise
+
+
+def give_up(why):
+    """End this process, which waits in C++ for ranks that it cannot meet. Called by a thread."""
+    errors.report_and_exit(Lost, cannot_meet(why), None)
+
+
+def cannot_meet(error):
+    """The Lost to raise when the group could not be made, with advice on networks."""
+    name, address = socket.gethostname(), ""
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(name)
+    here = ""
+    if address.startswith("127."):
+        here = (f"This host's name, {name}, stands for {address}, where no other host finds it. ")
+    return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} "
+                f"({reason(error)}): one has ended, or a host cannot be reached. {here}Between "
+                "hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
+                "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
+
+
+def torn(error):
+    """
+    The Lost behind an error that did not come through parallel.collective, None if a lost rank is
+    not the cause: sharded models have collectives of their own, within forward and backward.
+    """
+    words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
+    if dist.is_initialized() and re.search(words, str(error), re.I):
+        return lost(error)
+    return None

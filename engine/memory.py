@@ -1,26 +1,25 @@
 """
-How much memory a run of ppo.py or grpo.py will take, per GPU and before anything is loaded: arithmetic on the config alone.
+How much memory one model takes in each phase of a run: formulas. engine/planner.py adds them up to
+what a run takes; tools/memory.py prints that as a table.
 
-python memory.py config/llama.py --world-size=8                                # a table: each model's rows, each phase's peak
-python memory.py config/llama.py --compare --gpu-gb=80                         # PPO, GRPO, LoRA ... and the largest micro-batch
-python memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json  # keys of the script; a config.json from anywhere
+Each function is one formula, and its docstring writes the formula out. Sizes are those of the
+tensors, in bytes, as torch's MemTracker counts them. A GPU needs somewhat more: its context, the
+workspaces of its libraries and the gaps between tensors.
 
-The script is told from the config's keys or its name; --script=grpo says it. Where a model's folder is not here, its
-config.json comes from --policy-config and --reward-config, which also take the name of a well-known shape (KNOWN, below).
-Prompts are measured where data and tokenizer are here, else --prompt-tokens=512. device = "auto" means this machine, or a GPU
-where --gpu-gb or --compare is given.
+    m    one Model                                     d    width, d_model
+    run  the sizes of the run, planner.sizes_of        q    attention heads x head size
+    b    rows of a micro-batch                         kv   key-value heads x head size
+    n    rows that decode at once                      ff   width of the MLP
+    P    prompt length, R response length              L    layers
+    T    P + R                                         V    vocabulary
+    N    tokens of a micro-batch, b T                  B    responses of an iteration, all ranks
 
-Every number is a formula below, one function each. A run's peak is what always lies there (weights, gradients, optimizer
-states, the batch) plus the worst moment of its busiest phase. Sizes are those of the tensors, as torch's MemTracker counts
-them: a GPU adds its context, its libraries' workspaces and the allocator's gaps, for which --gpu-gb leaves some room.
-
-b rows of a micro-batch, n rows that decode at once, P prompt, R response, T = P + R, N = b T; d width, q = heads x head size,
-ff width of the MLP, L layers, V vocabulary. Bytes: e of a stored weight, a of a matrix product's result, s of the residual
-stream, f of the logits as the losses see them. In float32 all are 4; under autocast e = s = f = 4 and a = 2.
+Bytes of an element: e of a stored weight, a of the result of a matrix product, s of the residual
+stream (run.stream), f of the logits when the losses see them. In float32 all four are 4. Under
+autocast to 16 bits e, s and f are 4 (e of a frozen matrix is 2), and a is 2.
 """
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers")
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
@@ -28,102 +27,140 @@ LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass
 class Model:
-    """One of the models: its ModelConfig c, its head, and how it is kept."""
+    """One of the models of a run, and how a rank holds it."""
 
-    c: object
+    c: object  # its ModelConfig
     head: str  # lm | scalar
     trained: bool
     e: int  # bytes of an element of its matrices
-    wide: int  # of its norms and biases: a frozen model in 16 bits keeps them in 32
-    own: str = "model"  # model | adapted: the model and an adapter of its own | adapter: on another's model | head: the same
-    rank: int = 0  # of its LoRA adapter
-    targets: tuple = LINEAR
-    optimizer: str = "adamw"
-    stage: int = 0  # ZeRO
-    offload: str = "none"
-    ema: bool = False
-    world: int = 1
+    wide: int  # the same of norms and biases, which a frozen 16-bit model keeps in 32 bits
+    # model: a Transformer of its own. adapted: one of its own, frozen, and an adapter on it that is
+    # trained. adapter: an adapter and a head on another model. head: a head on another model
+    own: str = "model"
+    rank: int = 0  # of its LoRA adapter, 0 = none
+    targets: tuple = LINEAR  # the matrices that its adapter changes
+    optimizer: str = "adamw"  # adamw | adafactor
+    stage: int = 0  # ZeRO, 0 to 3
+    offload: str = "none"  # none | optimizer | params
+    ema: bool = False  # whether there is a moving average of it
+    world: int = 1  # ranks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what always lies there: weights, gradients, optimizer states
+# --------------------------------------------------------------------------------------------------
+# the tensors of a model
 
 
 def layer_shapes(c):
-    """A layer's tensors, {name: shape}: q (q, d), k and v (kv, d), o (d, q), the MLP's (ff, d) and (d, ff), norms, biases."""
+    """A layer's tensors, {name: shape}: matrices (out, in), biases and norms."""
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     shapes = dict(q=(q, d), k=(kv, d), v=(kv, d), o=(d, q), up=(c.d_ff, d), down=(d, c.d_ff))
-    shapes |= dict(gate=(c.d_ff, d)) if c.gated_mlp else {}
-    biased = dict(q=c.qkv_bias, k=c.qkv_bias, v=c.qkv_bias, o=c.o_bias, gate=c.mlp_bias, up=c.mlp_bias, down=c.mlp_bias)
+    if c.gated_mlp:
+        shapes["gate"] = (c.d_ff, d)
+    biased = dict(q=c.qkv_bias, k=c.qkv_bias, v=c.qkv_bias, o=c.o_bias,
+                  gate=c.mlp_bias, up=c.mlp_bias, down=c.mlp_bias)
     shapes |= {f"{name}.bias": shape[:1] for name, shape in shapes.items() if biased[name]}
-    norms = ["norm1", "norm2"] + (["norm1.bias", "norm2.bias"] if not c.rms_norm else [])
-    return shapes | {name: (d,) for name in norms} | (dict(q_norm=(c.head_dim,), k_norm=(c.head_dim,)) if c.qk_norm else {})
+    shapes |= dict(norm1=(d,), norm2=(d,))
+    if not c.rms_norm:
+        shapes |= {"norm1.bias": (d,), "norm2.bias": (d,)}
+    if c.qk_norm:
+        shapes |= dict(q_norm=(c.head_dim,), k_norm=(c.head_dim,))
+    return shapes
 
 
 def root_shapes(c, head):
-    """The tensors outside the layers: embedding (V, d), GPT-2's positions, the last norm, and a head (V, d) or (1, d)."""
+    """The other tensors: embedding (V, d), positions, last norm, head (V, d) or (1, d)."""
     shapes = dict(embed=(c.vocab_size, c.d_model), norm=(c.d_model,))
-    shapes |= dict(positions=(c.max_positions, c.d_model)) if c.learned_positions else {}
-    shapes |= {} if c.rms_norm else {"norm.bias": (c.d_model,)}
+    if c.learned_positions:
+        shapes["positions"] = (c.max_positions, c.d_model)
+    if not c.rms_norm:
+        shapes["norm.bias"] = (c.d_model,)
     if head == "scalar":
-        return shapes | dict(score=(1, c.d_model))
-    return shapes if c.tied else shapes | dict(lm_head=(c.vocab_size, c.d_model))
+        shapes["score"] = (1, c.d_model)
+    elif not c.tied:
+        shapes["lm_head"] = (c.vocab_size, c.d_model)
+    return shapes
 
 
 def base_tensors(m):
-    """[(shape, bytes of an element)] of the model itself."""
-    shapes = [*root_shapes(m.c, m.head).values(), *list(layer_shapes(m.c).values()) * m.c.n_layers]
+    """[(shape, bytes of an element)] of the Transformer."""
+    layers = list(layer_shapes(m.c).values()) * m.c.n_layers
+    shapes = [*root_shapes(m.c, m.head).values(), *layers]
     return [(shape, m.e if len(shape) > 1 else m.wide) for shape in shapes]
 
 
 def added_tensors(m):
     """
-    The same of what stands on a model: LoRA's A (r, in) and B (out, r) for each target of each layer, and a scalar head; in at
-    least 32 bits. Where q, k and v are one tensor on disk (gpt2, gpt_neox) they share A.
+    [(shape, bytes of an element)] of what stands on a Transformer: for each target of each layer
+    LoRA's A (r, in) and B (out, r), and a scalar head; at least 32 bits. Where q, k and v are one
+    tensor on disk (gpt2, gpt_neox), they share A.
     """
     shapes, fused = layer_shapes(m.c), m.c.family in ("gpt2", "gpt_neox")
     names = [name for name in LINEAR if m.rank and name in m.targets and name in shapes]
     layer = [(m.rank, shapes[name][1]) for name in names if not (fused and name in ("k", "v"))]
     layer += [(shapes[name][0], m.rank) for name in names]
-    return [(shape, max(m.e, 4)) for shape in layer * m.c.n_layers + ([(1, m.c.d_model)] if m.head == "scalar" else [])]
+    head = [(1, m.c.d_model)] if m.head == "scalar" else []
+    return [(shape, max(m.e, 4)) for shape in layer * m.c.n_layers + head]
 
 
 def trained_tensors(m):
-    """What the optimizer moves: the whole model, or what stands on it."""
-    return [] if not m.trained else base_tensors(m) if m.own == "model" else added_tensors(m)
+    """[(shape, bytes of an element)] of what the optimizer moves."""
+    if not m.trained:
+        return []
+    return base_tensors(m) if m.own == "model" else added_tensors(m)
+
+
+def has_trunk(m):
+    """Whether the Transformer is this model's, not another one's."""
+    return m.own in ("model", "adapted")
 
 
 def sharded(m):
-    """Whether each rank holds only its rows of each tensor: at stage 3, at 2 where the model is trained whole."""
+    """Whether a rank holds only its rows of each tensor: at stage 3; at 2 if all is trained."""
     return m.stage >= (2 if m.trained and m.own == "model" else 3)
 
 
 def held(m, shape, added=False):
-    """Elements of a tensor on a rank: all, or of a sharded model ceil(rows / world) rows; a scalar head is whole."""
-    whole = added or not sharded(m) or shape == (1, m.c.d_model)
-    return math.prod(shape) if whole else -(-shape[0] // m.world) * math.prod(shape[1:])
+    """
+    Numbers of a tensor that a rank holds: all; of a sharded model those of ceil(rows / ranks) rows.
+    What is added to a Transformer, and a scalar head, is never sharded.
+    """
+    if added or not sharded(m) or shape == (1, m.c.d_model):
+        return math.prod(shape)
+    return -(-shape[0] // m.world) * math.prod(shape[1:])
+
+
+# --------------------------------------------------------------------------------------------------
+# what always lies in memory: weights, gradients, optimizer states; and the batch
 
 
 def parameters(m):
-    """sum over tensors of elements x bytes: of the model, where it is not another's, and of what stands on it."""
-    base = sum(held(m, shape) * size for shape, size in base_tensors(m)) if m.own in ("model", "adapted") else 0
-    return base + (sum(math.prod(shape) * size for shape, size in added_tensors(m)) if m.own != "model" else 0)
+    """Sum over tensors of elements x bytes: of its own Transformer, and of what is added to one."""
+    base = sum(held(m, shape) * size for shape, size in base_tensors(m)) if has_trunk(m) else 0
+    if m.own == "model":
+        return base
+    return base + sum(math.prod(shape) * size for shape, size in added_tensors(m))
 
 
 def gradients(m):
-    """Of each trained tensor: elements x bytes, in one flat buffer."""
+    """Sum over trained tensors of elements x bytes; they lie in one flat buffer."""
     return sum(held(m, shape, m.own != "model") * size for shape, size in trained_tensors(m))
 
 
 def states_of(m, shape, size):
-    """AdamW: 2 x elements x bytes, and a step count of 4. Adafactor: a row and a column instead of a matrix; the same count."""
+    """
+    AdamW: 2 x elements x bytes. Adafactor: of a matrix (rows + columns) x bytes, of a vector all.
+    Each has a step count of 4 bytes.
+    """
     if m.optimizer == "adafactor":
         return 4 + size * (math.prod(shape) if len(shape) < 2 else shape[0] + shape[1])
     return 4 + 2 * size * held(m, shape, m.own != "model")
 
 
 def optimizer_states(m):
-    """Of each rank: sum of states_of each trained tensor; ZeRO 1: of its own, dealt out largest first to the emptiest rank."""
+    """
+    [bytes on each rank]: the sum of states_of every trained tensor. At ZeRO stage 1 each rank has
+    the states of some tensors: the largest tensor goes to the rank that has the least, and so on.
+    """
     if m.stage != 1:
         return [sum(states_of(m, *tensor) for tensor in trained_tensors(m))] * m.world
     loads, states = [0] * m.world, [0] * m.world
@@ -135,148 +172,239 @@ def optimizer_states(m):
 
 
 def moving_average(m):
-    """Trained elements x 4 bytes (8 in float64), where there is an average of the policy."""
-    return sum(held(m, shape, m.own != "model") * max(size, 4) for shape, size in trained_tensors(m)) if m.ema else 0
+    """Trained elements x 4 bytes (8 in float64), if there is a moving average of the model."""
+    if not m.ema:
+        return 0
+    return sum(held(m, shape, m.own != "model") * max(size, 4)
+               for shape, size in trained_tensors(m))
 
 
-def batch_tensors(s):
-    """The scored responses of all ranks: B (9 T + 45 R) bytes."""
-    return s.batch_size * (9 * s.T + 45 * s.R)
+def batch_tensors(run):
+    """B (9 T + 45 R): the scored responses of all ranks, which every rank holds."""
+    return run.batch_size * (9 * run.T + 45 * run.R)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what a forward and a backward pass add
+# --------------------------------------------------------------------------------------------------
+# a forward pass without gradients, and the rollout
 
 
-def cast_weights(m, s, shapes):
-    """Under autocast, the 16-bit copies that the graph keeps of trained matrices: elements x a."""
-    return sum(math.prod(shape) for shape in shapes if len(shape) > 1) * s.a if s.autocast and m.e > s.a else 0
+def mask_bytes(m, run, rows, width, size):
+    """rows T T x bytes of an attention mask, where padding or a sliding window needs one."""
+    return rows * width * width * size if run.masked or any(m.c.windows) else 0
 
 
-def mask_bytes(m, s, rows, width, size):
-    """rows T T x bytes where padding or a sliding window needs a mask."""
-    return rows * width * width * size if s.masked or any(m.c.windows) else 0
-
-
-def norm_inside(m, s):
-    """Bytes that RMSNorm keeps a number beside its output: on a CPU the number before the weight; in pure 16 bits twice 4."""
-    return 0 if s.cuda or not m.c.rms_norm else 8 if s.stream == 2 else s.stream
-
-
-def kept_by_layer(m, s):
+def forward_only(m, run, rows, width):
     """
-    What a layer keeps for its backward pass: N (2 d s [parallel: d s] + norms + 4 q a + branches ff a).
-    The norms' outputs: d s each, twice by RMSNorm on a CPU; under autocast as 16-bit copies, one for each matrix that reads it.
-    4 q: queries, keys and values (for all heads), attention's output. The MLP keeps its branches alone, 2 ff if gated.
-    """
-    c, N, branches = m.c, s.b * s.T, 2 if m.c.gated_mlp else 1
-    d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    inside = norm_inside(m, s) if m.own == "model" else 0
-    norms = 2 * d * (s.stream + inside)
-    if s.autocast:
-        norms = (3 + branches) * d * s.a + 2 * d * inside
-    elif m.rank and s.stream == 2:  # the norms' and the adapters' inputs, in 32 bits
-        norms = ((5 + branches) * d + q) * 4
-    numbers = 4 * q + branches * c.d_ff
-    numbers += 2 * (q + kv) * c.qk_norm + q * (c.qk_norm or 0 < c.rotary_dim < c.head_dim)  # the last: put in another order
-    numbers += len(m.targets) * m.rank if m.rank else 0
-    residual = d * s.stream * (1 if c.parallel_residual else 2)
-    return N * (numbers * s.a + residual + norms + 4 * c.n_heads) + cast_weights(m, s, layer_shapes(c).values())
-
-
-def kept_by_trunk(m, s):
-    """L x kept_by_layer, and beside it 2 N head size s of rotation, b T T a of mask. With gradient_checkpointing: L N d s."""
-    beside = 2 * s.b * s.T * m.c.rotary_dim * s.stream + mask_bytes(m, s, s.b, s.T, s.a)
-    return m.c.n_layers * (s.b * s.T * m.c.d_model * s.stream if s.checkpointing else kept_by_layer(m, s)) + beside
-
-
-def weight_gradient(m, s):
-    """Bytes of an element of a weight's gradient before it is added to the rest: e; under autocast in 16 bits first, a + e."""
-    return 0 if m.own != "model" else m.e if s.a == m.e else s.a + m.e
-
-
-def layer_backward(m, s):
-    """
-    The worst moment of a layer's backward pass, in its MLP: N d s and, gated, max(4 N ff a, 3 N ff a + d ff e); else 2 N ff a +
-    d ff e: what lay between the branches and `down` is computed again, beside its gradients and the weight's. With
-    gradient_checkpointing all that the layer keeps is computed again, too: kept_by_layer less its input.
-    """
-    N, hidden = s.b * s.T, s.b * s.T * m.c.d_ff * s.a
-    weight = m.c.d_model * m.c.d_ff * weight_gradient(m, s)
-    inner = max(4 * hidden, 3 * hidden + weight) if m.c.gated_mlp else (3 if m.rank else 2) * hidden + weight
-    again = kept_by_layer(m, s) - N * m.c.d_model * s.stream if s.checkpointing else 0
-    return N * m.c.d_model * s.stream + inner + again
-
-
-def forward_only(m, s, rows, width):
-    """
-    A layer without gradients, N = rows x width: the larger of its MLP, N (4 ff a [not gated: 2] + 3 d s), and its attention, N
-    (4 q a + 2 d s) and a mask; beside it the rotation.
+    The larger one of a layer's two halves, for N = rows x width tokens:
+        MLP        N (4 ff a + 3 d s), not gated N (2 ff a + 3 d s)
+        attention  N (4 q a + 2 d s), and the mask
+    and beside it the rotation of the positions, N rotary size (2 s + 6).
     """
     c, N = m.c, rows * width
-    mlp = N * ((4 if c.gated_mlp else 2) * c.d_ff * s.a + 3 * c.d_model * s.stream)
-    attention = N * (4 * c.n_heads * c.head_dim * s.a + 2 * c.d_model * s.stream) + mask_bytes(m, s, rows, width, s.a)
-    return max(mlp, attention) + N * c.rotary_dim * (2 * s.stream + 6)
+    mlp = N * ((4 if c.gated_mlp else 2) * c.d_ff * run.a + 3 * c.d_model * run.stream)
+    attention = N * (4 * c.n_heads * c.head_dim * run.a + 2 * c.d_model * run.stream)
+    attention += mask_bytes(m, run, rows, width, run.a)
+    return max(mlp, attention) + N * c.rotary_dim * (2 * run.stream + 6)
 
 
-def logits_forward(m, s, tokens):
+def logits_forward(m, run, tokens):
     """
-    Log-probs of so many tokens: tokens V a, and V f where a cast to f, a division by the temperature or a masked padding of
-    the vocabulary makes another of them; two at a time. With an entropy 5.25 f. head_chunk: of that many tokens.
+    Log-probs of so many tokens, or with head_chunk of that many at a time: tokens V a of logits. A
+    cast to f, a division by the temperature and a masked padding of the vocabulary each make a
+    copy, tokens V f; two tensors lie there at a time. An entropy takes tokens V 5.25 f.
     """
-    tokens = min(s.head_chunk or tokens, tokens)
-    copies = (s.a != s.f) + (s.temperature != 1.0) + s.vocab_padding
-    size = [s.a, s.a + s.f, max(s.a + s.f, 2 * s.f)][min(copies, 2)]
-    return tokens * m.c.vocab_size * max(size, 5.25 * s.f * s.entropy) if m.head == "lm" else 0
-
-
-def logits_training(m, s):
-    """
-    The head's forward and backward pass: max(logits_forward, b R V 4 f [the logits, and three in the backward of logsumexp],
-    b R V f + V d e); with head_chunk: logits_forward, V d e and 2 b R d s. Beside it the state that the head reads, the last
-    norm's input, and under autocast a 16-bit copy of the matrix.
-    """
-    c, tokens = m.c, s.b * s.R
-    weight = c.vocab_size * c.d_model * weight_gradient(m, s)
-    state = s.b * s.T * c.d_model * s.stream + tokens * c.d_model * (s.stream + norm_inside(m, s))
-    state += cast_weights(m, s, [(c.vocab_size, c.d_model)])
-    if s.head_chunk:
-        return state + weight + 2 * tokens * c.d_model * s.stream + logits_forward(m, s, tokens)
-    whole = tokens * c.vocab_size * s.f
-    return state + max(logits_forward(m, s, tokens), whole * (5.25 if s.entropy else 4), whole + weight)
-
-
-def kv_cache(m, s, n):
-    """2 L n kv (P + R - 1) a: keys and values of the n rows that decode at once."""
-    return 2 * m.c.n_layers * n * m.c.n_kv_heads * m.c.head_dim * (s.P + s.R - 1) * s.a
-
-
-def decoding(m, s, n):
-    """
-    Beside the cache: the prompts' layers (forward_only of n x P), or logits n V a and for the sampler three of (n, V): logits
-    scaled, softmax, its running sum; and in later steps 2 n H (P + R) a of attention. 20 n R of random and sampled numbers.
-    """
-    V, copies = m.c.vocab_size, 2 + (s.temperature != 1.0 or s.vocab_padding or s.a != s.f)
-    sampling = n * V * (s.a + copies * s.f) + 2 * n * m.c.n_heads * s.T * s.a
-    return max(forward_only(m, s, n, s.P), sampling) + 20 * n * s.R
-
-
-def decoding_copy(m, s):
-    """The weights that the rollout uses where the policy's would be cast or gathered at every token: elements x a (norms e)."""
-    if not sharded(m) and not (s.autocast and m.e > s.a):
+    if m.head != "lm":
         return 0
-    return sum(math.prod(shape) * (s.a if len(shape) > 1 else size * sharded(m)) for shape, size in base_tensors(m))
+    tokens = min(run.head_chunk or tokens, tokens)
+    copies = (run.a != run.f) + (run.temperature != 1.0) + run.vocab_padding
+    size = [run.a, run.a + run.f, max(run.a + run.f, 2 * run.f)][min(copies, 2)]
+    return tokens * m.c.vocab_size * max(size, 5.25 * run.f * run.entropy)
+
+
+def kv_cache(m, run, n):
+    """2 L n kv (P + R - 1) a: keys and values of the n rows that decode at once."""
+    return 2 * m.c.n_layers * n * m.c.n_kv_heads * m.c.head_dim * (run.P + run.R - 1) * run.a
+
+
+def decoding(m, run, n):
+    """
+    Beside the cache, the larger one of
+        the prompts  forward_only of n rows of P tokens
+        a step       logits n V a, and for the sampler up to three tensors n V f: the scaled logits,
+                     their softmax, its running sum; attention over all tokens so far, 2 n heads T a
+    and 20 n R of random numbers and sampled tokens.
+    """
+    V = m.c.vocab_size
+    copies = 2 + (run.temperature != 1.0 or run.vocab_padding or run.a != run.f)
+    step = n * V * (run.a + copies * run.f) + 2 * n * m.c.n_heads * run.T * run.a
+    return max(forward_only(m, run, n, run.P), step) + 20 * n * run.R
+
+
+def decoding_copy(m, run):
+    """
+    elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
+    the policy's own would be cast, or gathered from all ranks, for every token.
+    """
+    if not sharded(m) and not (run.autocast and m.e > run.a):
+        return 0
+    return sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
+               for shape, size in base_tensors(m))
+
+
+# --------------------------------------------------------------------------------------------------
+# training: what the forward pass keeps, what the backward pass adds
+
+
+def cast_weights(m, run, shapes):
+    """Under autocast elements x a: the 16-bit copies of trained matrices, which the graph keeps."""
+    if not (run.autocast and m.e > run.a):
+        return 0
+    return sum(math.prod(shape) for shape in shapes if len(shape) > 1) * run.a
+
+
+def norm_inside(m, run):
+    """
+    Bytes that RMSNorm keeps for each element of its output, beside it: on a CPU s, for the value
+    before it is multiplied by the weight; in pure 16 bits two values of 4 bytes; on a GPU nothing.
+    """
+    if run.cuda or not m.c.rms_norm:
+        return 0
+    return 8 if run.stream == 2 else run.stream
+
+
+def kept_by_layer(m, run):
+    """
+    What a layer keeps for its backward pass: N bytes of each of
+        residual  2 d s; d s if attention and MLP work in parallel
+        norms     2 d s, the outputs, and norm_inside; under autocast as 16-bit copies, one for each
+                  matrix that reads them
+        products  4 q a: queries, keys, values (repeated for all heads), the result of attention;
+                  ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
+        sums      4 bytes for each head: attention's logsumexp
+    and cast_weights.
+    """
+    c, N, branches = m.c, run.b * run.T, 2 if m.c.gated_mlp else 1
+    d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    residual = d * run.stream * (1 if c.parallel_residual else 2)
+
+    inside = norm_inside(m, run) if m.own == "model" else 0
+    norms = 2 * d * (run.stream + inside)
+    if run.autocast:
+        norms = (3 + branches) * d * run.a + 2 * d * inside
+    elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
+        norms = ((5 + branches) * d + q) * 4
+
+    products = 4 * q + branches * c.d_ff
+    products += 2 * (q + kv) if c.qk_norm else 0
+    products += q if c.qk_norm or 0 < c.rotary_dim < c.head_dim else 0  # copied into another order
+    products += len(m.targets) * m.rank if m.rank else 0
+
+    casts = cast_weights(m, run, layer_shapes(c).values())
+    return N * (products * run.a + residual + norms + 4 * c.n_heads) + casts
+
+
+def kept_by_trunk(m, run):
+    """
+    L x kept_by_layer, or with gradient_checkpointing only the layers' inputs, L N d s; beside it
+    the rotation of the positions, 2 N rotary size s, and the mask.
+    """
+    if run.checkpointing:
+        layer = run.b * run.T * m.c.d_model * run.stream
+    else:
+        layer = kept_by_layer(m, run)
+    rotation = 2 * run.b * run.T * m.c.rotary_dim * run.stream
+    return m.c.n_layers * layer + rotation + mask_bytes(m, run, run.b, run.T, run.a)
+
+
+def weight_gradient(m, run):
+    """Bytes of an element of one weight's new gradient, before it is added: e; autocast: a + e."""
+    if m.own != "model":
+        return 0
+    return m.e if run.a == m.e else run.a + m.e
+
+
+def layer_backward(m, run):
+    """
+    The worst moment of a layer's backward pass is in its MLP:
+        gated      N d s + max(4 N ff a, 3 N ff a + d ff e)
+        not gated  N d s + 2 N ff a + d ff e
+    The activations between `up` and `down` are computed again; beside them lie their gradients and
+    the weight's. With gradient_checkpointing all that the layer keeps is computed again as well:
+    kept_by_layer less the layer's input.
+    """
+    N, hidden = run.b * run.T, run.b * run.T * m.c.d_ff * run.a
+    weight = m.c.d_model * m.c.d_ff * weight_gradient(m, run)
+    if m.c.gated_mlp:
+        inner = max(4 * hidden, 3 * hidden + weight)
+    else:
+        inner = (3 if m.rank else 2) * hidden + weight
+    again = kept_by_layer(m, run) - N * m.c.d_model * run.stream if run.checkpointing else 0
+    return N * m.c.d_model * run.stream + inner + again
+
+
+def logits_training(m, run):
+    """
+    The head's forward and backward pass, the largest of
+        logits_forward
+        b R V 4 f: the logits, and three tensors of that size in the backward pass of logsumexp
+        b R V f + V d e: the logits and the gradient of the head's weight
+    or with head_chunk: logits_forward of a chunk + V d e + 2 b R d s. Beside it the input of the
+    last norm, the input of the head, and under autocast a 16-bit copy of the head's weight.
+    """
+    if m.head != "lm":
+        return 0
+    c, tokens = m.c, run.b * run.R
+    weight = c.vocab_size * c.d_model * weight_gradient(m, run)
+    inputs = run.b * run.T * c.d_model * run.stream
+    inputs += tokens * c.d_model * (run.stream + norm_inside(m, run))
+    inputs += cast_weights(m, run, [(c.vocab_size, c.d_model)])
+    forward = logits_forward(m, run, tokens)
+    if run.head_chunk:
+        return inputs + weight + 2 * tokens * c.d_model * run.stream + forward
+    logits = tokens * c.vocab_size * run.f
+    return inputs + max(forward, logits * (5.25 if run.entropy else 4), logits + weight)
+
+
+def update(m, run):
+    """
+    A micro-batch's forward and backward pass, its worst moment:
+        at the head       kept_by_trunk + logits_training
+        at the last layer kept_by_trunk + layer_backward; a tied head's gradient, V d e, waits for
+                          the embedding's
+        at the embedding  N d s + V d e, tied 3 V d e
+    and for a sharded model what is gathered from all ranks at that moment.
+    """
+    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, True)
+    embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
+    waiting = embedding if m.head == "lm" and m.c.tied else 0
+    return stays + max(
+        passes + kept + logits_training(m, run),
+        passes + kept + layer_backward(m, run) + waiting,
+        max(passes, ends) + run.b * run.T * m.c.d_model * run.stream + embedding + 2 * waiting)
+
+
+def stepping(m):
+    """A step: AdamW works in place; Adafactor makes 3 copies of a matrix, one matrix at a time."""
+    sizes = [math.prod(shape) * size for shape, size in trained_tensors(m)]
+    return 3 * max(sizes) if sizes and m.optimizer == "adafactor" else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# between the phases: gathering of shards, the audit, saving
 
 
 def gathered(m, backward):
     """
-    Sharded (stages 2, 3), the bytes of (what stays gathered until the pass is over, what passes at any time, what passes at its
-    ends). What stays: head and last norm (tied: the embedding), at stage 2 everything. What passes: two layers on the wire, at
-    stage 3 the one that computes, in the backward pass a layer's whole gradients; at the ends the embedding, twice.
+    Of a sharded model, the bytes gathered from all ranks, (stays, passes, ends):
+        stays   until the pass is over: head and last norm (tied: the embedding); at stage 2 all
+        passes  at any moment: two layers on their way; at stage 3 also the layer that computes; in
+                the backward pass also a layer's whole gradients
+        ends    at the begin and the end of the pass: the embedding, twice
     """
     if not sharded(m):
         return 0, 0, 0
-    layer = sum(math.prod(shape) * (m.e if len(shape) > 1 else m.wide) for shape in layer_shapes(m.c).values())
+    layer = sum(math.prod(shape) * (m.e if len(shape) > 1 else m.wide)
+                for shape in layer_shapes(m.c).values())
     root = {name: math.prod(shape) * m.e for name, shape in root_shapes(m.c, m.head).items()}
     embed = 0 if m.c.tied else root["embed"]
     stays = sum(root.values()) + (layer * m.c.n_layers if m.stage == 2 else -embed)
@@ -284,169 +412,40 @@ def gathered(m, backward):
 
 
 def audit(m):
-    """Checksums: 24 bytes a number of the largest tensor (fp64: two numbers an element), of 2^20 numbers at a time."""
-    tensors = base_tensors(m) if m.own in ("model", "adapted") else added_tensors(m)
+    """
+    Checksums: 24 bytes for each of up to 2^20 numbers of the largest tensor at a time. An element
+    is one number, in float64 two.
+    """
+    tensors = base_tensors(m) if has_trunk(m) else added_tensors(m)
     shape, size = max(tensors, key=lambda t: held(m, t[0]) * t[1])
     return max(24 * min(held(m, shape) * max(size // 4, 1), 2**20), 2 * held(m, shape))
 
 
-def saving(m, s):
+def saving(m, run):
     """
-    On a CPU, what a saved model needs beside itself: GPT-2's matrices transposed, GPT-NeoX's q, k and v in one, each matrix
-    that an adapter is merged into, and then all of a model in 16 bits, for it is saved in 32;
-    and a copy of the weights that the moving average replaces. What is split over the ranks,
-    weights (stages 2, 3) or optimizer states (also 1), is put together for rank 0 to write. From a GPU they go one by one.
+    What saving needs on a CPU. From a GPU the tensors come one by one, and need nothing there.
+        rewritten  GPT-2's matrices are transposed, GPT-NeoX's q, k and v become one tensor
+        merged     each matrix with an adapter becomes a new one. A 16-bit model is then saved in
+                   32 bits, so that all of it is new. A matrix is merged in 64 bits
+        average    while the moving average is in the weights' place, they are kept beside it
+        whole      what is split over ranks, weights (stages 2, 3) or optimizer states (also 1), is
+                   put together on rank 0
     """
-    if s.cuda or not m.trained:
+    if run.cuda or not m.trained:
         return 0
     sizes = {name: math.prod(shape) for name, shape in layer_shapes(m.c).items()}
     e = max(m.e, 4) if m.rank else m.e  # of what is saved
     fused = {"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ())
     rewritten, merged = (m.c.n_layers * e * sum(sizes.get(name, 0) for name in names)
                          for names in (fused, m.targets if m.rank else ()))
-    narrow = [math.prod(shape) for shape, size in base_tensors(m) if size < e]
-    widened = e * sum(narrow) if e > m.e else merged
-    # the merging of a matrix, in 64 bits, is over before all that is written lies there
+    if e > m.e:
+        new = e * sum(math.prod(shape) for shape, size in base_tensors(m) if size < e)
+    else:
+        new = merged
+    # the last matrix is merged before any is rewritten, so the two do not add up
     merging = merged + 24 * max(sizes.values()) if m.rank else 0
-    copies = max(rewritten + widened, merging) + (gradients(m) if m.ema else 0)
+    copies = max(rewritten + new, merging) + (gradients(m) if m.ema else 0)
     whole = sum(math.prod(shape) * size for shape, size in trained_tensors(m))
     if sharded(m) and m.own == "model":
         return max(2 * whole, whole + copies)
     return max(copies, 2 * whole * (m.world - 1) // m.world if m.stage == 1 else 0)
-
-
-def stepping(m):
-    """AdamW works in place; Adafactor makes 3 copies of a matrix, one at a time."""
-    sizes = [math.prod(shape) * size for shape, size in trained_tensors(m)]
-    return 3 * max(sizes) if sizes and m.optimizer == "adafactor" else 0
-
-
-def update(m, s):
-    """
-    A micro-batch's forward and backward: the worst of kept_by_trunk + logits_training; kept_by_trunk + layer_backward, of the
-    last layer, where a tied head's gradient V d e waits for the embedding's; and the end, N d s + V d e (tied: 3 V d e).
-    """
-    kept, (stays, passes, ends) = kept_by_trunk(m, s), gathered(m, True)
-    embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
-    waiting = embedding if m.head == "lm" and m.c.tied else 0
-    head = logits_training(m, s) if m.head == "lm" else 0
-    end = s.b * s.T * m.c.d_model * s.stream + embedding + 2 * waiting
-    return stays + max(passes + kept + head, passes + kept + layer_backward(m, s) + waiting, max(passes, ends) + end)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a run
-
-
-def the_models(config, policy, reward, world_size, reward_rank=0):
-    """{name: Model} of a run, from its configuration and the two ModelConfigs, as the scripts load them. Raises BadConfig."""
-    from engine.placement import placements
-
-    get, grpo, dtype = config.get, "group_size" in config, config["dtype"]
-    keys = (config[key] for key in ("zero_stage", "offload", "lora", "optim", "share_base"))
-    place = placements(("policy",) if grpo else ("policy", "value"), *keys, get("value_init"))
-    mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
-    e = 8 if dtype == "float64" else 4 if dtype == "float32" or mixed else 2
-
-    def make(name, c, head, own="model", trained=False):
-        p = place[name]
-        rounded = mixed and (own != "model" or not trained)
-        lora = dict(rank=p.lora["rank"], targets=tuple(p.lora.get("targets", ",".join(LINEAR)).split(","))) if p.lora else {}
-        return Model(c, head, trained, 2 if rounded else e, e, own, **lora, optimizer=p.optimizer,
-                     stage=p.stage if world_size > 1 else 0, offload=p.offload, world=world_size,
-                     ema=name == "policy" and config["ema_decay"] > 0)
-
-    adapted, shared = bool(place["policy"].lora), config["share_base"]
-    models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
-    if not adapted and not (grpo and config["kl_coef"] == 0):  # with LoRA the reference is the policy's bare trunk
-        models["ref_policy"] = make("ref", policy, "lm")
-    if any(part.rpartition("*")[2].strip() == "reward_model" for part in config["reward_functions"].split(",")):
-        models["reward_model"] = make("reward", policy if shared else reward, "scalar", "adapter" if shared else "model")
-        if shared:
-            models["reward_model"].rank = reward_rank or place["policy"].lora["rank"]
-    if not grpo:
-        init = config["value_init"]
-        own = "head" if init == "shared" else "adapter" if shared else "adapted" if place["value"].lora else "model"
-        models["value_model"] = make("value", reward if init == "reward" and not shared else policy, "scalar", own, True)
-        if init == "shared":  # its forward and backward pass are the policy's
-            models["value_model"].rank = models["policy"].rank
-    return models
-
-
-def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size, device):
-    """predict's peak, of a run whose models and prompts (lists of ids) are there."""
-    lengths = {len(p) for p in train_prompts + eval_prompts}
-    rank = getattr(reward_model, "lora", {}).get("rank", 0)
-    return predict(config, policy.config, reward_model and reward_model.config, max(lengths), world_size, device.type,
-                   len(lengths) > 1, policy.config.vocab_size > tokenizer.vocab_size, len(eval_prompts), rank)["peak_mib"]
-
-
-def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda", masked=True, vocab_padding=False,
-            eval_rows=0, reward_rank=0):
-    """
-    What a run will hold on one rank at most. config: the script's; policy, reward: ModelConfigs; prompt_tokens: the longest
-    prompt, P; masked: prompts differ in length; vocab_padding: the model has more embeddings than the tokenizer tokens;
-    eval_rows: how many held-out prompts there are, for eval_size = 0; reward_rank: that of reward_path's adapter, where there
-    is share_base (0: like the policy's). Responses are taken to be of full length. Returns peak_mib, phase (the busiest),
-    phases {name: MiB}, rows {model: {row: MiB}} (each at its own peak), and cpu_mib: what is offloaded beside a GPU.
-    """
-    models, dtype, B = the_models(config, policy, reward, world_size, reward_rank), config["dtype"], config["batch_size"]
-    mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
-    mine, held_out, step = (math.ceil(rows / world_size) for rows in (
-        B, config["eval_size"] or eval_rows, math.ceil(B / config["num_minibatches"])))
-    s = SimpleNamespace(
-        batch_size=B, P=prompt_tokens, R=config["max_new_tokens"], T=prompt_tokens + config["max_new_tokens"],
-        b=min(config["micro_batch_size"], step),
-        temperature=config["temperature"], entropy=config["entropy_coef"] > 0, head_chunk=config["head_chunk"],
-        checkpointing=config["gradient_checkpointing"], masked=masked, vocab_padding=vocab_padding, cuda=device != "cpu",
-        a=8 if dtype == "float64" else 4 if dtype == "float32" else 2, f=8 if dtype == "float64" else 4,
-        stream=8 if dtype == "float64" else 4 if dtype == "float32" or mixed else 2, autocast=mixed)
-    rows, cpu, batch = {}, 0, batch_tensors(s)
-    by_rank = {name: optimizer_states(m) for name, m in models.items()}
-    fullest = max(range(world_size), key=lambda rank: sum(states[rank] for states in by_rank.values()))
-    for name, m in models.items():
-        static = dict(parameters=parameters(m), gradients=gradients(m), optimizer=by_rank[name][fullest] + moving_average(m))
-        away = {"none": [], "optimizer": ["optimizer"], "params": ROWS[:3]}[m.offload] if s.cuda else []
-        cpu += sum(static[row] for row in away) + (gradients(m) if away == ["optimizer"] else 0)  # and the weights themselves
-        rows[name] = dict.fromkeys(ROWS, 0) | static | dict.fromkeys(away, 0)
-    always = sum(r[row] for r in rows.values() for row in ROWS[:3])
-    states = sum(rows[name]["optimizer"] - moving_average(m) for name, m in models.items())  # there from the first step on
-    steps = config["max_iters"] * config["num_minibatches"] * config.get("ppo_epochs", config.get("num_iterations"))
-    policy_m, copy = models["policy"], decoding_copy(models["policy"], s)
-    phases = dict(rollout=0, score=0, update=batch + max(map(stepping, models.values())),
-                  save=max(saving(m, s) for m in models.values()), audit=batch + max(map(audit, models.values())))
-    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
-    for here, missing in ((mine, states if config["max_iters"] == 1 else 0), (held_out, 0)):
-        n, b = min(config["rollout_batch_size"] or here, here), min(config["micro_batch_size"], here)
-        cache, scored = kv_cache(policy_m, s, n), batch + here * (9 * s.T + 5 * s.R) - missing
-        rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
-        phases["rollout"] = max(phases["rollout"], cache + copy + decoding(policy_m, s, n) + scored)
-        for name, m in models.items():
-            layer, logits, (_, passes, ends) = forward_only(m, s, b, s.T), logits_forward(m, s, b * s.R), gathered(m, False)
-            visiting = parameters(m) if m.offload == "params" and s.cuda and not sharded(m) else 0  # from the CPU, while used
-            rows[name] |= dict(activations=max(rows[name]["activations"], layer), logits=max(rows[name]["logits"], logits))
-            passing = max(passes + max(layer, logits), ends)
-            phases["score"] = max(phases["score"], stay + visiting + passing + scored + 12 * here * s.R)
-    for name, m in models.items():
-        if m.trained:
-            rows[name]["activations"] = kept_by_trunk(m, s) + layer_backward(m, s)
-            rows[name]["logits"] = logits_training(m, s) if m.head == "lm" else 0
-            phases["update"] = max(phases["update"], update(m, s) + batch - (states if steps == 1 else 0))
-        rows[name]["buffers"] = max(audit(m), saving(m, s), stepping(m), copy if m is policy_m else 0)
-    phases = {name: (always + size) / 2**20 for name, size in phases.items()}
-    busiest = max(phases, key=phases.get)
-    return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
-                rows={name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the tool
-FORMULAS = {  # in short, as the table shows them; the functions above have them in full
-    "parameters": "elements x bytes",
-    "gradients": "trained elements x bytes",
-    "optimizer": "AdamW: 2 x trained elements x bytes + 4 a tensor; the average",
-    "activations": "trained: kept_by_trunk + layer_backward; frozen: one layer",
-    "logits": "trained: 4 b R V f; in chunks V d e + 2 chunk V f; frozen: 2 b R V f",
-    "KV cache": "2 L n kv (P + R - 1) a",
-    "buffers": "the largest: audit, decoding_copy, stepping, saving",
-}

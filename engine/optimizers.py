@@ -1,5 +1,11 @@
 """
-The optimizers' plumbing: which one each model has, on which device its states lie, float16's loss scale, the moving average.
+What surrounds an optimizer's step. In this file, downwards:
+
+    make_optimizer, step              which optimizer a model has, and one step of it
+    OffloadedAdamW                    AdamW in the CPU's memory
+    optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints
+    overflowed, next_loss_scale       the loss scale of float16
+    MovingAverage                     the moving average of a model's weights
 """
 import contextlib
 
@@ -14,40 +20,69 @@ from model import at_least_float32
 from parallel import is_shard, my_part
 
 
-def next_loss_scale(scale, clean_steps, overflowed, growth_interval=200):
-    """
-    float16 has gradients below 6e-8 as 0, so the losses are multiplied by `scale`: half of it after an overflow, twice after
-    growth_interval steps without one (arXiv 1710.03740, section 3.2). Returns the new (scale, clean_steps).
-    """
-    if overflowed:
-        return max(scale / 2, 1.0), 0
-    return (min(scale * 2, 2.0**24), 0) if clean_steps + 1 == growth_interval else (scale, clean_steps + 1)
-
-
-def overflowed(state, norms, iteration):
-    """
-    Whether a step in float16 must be skipped, on all ranks alike, as a gradient norm is not finite. Keeps loss_scale,
-    clean_steps and skipped in the run's state. Raises Stop after 20 in a row: that is no overflow of the scale.
-    """
-    over = not all(bool(norm.isfinite()) for norm in norms)
-    if over and state["skipped"] >= 20:
-        raise Stop(f"iteration {iteration}: the gradients are not finite at any scale of the loss, 20 steps in a row; stopped. "
-                   "Lower the learning rate, or use bfloat16")
-    state["skipped"] = state["skipped"] + 1 if over else 0
-    if over and parallel.rank_and_size()[0] == 0:
-        print(f"iteration {iteration}: a float16 gradient overflowed at loss scale {state['loss_scale']:g}; step skipped")
-    state["loss_scale"], state["clean_steps"] = next_loss_scale(state["loss_scale"], state["clean_steps"], over)
-    return over
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # optimizers
+
+# torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
+# With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and we divide lr
+# by FLOOR beforehand. FLOOR is a power of two, so that neither rounds anything.
+FLOOR = 2.0**20
+
+
+def make_optimizer(model, place, lr, betas, eps, weight_decay):
+    """
+    The optimizer of a model's trained parameters, as its Place says (engine/placement.py).
+
+    Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
+    of a step, as AdamW's is, and is not multiplied by the size of the weights.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if place.optimizer == "adafactor":
+        kind = torch.optim.Adafactor
+        # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
+        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR))
+        if parallel.rank_and_size()[0] == 0:
+            name = "policy" if model.head == "lm" else "the model with a scalar head"
+            print(f"{name}: adafactor has no beta1, beta2 and adam_eps; these keys are AdamW's and "
+                  "not used here")
+    else:
+        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if place.offload == "optimizer":
+            kind = OffloadedAdamW
+        else:
+            kind = torch.optim.AdamW
+            settings["fused"] = True
+    if place.stage == 1 and parallel.rank_and_size()[1] > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+    shards = [p for p in parameters if is_shard(p)]
+    whole = [p for p in parameters if not is_shard(p)]
+    # two groups, because a fused kernel cannot take shards and whole tensors together
+    return kind([dict(params=group) for group in (shards, whole) if group], **settings)
+
+
+def step(optimizer, lr):
+    """One step of an optimizer at this learning rate."""
+    adafactor = isinstance(inner(optimizer), torch.optim.Adafactor)
+    for group in optimizer.param_groups:
+        group["lr"] = lr / FLOOR if adafactor else lr
+    if inner(optimizer) is optimizer:
+        optimizer.step()
+    else:
+        parallel.collective(optimizer.step)  # stage 1: each rank sends the weights it has stepped
+
+
+def inner(optimizer):
+    """The optimizer that holds this rank's states: at stage 1, the one in ZeRO's wrapper."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
     """
-    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is computed (ZeRO-Offload, arXiv
-    2101.06840): a step moves each gradient there and each weight back, and the GPU holds neither state.
+    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is
+    computed (ZeRO-Offload, arXiv 2101.06840). A step moves each gradient there and each weight
+    back, so that the GPU never holds a state.
     """
 
     @torch.no_grad()
@@ -55,128 +90,139 @@ class OffloadedAdamW(torch.optim.AdamW):
         from torch.optim.adamw import adamw
 
         if not hasattr(self, "weights"):
-            self.weights = {}  # made at the first step, when whatever is loaded has been loaded
+            self.weights = {}  # filled at the first step, when a checkpoint has been loaded
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                state, here = self.state[p], my_part(p)
+                state, on_device = self.state[p], my_part(p)
                 if p not in self.weights:
-                    self.weights[p] = here.detach().cpu()  # on a CPU, the weight itself
+                    self.weights[p] = on_device.detach().cpu()  # of a model on the CPU: itself
                 weight = self.weights[p]
                 if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
-                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-                      fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
-                      beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"])
-                here.copy_(weight)
-
-FLOOR = 2.0**20  # more than the RMS of any weight; a power of two, so dividing by it rounds nothing
-
-
-def make_optimizer(model, place, lr, betas, eps, weight_decay):
-    """
-    The optimizer of a model's trained parameters, at its stage and place. Adafactor (arXiv
-    1804.04235) is the paper's without its section 8: the learning rate is a step's size, as it is
-    AdamW's, and not a share of the weights' own size.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if place.optimizer == "adafactor":
-        # torch multiplies lr by max(eps[1], RMS of the weight): with a floor above any RMS that is
-        # a constant, which is taken off lr here and in step. 1e-15 squared is the paper's epsilon_1
-        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR))
-        kind = torch.optim.Adafactor
-        if parallel.rank_and_size()[0] == 0:
-            name = "policy" if model.head == "lm" else "value_model"
-            print(f"{name}: adafactor has no beta1, beta2 and adam_eps; these keys are AdamW's and "
-                  "not used here")
-    else:
-        kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
-        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        settings |= dict(fused=True) if kind is torch.optim.AdamW else {}
-    if place.stage == 1 and parallel.rank_and_size()[1] > 1:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(parameters, kind, **settings)
-    groups = [p for p in parameters if is_shard(p)], [p for p in parameters if not is_shard(p)]  # fused kernels take one kind
-    return kind([dict(params=group) for group in groups if group], **settings)
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight),
+                                 exp_avg_sq=torch.zeros_like(weight))
+                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]],
+                      [], [state["step"]], fused=True, amsgrad=False, maximize=False,
+                      lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                      weight_decay=group["weight_decay"], eps=group["eps"])
+                on_device.copy_(weight)
 
 
-def step(optimizer, lr):
-    """One step of an optimizer at this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr / FLOOR if isinstance(inner(optimizer), torch.optim.Adafactor) else lr
-    if inner(optimizer) is optimizer:
-        optimizer.step()
-    else:
-        parallel.collective(optimizer.step)  # stage 1 sends the new weights around
-
-
-def inner(optimizer):
-    """The optimizer that holds this rank's states."""
-    return getattr(optimizer, "optim", optimizer)
-
-
-def owners(model, optimizer):
-    """{parameter: the rank that holds its states}, at stage 1; {} where every rank has its own."""
-    if inner(optimizer) is optimizer:
-        return {}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    mine = {id(p) for group in inner(optimizer).param_groups for p in group["params"]}
-    held = torch.tensor([id(p) in mine for p in parameters], device=parallel.wire()).long()
-    ranks = torch.stack(parallel.all_gather(held)).argmax(0).tolist()
-    return dict(zip(parameters, ranks, strict=True))
+# --------------------------------------------------------------------------------------------------
+# an optimizer's state, for checkpoints
 
 
 def optimizer_tensors(model, optimizer):
     """
-    {parameter.key: whole tensor} of an optimizer's state, by the parameters' names rather than their numbers, in the CPU's
-    memory; complete on rank 0 alone. All ranks call it.
+    {"NAME.KEY": whole tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg", in the
+    CPU's memory. Names rather than numbers, and whole tensors: so another number of ranks can go
+    on. Complete on rank 0, empty on the others; but all ranks call it.
     """
-    state, owner, rank = inner(optimizer).state, owners(model, optimizer), parallel.rank_and_size()[0]
+    state, owner = inner(optimizer).state, owners(model, optimizer)
+    rank, _ = parallel.rank_and_size()
     tensors = {}
     for name, p in model.named_parameters():
-        entries = {key: t for key, t in state[p].items() if torch.is_tensor(t)} if p in state else {}
+        entries = {}
+        if p in state:
+            entries = {key: t for key, t in state[p].items() if torch.is_tensor(t)}
         if owner and p.requires_grad:
             entries = together.send_tensors(owner[p], entries)
         for key, t in entries.items():
-            if is_shard(p) and t.shape == my_part(p).shape and t.dim() > 0 or is_shard(t):
+            like_shard = is_shard(p) and t.shape == my_part(p).shape and t.dim() > 0
+            if like_shard or is_shard(t):
                 t = gather(my_part(t), p)
             if rank == 0:
                 tensors[f"{name}.{key}"] = t.detach().cpu().contiguous()
     return tensors
 
 
+def owners(model, optimizer):
+    """{parameter: the rank that holds its states} at stage 1; {} where every rank has its own."""
+    if inner(optimizer) is optimizer:
+        return {}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    mine = {id(p) for group in inner(optimizer).param_groups for p in group["params"]}
+    held = torch.tensor([id(p) in mine for p in parameters], device=parallel.wire()).long()
+    ranks = torch.stack(parallel.all_gather(held)).argmax(0).tolist()  # (ranks, P) -> (P,)
+    return dict(zip(parameters, ranks, strict=True))
+
+
 def fill_optimizer(model, optimizer, tensors):
-    """The inverse of optimizer_tensors: give this rank what it holds of {parameter.key: whole tensor}."""
+    """The inverse of optimizer_tensors: give this rank its part of {"NAME.KEY": whole tensor}."""
     held = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    offloaded = isinstance(inner(optimizer), OffloadedAdamW)
     for full_name, t in tensors.items():
         name, _, key = full_name.rpartition(".")
         p = model.get_parameter(name)
         if p not in held:
             continue
-        t = t if key == "step" else t.to(p.dtype)  # the run before may have had another dtype
-        t = split_like(p, t) if t.shape == p.shape else t
-        offloaded = isinstance(inner(optimizer), OffloadedAdamW)
-        # clone: a tensor of a file's map may lie unaligned in memory, which changes the last bits of a sum
-        inner(optimizer).state[p][key] = my_part(t).clone().cpu() if offloaded else t.clone().to(p.device)
+        if key != "step":
+            t = t.to(p.dtype)  # the run that wrote it may have had another dtype
+        if t.shape == p.shape:
+            t = split_like(p, t)
+        # clone: a tensor that is mapped from a file may lie unaligned in memory, and the kernels
+        # then add in another order, which changes the last bits of a sum
+        t = my_part(t).clone().cpu() if offloaded else t.clone().to(p.device)
+        inner(optimizer).state[p][key] = t
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# the loss scale of float16
+
+
+def overflowed(state, norms, iteration):
+    """
+    Whether a step in float16 must be skipped, because a gradient norm is not finite. The norms are
+    the same on all ranks, and so is the answer. Updates loss_scale, clean_steps and skipped in the
+    run's state. Raises Stop after 20 skipped steps in a row: the scale is not to blame for them.
+    """
+    over = not all(bool(norm.isfinite()) for norm in norms)
+    if over and state["skipped"] >= 20:
+        raise Stop(f"iteration {iteration}: the gradients are not finite at any scale of the loss, "
+                   "20 steps in a row; stopped. Lower the learning rate, or use bfloat16")
+    state["skipped"] = state["skipped"] + 1 if over else 0
+    if over and parallel.rank_and_size()[0] == 0:
+        print(f"iteration {iteration}: a float16 gradient overflowed at loss scale "
+              f"{state['loss_scale']:g}; step skipped")
+    state["loss_scale"], state["clean_steps"] = next_loss_scale(
+        state["loss_scale"], state["clean_steps"], over)
+    return over
+
+
+def next_loss_scale(scale, clean_steps, overflowed, growth_interval=200):
+    """
+    The losses are multiplied by `scale`, because float16 rounds gradients below 6e-8 to 0. The
+    scale is halved after an overflow, and doubled after growth_interval steps without one (mixed
+    precision, arXiv 1710.03740, section 3.2). Returns the new (scale, clean_steps).
+    """
+    if overflowed:
+        return max(scale / 2, 1.0), 0
+    if clean_steps + 1 == growth_interval:
+        return min(scale * 2, 2.0**24), 0
+    return scale, clean_steps + 1
+
+
+# --------------------------------------------------------------------------------------------------
 # the moving average
 
 
 class MovingAverage:
     """
-    Exponential moving average of what is trained of a model, in at least fp32 (DeepSpeed-Chat keeps one of its actor, arXiv
-    2308.01320, section 2.2): average = decay average + (1 - decay) weights, after each step. Of a shard where there are shards.
+    Exponential moving average of a model's trained parameters, in at least fp32 (DeepSpeed-Chat
+    keeps one of its actor, arXiv 2308.01320, section 2.2). After each step,
+
+        average = decay * average + (1 - decay) * weights
+
+    Where the weights are sharded, each rank averages its shards.
     """
 
     def __init__(self, model, decay):
         self.decay = decay
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
         self.begin()
 
     def begin(self):
+        """The average is the weights as they are now."""
         self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
 
     @torch.no_grad()
@@ -186,7 +232,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def in_place(self):
-        """Within this, the model is the average."""
+        """In this block, the model has the averages as its weights."""
         with torch.no_grad():
             kept = [my_part(p.detach()).clone() for p in self.parameters]
             for p, average in zip(self.parameters, self.averages, strict=True):
@@ -198,7 +244,7 @@ class MovingAverage:
                     my_part(p.detach()).copy_(t)
 
     def tensors(self):
-        """{parameter: whole average}, complete on rank 0 alone. All ranks call it."""
+        """{name: whole average}. Complete on rank 0, empty on the others; but all ranks call it."""
         whole = {}
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
             average = gather(average, p) if is_shard(p) else average
@@ -207,6 +253,6 @@ class MovingAverage:
         return whole
 
     def fill(self, tensors):
-        """The inverse of tensors."""
+        """The inverse of tensors: {name: whole average} -> this rank's part of it."""
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
             average.copy_(my_part(split_like(p, tensors[name])))

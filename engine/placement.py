@@ -1,10 +1,22 @@
 """
-What each model costs and where it lies: in which precision, how much of it on each rank, on the GPU or beside it, which part of
-it is trained, and by which optimizer. But for 16 bits, LoRA and Adafactor, this changes what a run needs, not what it computes.
+Where each model lies: how much of it on each rank, on the GPU or in the CPU's memory, in which
+precision. The keys zero_stage, offload, lora, optim, dtype and master_weights say it. Only 16 bits,
+LoRA and Adafactor change what a run computes; all else changes the memory that it needs.
 
-The name is ZeRO's (arXiv 1910.02054): stage 0 holds all on every rank; 1 splits the optimizer's states; 2 the gradients and the
-weights between steps, too; 3 gathers a layer's weights only while that layer computes. Stage 1 is torch's
-ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). With one process every stage is 0.
+In this file, downwards:
+
+    placements                      the keys of a run -> a Place for each model
+    precisions                      dtype and master_weights -> the dtypes of the weights
+    load, shard                     a model from its folder to its place
+    trunk_of, sharded, in_memory    questions about models in their places
+    no_grad_forwards                the block around every forward without a backward pass
+    decoding_copy                   the model that the rollout samples from
+    gather, whole_weights           whole tensors of sharded models
+
+The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
+optimizer's states over the ranks; stage 2 also the gradients and, between steps, the weights;
+stage 3 also the weights during a step: a layer is gathered while it computes. Stage 1 is torch's
+ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). On one rank every stage is 0.
 """
 import contextlib
 import copy
@@ -24,40 +36,139 @@ from model import Transformer, freeze
 from parallel import is_shard, my_part
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# compound keys: one string, a value for each model
+# --------------------------------------------------------------------------------------------------
+# the keys zero_stage, offload, lora, optim -> a Place for each model
 
 
 @dataclass
 class Place:
-    """How one model is held: what the keys zero, offload, lora and optimizer say of it."""
+    """How one model is held: what the keys zero_stage, offload, lora and optim say of it."""
 
-    stage: int = 0
-    offload: str = "none"
-    lora: dict = None  # rank, alpha, targets of Adapted
+    stage: int = 0  # of ZeRO: 0 to 3
+    offload: str = "none"  # what is in the CPU's memory: none, optimizer, or params (weights, too)
+    lora: dict = None  # rank, alpha and targets of an Adapted; None: no adapters
     optimizer: str = "adamw"
+
+
+def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
+    """
+    {name: Place} of policy, ref, reward and, where there is one, value. trained: the names of the
+    trained models, ("policy", "value") or ("policy",). The other arguments are the keys of the run.
+    A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does not
+    allow:
+
+        key         policy                     value      ref         reward
+        zero_stage  0 to 3                     same       0 to 3 [a]  0 to 3
+        offload     optimizer, or params [b]   same [c]   params [d]  params [e]
+        lora        RANK:ALPHA:TARGETS         same [c]   -           -
+        optim       adamw, or adafactor [f]    same       -           -
+
+        [a] the policy's stage, unless the key names ref
+        [b] params: only if the weights are sharded, at stage 2 or 3 without lora
+        [c] not with value_init="shared": the value model is then a head on the policy
+        [d] not if the policy has lora: the reference is then the policy's own trunk
+        [e] not with share_base: the reward model then stands on the policy's trunk
+        [f] adafactor: only at stage 0 or 1 without offload, because it needs whole matrices
+
+    With share_base, all trained models must have lora, apart from a value model of [c].
+
+    A value without a name is for every model of its row. Two exceptions: offload="optimizer" is
+    for the trained models; and value_init="shared" leaves the value model out of that and of
+    lora="16".
+    """
+    names = ("policy", "ref", "reward", *trained[1:])
+    with_adapter = trained[:1] if value_init == "shared" else trained
+    stages = parse_compound("zero_stage", zero_stage, names, parse_stage, "0, 1, 2 or 3")
+    stages.setdefault("ref", stages.get("policy", 0))
+    offloads = parse_compound(
+        "offload", offload, with_adapter if offload.strip() == "optimizer" else names,
+        one_of("none", "optimizer", "params"), "none, optimizer or params")
+    loras = parse_compound("lora", lora, trained if "=" in lora else with_adapter, parse_lora, LORA)
+    optims = parse_compound("optim", optim, trained, one_of("adamw", "adafactor"),
+                            "adamw or adafactor")
+    places = {name: Place(stages.get(name, 0), offloads.get(name, "none"), loras.get(name),
+                          optims.get(name, "adamw")) for name in names}
+    for name, place in places.items():
+        check_place(name, place, name in trained)
+    check_together(places, trained, share_base, value_init)
+    return places
+
+
+def check_place(name, place, trained):
+    """Raise BadConfig where one model's keys contradict each other."""
+    if not trained:
+        if place.offload == "optimizer":
+            raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type "
+                            f"--offload={name}=params")
+        return
+    if place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
+        raise BadConfig(f"optim: adafactor needs whole matrices at hand, so {name} must be at "
+                        "stage 0 or 1 and not offloaded; change zero_stage or offload, or type "
+                        "--optim=adamw")
+    if place.offload == "params" and (place.stage < 2 or place.lora):
+        raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they "
+                        f"are sharded; type --zero_stage={name}=3 (without LoRA), or "
+                        f"--offload={name}=optimizer")
+
+
+def check_together(places, trained, share_base, value_init):
+    """Raise BadConfig where the keys do not suit a model that stands on another one's trunk."""
+    if places["policy"].lora and places["ref"].offload != "none":
+        raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be "
+                        "moved away; leave out ref")
+    if share_base:
+        on_trunk = [name for name in trained if name != "value" or value_init != "shared"]
+        if not all(places[name].lora for name in on_trunk):
+            raise BadConfig(f"share_base: {' and '.join(trained)} stand on one frozen trunk, so "
+                            "each needs an adapter; type --lora=16")
+        if places["reward"].offload != "none":
+            raise BadConfig("offload: with share_base the reward model stands on the policy's "
+                            "trunk; leave out reward")
+    if value_init == "shared" and (places["value"].lora or places["value"].offload != "none"):
+        raise BadConfig("value_init = 'shared': the value model is a head on the policy, with no "
+                        "adapter and nothing to offload; leave value out of lora and offload")
+
+
+def place_of_one(name, zero_stage, offload, lora, optim):
+    """
+    The Place of the one model of sft.py or rm.py, which is trained. name: what the keys call it,
+    policy or reward; its column of the table above is policy's. Raises BadConfig.
+    """
+    stages = parse_compound("zero_stage", zero_stage, [name], parse_stage, "0, 1, 2 or 3")
+    offloads = parse_compound("offload", offload, [name], one_of("none", "optimizer", "params"),
+                              "none, optimizer or params")
+    loras = parse_compound("lora", lora, [name], parse_lora, LORA)
+    optims = parse_compound("optim", optim, [name], one_of("adamw", "adafactor"),
+                            "adamw or adafactor")
+    place = Place(stages.get(name, 0), offloads.get(name, "none"), loras.get(name),
+                  optims.get(name, "adamw"))
+    check_place(name, place, trained=True)
+    return place
 
 
 def parse_compound(key, text, names, parse, wanted):
     """
-    "policy=3,ref=0" -> {"policy": parse("3"), "ref": parse("0")}; a value without a name is everybody's. wanted: what a value
-    looks like, for the error. Raises BadConfig.
+    "policy=3,ref=0" -> {"policy": parse("3"), "ref": parse("0")}; a value without a name is for all
+    `names`. parse raises ValueError on a bad value. wanted: what a value looks like, for the
+    error's text. Raises BadConfig.
     """
     values = {}
     for part in text.split(",") if text.strip() else ():
         name, equals, value = (x.strip() for x in part.rpartition("="))
+        error = BadConfig(f"{key} = {shorten(text)}: cannot read {shorten(part.strip())}; wanted "
+                          f"NAME=VALUE, where NAME is one of {', '.join(names)} and VALUE {wanted}")
+        if equals and name not in names:
+            raise error
         try:
-            values |= dict.fromkeys(names if not equals else [name], parse(value))
+            parsed = parse(value)
         except ValueError:
-            equals = None
-        if equals is None or equals and name not in names:
-            raise BadConfig(f"{key} = {shorten(text)}: cannot read {shorten(part.strip())}; wanted NAME=VALUE, where NAME is one "
-                            f"of {', '.join(names)} and VALUE {wanted}")
+            raise error from None
+        values |= dict.fromkeys([name] if equals else names, parsed)
     return values
 
 
 def one_of(*choices):
-    """A parser of these words."""
+    """A parser that takes these words."""
     def parse(text):
         if text not in choices:
             raise ValueError
@@ -65,96 +176,70 @@ def one_of(*choices):
 
     return parse
 
+
+def parse_stage(text):
+    return int(one_of("0", "1", "2", "3")(text))
+
+
 LORA = "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v"
 
 
 def parse_lora(text):
-    """"16", "16:32" or "16:32:q+v" -> rank, alpha (default: twice the rank), targets (default: all linear maps)."""
+    """"16", "16:32" or "16:32:q+v" -> rank, alpha (default: twice the rank), targets (all maps)."""
     rank, alpha, targets, *rest = [*text.split(":"), "", ""]
     if not 0 < int(rank) < 10**6 or any(rest):
         raise ValueError
     lora = dict(rank=int(rank), alpha=float(alpha) if alpha else 2.0 * int(rank))
-    if not 0 < lora["alpha"] < math.inf:  # 1e999 is inf, and 0 would learn nothing
+    if not 0 < lora["alpha"] < math.inf:  # 1e999 is inf, and with 0 an adapter would learn nothing
         raise ValueError
     return lora | (dict(targets=targets.replace("+", ",")) if targets else {})
 
 
-def only_lora(text):
-    """The Place of a script's one model, which has a key lora and nothing else of this. Raises BadConfig."""
-    return Place(lora=parse_compound("lora", text, ("model",), parse_lora, LORA).get("model"))
-
-
-def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
-    """
-    {name: Place} of policy, ref, reward and, where it is trained, value, from the keys of the same names. The reference follows
-    the policy's stage where nothing else is said. Raises BadConfig on what cannot be had together.
-    """
-    names = ("policy", "ref", "reward", *trained[1:])
-    stages = parse_compound("zero_stage", zero_stage, names, lambda x: int(one_of("0", "1", "2", "3")(x)), "0, 1, 2 or 3")
-    stages.setdefault("ref", stages.get("policy", 0))
-    with_own = trained[:1] if value_init == "shared" else trained  # what `lora=16` and `offload=optimizer` mean by everybody
-    offload = parse_compound("offload", offload, with_own if offload.strip() == "optimizer" else names,
-                             one_of("none", "optimizer", "params"), "none, optimizer or params")
-    lora = parse_compound("lora", lora, trained if "=" in lora else with_own, parse_lora, LORA)
-    optim = parse_compound("optim", optim, trained, one_of("adamw", "adafactor"), "adamw or adafactor")
-    result = {name: Place(stages.get(name, 0), offload.get(name, "none"), lora.get(name), optim.get(name, "adamw"))
-              for name in names}
-    for name, place in result.items():
-        if name not in trained and place.offload == "optimizer":
-            raise BadConfig(f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params")
-        if name in trained and place.optimizer == "adafactor" and (place.stage > 1 or place.offload != "none"):
-            raise BadConfig(f"optim: adafactor needs whole matrices at hand, so {name} must be at stage 0 or 1 and not "
-                            "offloaded; change zero_stage or offload, or type --optim=adamw")
-        if name in trained and place.offload == "params" and (place.stage < 2 or place.lora):
-            raise BadConfig(f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
-                            f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
-    if result["policy"].lora and result["ref"].offload != "none":
-        raise BadConfig("offload: with LoRA the reference is the policy's own trunk and cannot be moved away; leave out ref")
-    if share_base:
-        if not all(result[n].lora for n in trained if n != "value" or value_init != "shared"):
-            raise BadConfig(f"share_base: {' and '.join(trained)} stand on one frozen trunk, so each needs an adapter; type "
-                            "--lora=16")
-        if result["reward"].offload != "none":
-            raise BadConfig("offload: with share_base the reward model stands on the policy's trunk; leave out reward")
-    if value_init == "shared" and (result["value"].lora or result["value"].offload != "none"):
-        raise BadConfig("value_init = 'shared': the value model is a head on the policy, with no adapter and nothing to offload; "
-                        "leave value out of lora and offload")
-    return result
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # precision
-SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)
+
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 
 
 def precisions(dtype, master_weights, device):
     """
-    (autocast context, dtype of trained weights, dtype of frozen matrices) of a run. In 16 bits the trained weights stay in
-    fp32, and autocast rounds each matrix as it is used; so frozen matrices may be stored rounded, and give the same. Norms and
-    biases are vectors and stay. master_weights=False: everything is bfloat16, and nothing needs casting. Raises BadConfig.
+    (autocast context, dtype of trained weights, dtype of frozen matrices) of a run.
+
+    In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
+    used. Frozen matrices may therefore be stored rounded: the numbers are the same. Norms and
+    biases are vectors, which autocast does not round. master_weights=False: every weight is
+    bfloat16, and nothing needs a cast. Raises BadConfig.
     """
     if not master_weights and dtype != "bfloat16":
-        raise BadConfig(f"master_weights = False trains 16-bit weights themselves, which only works in bfloat16, not in {dtype}; "
-                        "type --dtype=bfloat16 or --master_weights=True")
+        raise BadConfig("master_weights = False trains 16-bit weights themselves, which only works "
+                        f"in bfloat16, not in {dtype}; type --dtype=bfloat16 or "
+                        "--master_weights=True")
     if dtype not in SHORT:
         return contextlib.nullcontext(), getattr(torch, dtype), None
     if not master_weights:
         return contextlib.nullcontext(), torch.bfloat16, None
-    # no cache: every matrix is used once a forward, and the cache would keep the casts of all layers
-    return torch.autocast(device.type, SHORT[dtype], cache_enabled=False), torch.float32, SHORT[dtype]
+    # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
+    autocast = torch.autocast(device.type, SHORT[dtype], cache_enabled=False)
+    return autocast, torch.float32, SHORT[dtype]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# loading and sharding
+# --------------------------------------------------------------------------------------------------
+# loading
 
 
-def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False, recompute=False):
+def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False,
+         recompute=False):
     """
-    A model as its place wants it: from_pretrained, sharded before it takes any memory, with an adapter where there
-    is LoRA. dtype: of its weights; matrices: of the matrices where they are not trained (see precisions); recompute: compute
-    layers again in the backward pass. Raises BadInput.
+    A model as its Place says: read by from_pretrained, sharded before it takes any memory, and
+    with adapters where there is LoRA (an Adapted on a frozen Transformer).
+
+    dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
+    the backward pass computes the layers again. Raises BadInput.
     """
-    frozen, split = not trained or place.lora is not None, is_sharded(place, trained)
+    adapted = trained and place.lora is not None
+    frozen = not trained or adapted
+    split = is_sharded(place, trained)
+    on_cpu = place.offload == "params" and (split or not trained)
 
     def prepare(model):
         if frozen:
@@ -162,42 +247,68 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
         if split:
             shard(model, place, device)
 
-    beside = place.offload == "params" and (split or not trained)  # lives on the CPU
-    model = from_pretrained(path, head, dtype, "cpu" if beside else device, seed, matrices if frozen else None,
-                                        prepare)
+    model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
+                            matrices if frozen else None, prepare)
     model.recompute(recompute and trained)
     if model.head == "scalar" and split:
-        model.score.to(device)  # the one tensor that is not sharded is not offloaded either
-    model.path, model.offloaded = path, beside and not split
+        model.score.to(device)  # FSDP does not split this tensor, and so would not bring it back
+    model.path = path
+    model.offloaded = on_cpu and not split  # see on_device
     if model.offloaded and device.type == "cuda":
         for p in model.parameters():
-            p.data = p.data.pin_memory()  # which copies faster
-    return Adapted(model, head, **place.lora, seed=seed) if trained and place.lora else model
+            p.data = p.data.pin_memory()  # pinned memory copies faster
+    return Adapted(model, head, **place.lora, seed=seed) if adapted else model
 
 
 def is_sharded(place, trained):
-    """A frozen model has neither gradients nor states: only stage 3 makes it smaller."""
-    return parallel.rank_and_size()[1] > 1 and place.stage >= (2 if trained and not place.lora else 3)
+    """Whether a model's weights are split over the ranks."""
+    if parallel.rank_and_size()[1] == 1:
+        return False
+    if trained and not place.lora:
+        return place.stage >= 2
+    return place.stage == 3  # frozen: it has no gradients and no states for stages 1 and 2 to split
 
 
 def shard(model, place, device):
-    """FSDP2: a layer is gathered while it computes (stage 3) or until its backward pass (2); what is in no layer, all along."""
+    """
+    FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
+    pass (stage 2). What is in no layer, embedding and head, is gathered for the whole forward.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
-    if device.type == "cpu" and sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        # M_MMAP_THRESHOLD: pages of their own for what is gathered and freed, or glibc's heap keeps half as much again in holes
-        ctypes.CDLL(None).mallopt(-3, 2**20)
+    allocate_large_tensors_apart(device)
+    by_layer = place.stage == 3
     settings = dict(mesh=init_device_mesh(device.type, (parallel.rank_and_size()[1],)))
     if place.offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=place.stage == 3, **settings)
-    if not model.config.tied:
-        fully_shard(model.embed, reshard_after_forward=place.stage == 3, **settings)  # as large as many layers
-    whole = {model.score.weight} if model.head == "scalar" else set()  # a single row
-    fully_shard(model, reshard_after_forward=False, ignored_params=whole, **settings)  # embedding, head: for the whole forward
+        fully_shard(layer, reshard_after_forward=by_layer, **settings)
+    if not model.config.tied:  # the embedding is as large as many layers
+        fully_shard(model.embed, reshard_after_forward=by_layer, **settings)
+    whole = {model.score.weight} if model.head == "scalar" else set()  # one row: not worth a split
+    fully_shard(model, reshard_after_forward=False, ignored_params=whole, **settings)
     register_fsdp_forward_method(model, "trunk")
+
+
+def allocate_large_tensors_apart(device):
+    """
+    On a CPU, make glibc give every tensor from 1 MiB on pages of its own, which go back to the
+    system when the tensor is freed. In glibc's heap, gathered layers would leave holes: half as
+    much memory again.
+    """
+    if device.type == "cpu" and sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        M_MMAP_THRESHOLD = -3
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+# --------------------------------------------------------------------------------------------------
+# models in their places
+
+
+def trunk_of(model):
+    """The Transformer on which a model stands: itself, or the one under its adapters and heads."""
+    return trunk_of(model.base) if isinstance(model, Adapted) else model
 
 
 def sharded(model):
@@ -205,77 +316,118 @@ def sharded(model):
     return any(is_shard(p) for p in trunk_of(model).parameters())
 
 
-def trunk_of(model):
-    """The Transformer under a model."""
-    return trunk_of(model.base) if isinstance(model, Adapted) else model
-
-
 def in_memory(**models):
-    """{name: model} of those that there are, and of the trunks that models stand on and that are none of them."""
+    """
+    {name: model} of all models that own memory: those given, without the None among them; and the
+    trunk of an Adapted under the name "NAME's trunk", where it is not given itself.
+    """
     models = {name: model for name, model in models.items() if model is not None}
     for name, model in list(models.items()):
-        if isinstance(model, Adapted) and not any(model.base is other for other in models.values()):
+        if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base
     return models
 
 
-def reshard(models):
-    """Free what the last forwards without a backward have gathered; parameters() are the shards again."""
-    for model in map(trunk_of, models):
-        for module in model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+# --------------------------------------------------------------------------------------------------
+# forwards without a backward pass
 
 
 @contextlib.contextmanager
-def on_device(model, device):
-    """Within this, a frozen model that lives beside the GPU is on it."""
-    if model is None or not getattr(trunk_of(model), "offloaded", False):
+def no_grad_forwards(models, device):
+    """
+    The block around every forward that has no backward pass. `models` are all the models that the
+    block calls; None stands for one that the run does not have. In the block, no gradients are
+    recorded, and frozen models that live in the CPU's memory are on `device`. After the block, also
+    after an error in it, the layers that the forwards have gathered are freed: FSDP by itself frees
+    them only in a backward pass.
+    """
+    trunks = [trunk_of(model) for model in models if model is not None]
+    trunks = list(dict.fromkeys(trunks))  # each once, however many models stand on it
+    try:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for trunk in trunks:
+                stack.enter_context(on_device(trunk, device))
+            yield
+    finally:
+        for trunk in trunks:
+            reshard(trunk)
+
+
+@contextlib.contextmanager
+def on_device(trunk, device):
+    """In this block, a frozen trunk that lives in the CPU's memory is on the device."""
+    if not getattr(trunk, "offloaded", False):  # load sets it
         yield
         return
-    parameters = list(trunk_of(model).parameters())
+    parameters = list(trunk.parameters())
     homes = [p.data for p in parameters]
     for p in parameters:
         p.data = p.data.to(device)
     try:
         yield
     finally:
-        for p, home in zip(parameters, homes, strict=True):  # frozen: nothing to bring back
-            p.data = home
+        for p, home in zip(parameters, homes, strict=True):
+            p.data = home  # nothing is copied back, because a frozen model has not changed
 
 
-def sampler(policy, matrices, device):
+def reshard(trunk):
+    """Free the gathered layers of a sharded trunk; parameters() are the shards again."""
+    for module in trunk.modules():
+        if hasattr(module, "reshard"):  # FSDP's modules have it
+            module.reshard()
+
+
+def decoding_copy(policy, matrices, device):
     """
-    What the rollout decodes with: the policy, or where its weights are sharded, or would be cast at every token, a whole copy of
-    them in the precision they are used in, gathered once for the whole generation. Let go of it after the rollout.
+    The model that the rollout decodes with. It is the policy itself, unless the weights of that are
+    sharded, or autocast would round them to the dtype `matrices` at every token: then it is a copy,
+    whole, and its matrices in that dtype. Delete it after the rollout. All ranks call this.
     """
     trunk = trunk_of(policy)
-    if not sharded(policy) and (matrices is None or all(p.dtype == matrices for p in trunk.parameters() if p.dim() == 2)):
+
+    def needs_no_cast(p):
+        return matrices is None or p.dim() != 2 or p.dtype == matrices
+
+    if not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
         return policy
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory yet
         whole = freeze(Transformer(trunk.config, trunk.head))
     for name, p in trunk.named_parameters():
         t = my_part(p.detach()).to(device)
-        t = t.to(matrices) if matrices and p.dim() == 2 else t
-        module, _, kind = name.rpartition(".")
-        setattr(whole.get_submodule(module), kind, nn.Parameter(gather(t, p) if is_shard(p) else t, False))
+        if matrices and p.dim() == 2:
+            t = t.to(matrices)
+        if is_shard(p):
+            t = gather(t, p)
+        module, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
+        setattr(whole.get_submodule(module), kind, nn.Parameter(t, requires_grad=False))
     if not isinstance(policy, Adapted):
         return whole
-    twin = copy.copy(policy)  # the same adapter, on the copy
-    twin.__dict__["base"] = whole
+    twin = copy.copy(policy)  # it has the policy's own adapters, on the copy of the trunk
+    twin.stand_on(whole)
     return twin
 
 
+# --------------------------------------------------------------------------------------------------
+# whole tensors of sharded models
+
+
 def gather(t, p):
-    """The whole tensor, on every rank, of which each has a part t, split as the parameter p is. A collective."""
+    """
+    The whole tensor, on every rank. Each rank has a part t of it; the tensor is split as the
+    sharded parameter p is. A collective.
+    """
     from torch.distributed.tensor import DTensor
 
-    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
+                           shape=p.shape, stride=p.stride())
     return parallel.collective(t.full_tensor)
 
 
 def whole_weights(model):
-    """model.weights(), put together in the CPU's memory where they are sharded, complete on rank 0 alone. All ranks call it."""
+    """
+    model.weights() with whole tensors: a sharded one is put together in the CPU's memory. Complete
+    on rank 0, empty on the others; but all ranks call it.
+    """
     weights = {}
     for name, p in model.weights().items():
         t = gather(my_part(p), p) if is_shard(p) else p

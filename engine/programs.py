@@ -1,5 +1,7 @@
 """
-Programs in a model's text: where in a completion the program is, what a test may be, and when an answer is the one wanted.
+Programs in a model's text, without running them: where in a completion the program is, what a row
+of the data may have as tests, and when a program's answer is the one that a test wants. Running
+them is in engine/sandbox.py.
 """
 import itertools
 import json
@@ -10,32 +12,45 @@ import re
 from errors import BadInput, shorten
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # where a completion has its program
+
 FENCE = re.compile(r"`{3,}|~{3,}")
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[\d.]*(?![\w-])|[\w./-]*\.py(?!\w)", re.IGNORECASE)
-MARKERS = re.compile(r"[ \t]*(?:(?:>|[-*+]|\d{1,9}[.)]|<answer>)[ \t]*)*")  # quotes, lists, answers
+# what may stand in front of a fence: markers of quotes and lists, and <answer>
+MARKERS = re.compile(r"[ \t]*(?:(?:>|[-*+]|\d{1,9}[.)]|<answer>)[ \t]*)*")
 QUOTES = re.compile(r"(?:[ \t]*>)*")
 
 
 def extract_code(completion):
     """
-    The program in a completion, as text; None if its thinking never ends.
+    The program in a completion, as text; None if the completion's thinking never ends.
 
-    It is looked for behind the last </think>, and in the last <answer> there, if there is one.
-    It is the last fenced block that is tagged as Python's (python, py3, {.python}, python:f.py,
-    f.py), else the last one without a tag, else all of the text; and what its first line is
-    indented by is taken from all its lines. A tag inside a block is a part of the block.
+    From a completion such as
 
-    A block is what CommonMark (0.31, section 4.5) calls one: it begins with a fence of three or
-    more backticks or tildes and ends with a fence of as many or more of them, with nothing behind
-    and less than 4 columns further in. Since models write them, we allow besides:
-    - A fence may be indented by anything and stand behind list markers, > and <answer>. One of
-      backticks, tagged as Python's or not at all, may stand behind any text.
-    - A fence with a tag begins a block where one is open, too. If it is too short to close that
-      one, or of the other character, this holds for Python's only, in a block of something else.
-    - A block that is never closed ends where first a line of it ends with a fence or </answer>,
-      else at the end of the text, which may have been cut off.
+        <think>a sum</think>Here it is:
+        ```python
+        def add(a, b):
+            return a + b
+        ```
+
+    it takes the two lines between the fences. The search begins behind the last </think>. If there
+    is an <answer> there, only the last one is searched. The program is the first of these that is
+    there: the last fenced block with a tag of Python's (python, py3, {.python}, python:f.py, f.py);
+    the last fenced block without a tag; all of the text. The indentation of its first line is taken
+    away from all its lines. A tag such as <answer> inside a block is a part of the block.
+
+    A fenced block begins with a fence of three or more backticks or tildes. It ends with a fence of
+    the same character, at least as long, with nothing behind it, indented by less than 4 columns
+    more than the first (CommonMark 0.31, section 4.5). Models also write other things, and these
+    are allowed, too:
+    - A fence may be indented by any amount, and stand behind list markers, > and <answer>. A fence
+      of backticks with a tag of Python's or none may stand behind any text.
+    - A fence with a tag begins a new block even where the last block has not been closed. If it
+      could not close that block, since it is too short or of the other character, then only a tag
+      of Python's does this, and only in a block of something else.
+    - A block that is never closed ends at its first line that ends with a fence or </answer>; if
+      there is none, at the end of the text, which may have been cut off.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     blocks, outside = fenced_blocks(text)
@@ -56,8 +71,9 @@ def extract_code(completion):
 
 def fenced_blocks(text):
     """
-    A text's fenced blocks in order, [(tag, where its fence is in the text, its lines)], with the
-    tags "python", "" and others; and the text with blanks in the place of what is in the blocks.
+    Two results: the fenced blocks of a text in order, [(tag, position of its fence in the text, its
+    lines)], with the tags "python", "" and others; and the text outside of them: the text with
+    blanks in the place of every character of a block.
     """
     lines, blocks, number = text.split("\n"), [], 0
     starts = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
@@ -77,9 +93,12 @@ def fenced_blocks(text):
 
 def read_block(lines, first, opened, tag):
     """
-    The block whose first line is number `first` of a text's lines, behind a line with the fence
-    `opened` and the tag. Returns its lines, the number of the line that ends it, and the number of
-    the line where the text goes on: behind its own fence, or with the fence of another block.
+    One block, from number `first` of the lines of a text on. The line before has its fence, opened,
+    and its tag.
+
+    Returns the lines of the block, the number of the line that ends it, and the number of the line
+    where the text goes on: the next one if the block was closed by a fence, the same one if that
+    line opens another block.
     """
     depth = QUOTES.match(lines[first - 1])[0].count(">")
     quotes = re.compile(rf"(?:[ \t]*> ?){{0,{depth}}}")
@@ -87,7 +106,8 @@ def read_block(lines, first, opened, tag):
     block, shorter, end = [], None, len(lines)
     for number in range(first, len(lines)):
         line = quotes.sub("", lines[number], 1) if depth else lines[number]
-        if not block and line.strip():  # behind a list marker, only this says where the margin is
+        # in a list, the fence stands behind the marker: the first line shows where the margin is
+        if not block and line.strip():
             margin = max(margin, columns(line))
         before, fence, follows = read_fence(line)
         alike = fence.startswith(opened)
@@ -106,35 +126,46 @@ def read_block(lines, first, opened, tag):
 
 
 def read_fence(line):
-    """What stands before a line's first fence, the fence, its tag; the line, "", "" if none."""
+    """
+    What stands before the first fence of a line, the fence, its tag: "a: ```py3" -> ("a: ", "```",
+    "python"). The line, "", "" if there is no fence.
+    """
     found = FENCE.search(line)
     if not found:
         return line, "", ""
     tag = line[found.end():].partition("</answer>")[0].strip()
-    if found[0][0] == "`" and "`" in tag:  # code within a line
+    if found[0][0] == "`" and "`" in tag:  # ```code``` within a line
         return line, "", ""
     return line[:found.start()], found[0], "python" if PYTHON.match(tag) else tag
 
 
 def indentation(line):
+    """The blanks and tabs at the beginning of a line."""
     return line[:len(line) - len(line.lstrip(" \t"))]
 
 
 def columns(line):
-    """How far a line is indented, a tab going to the next multiple of 4."""
+    """The columns by which a line is indented; a tab goes on to the next multiple of 4."""
     return len(indentation(line).expandtabs(4))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tests are data
 
 
 def check_tests(tests, where):
     """
-    A row's tests as calls [(function, arguments)], outputs (what each of them returns) and scripts [(stdin, stdout)].
+    The tests of a row -> calls, outputs and scripts.
 
-    tests: one or a list of {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]} and {"stdin": "1 2", "stdout": "3"},
-    whose stdin and stdout may also be lists of strings. where: names the row in the BadInput that malformed tests raise.
+    tests: one or a list of objects of two kinds. Of functions:
+        {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+        says that add(1, 2) is 3 and that add(3, 4) is 7.
+        They give calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7].
+    Of whole programs:
+        {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
+        They give scripts [(b"1 2", b"3")].
+
+    where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
     calls, outputs, scripts = [], [], []
     for test in tests if isinstance(tests, list) else [tests]:
@@ -142,44 +173,60 @@ def check_tests(tests, where):
         if fields == {"fn", "inputs", "outputs"}:
             given, wanted = test["inputs"], test["outputs"]
             if not isinstance(test["fn"], str) or not test["fn"].isidentifier():
-                raise BadInput(f"{where}: fn must be the name of a function, found {shorten(test['fn'])}")
+                raise BadInput(f"{where}: fn must be the name of a function, found "
+                               f"{shorten(test['fn'])}")
         elif fields == {"stdin", "stdout"}:
-            given, wanted = ([x] if isinstance(x, str) else x for x in (test["stdin"], test["stdout"]))
+            given, wanted = ([x] if isinstance(x, str) else x
+                             for x in (test["stdin"], test["stdout"]))
         else:
-            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout; found {shorten(test)}")
-        if not isinstance(given, list) or not isinstance(wanted, list) or not len(given) == len(wanted) > 0:
-            raise BadInput(f"{where}: what is given and what is wanted must be lists of one length, found {shorten(test)}")
+            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout; "
+                           f"found {shorten(test)}")
+        lists = isinstance(given, list) and isinstance(wanted, list)
+        if not lists or not len(given) == len(wanted) > 0:
+            raise BadInput(f"{where}: what is given and what is wanted must be lists of one "
+                           f"length, found {shorten(test)}")
         for one, want in zip(given, wanted, strict=True):
-            try:  # what does not equal itself is NaN, which no answer equals, or not JSON
-                good = same(one, one) and same(want, want) and type(one) is (list if "fn" in test else str)
+            # what does not equal itself is NaN, which no answer equals, or not JSON
+            try:
+                good = same(one, one) and same(want, want)
+                good = good and type(one) is (list if "fn" in test else str)
             except RecursionError:
                 raise BadInput(f"{where}: a test case is nested too deep") from None
             if not good or "stdin" in test and not isinstance(want, str):
-                raise BadInput(f"{where}: {shorten(one)} -> {shorten(want)} is no test case: it takes a list of arguments and a "
-                               "JSON value (not NaN), or stdin and stdout as two strings")
+                raise BadInput(f"{where}: {shorten(one)} -> {shorten(want)} is no test case: it "
+                               "takes a list of arguments and a JSON value (not NaN), or stdin and "
+                               "stdout as two strings")
             if "fn" in test:
                 calls.append((test["fn"], one))
                 outputs.append(want)
             else:
-                scripts.append((one.encode("utf-8", "surrogatepass"), want.encode("utf-8", "surrogatepass")))
+                scripts.append((one.encode("utf-8", "surrogatepass"),
+                                want.encode("utf-8", "surrogatepass")))
     if not calls and not scripts:
         raise BadInput(f"{where}: there are no tests")
     return calls, outputs, scripts
 
 
 def judge(answer, want):
-    """What became of a function call, from the line (bytes) that the program gave as its result."""
+    """
+    What became of a function call: "pass", "fail", "error" or "memory". answer: the line (bytes)
+    that the process wrote for it: its result as JSON, or ! for an exception, or M for a
+    MemoryError. want: the result that the test wants.
+    """
     if answer in (b"!", b"M"):
         return "error" if answer == b"!" else "memory"
     try:
         got = json.loads(answer.decode(), object_pairs_hook=without_collisions)
         return "pass" if same(got, want) else "fail"
-    except (ValueError, RecursionError):  # keys that collide, or the program wrote there itself
+    except (ValueError, RecursionError):  # keys that collide, or the program wrote the line itself
         return "fail"
 
 
 def without_collisions(pairs):
-    """An object of JSON as a dict. Raises ValueError for a key that is there twice: 1 and "1"."""
+    """
+    An object of JSON as a dict. Raises ValueError for a key that is there twice, as in the JSON of
+    {1: "a", "1": "b"}: the keys of JSON are strings.
+    """
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return dict(pairs)
@@ -187,12 +234,13 @@ def without_collisions(pairs):
 
 def same(got, want):
     """
-    Whether two JSON values are equal, `want` being the one that a test expects.
+    Whether two JSON values are equal; want is the one that a test expects.
 
-    Numbers are compared by value, 1 and 1.0 are equal. An int in want is met exactly, a float
-    within 1e-6 relative, as data sets cut digits off, or 1e-12 absolute, so that 0.1 + 0.2 - 0.3 is
-    0 as rounding leaves it, but 5e-10 is not. A bool equals only a bool, True is not 1; NaN equals
-    nothing. (A tuple arrives as a list, a dict's keys as strings: what json.dumps does.)
+    Numbers are compared by value: 1 and 1.0 are equal. An int in want must be met exactly. A float
+    in want must be met within 1e-6 relative, since data sets cut digits off, or within 1e-12
+    absolute: so 0.1 + 0.2 - 0.3, which is 5.6e-17, passes for 0.0, and 5e-10 does not. A bool
+    equals only a bool: True is not 1. NaN equals nothing. A tuple arrives as a list, and the keys
+    of a dict as strings: json.dumps makes them so.
     """
     if type(got) in (int, float) and type(want) in (int, float):
         try:
@@ -210,5 +258,5 @@ def same(got, want):
 
 
 def tidy(text):
-    """The lines of a text (bytes), without blanks at their ends and blank lines at the end."""
+    """The lines of a text (bytes), without the blanks at their ends and blank lines at its end."""
     return [line.rstrip() for line in text.rstrip().split(b"\n")]

@@ -1,5 +1,13 @@
 """
-The folder of a run: whose it is, that no second run writes there, and that it is the same run that goes on.
+The folder of a run, out_dir: that only one run writes there, and that a run which resumes is the
+run that was there before.
+
+A run must not begin in a folder
+    - that another process is writing to: .lock is locked as long as a run's process lives;
+    - that not all ranks see, as on hosts whose disks are not shared;
+    - that holds files of another kind, which the run would overwrite;
+    - that holds another run: other keys, or other models or data under the same paths.
+Each of these ends the program with one line, and no file in the folder is changed.
 """
 import contextlib
 import fcntl
@@ -20,41 +28,49 @@ from engine.run_log import cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput
 
-SEEN_WAIT = 30  # seconds until a network disk must show every host what rank 0 has made there
+SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the run's folder: config.json and log.jsonl
-
-
 def open_run(out_dir, config, must_match, sources=()):
     """
-    Create out_dir, or check that it holds this very run, and lock it. must_match: the keys of config that must be as before;
-    sources: those among them that name a file or a model folder, whose content must be as before, too. Returns (folder,
-    state) of the checkpoint to resume from, or (None, None), the same on all ranks. Raises BadInput.
+    A collective: create out_dir, or check that it holds this very run, and lock it.
+
+    must_match: the keys of config that must be the same when a run resumes. sources: those keys
+    among them that name a file or a model folder; its content must be the same, too. Returns
+    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
+    ranks. Raises BadInput.
     """
     hashes, made, token = alone(lambda: take(out_dir, config, sources))
-    # another host that has this path on another disk could train, but never resume
+    # On another host the same path may be another disk. Such a rank could train; but after a
+    # resume it would not find the checkpoint.
     for _ in range(SEEN_WAIT):
         blind = ranks_where(not sees(out_dir, token))
         if not blind:
             break
         time.sleep(1)
-    alone(lambda: give_back(out_dir, token, made if blind else []))
+    alone(lambda: remove_token(out_dir, token, made if blind else []))
     if blind:
-        raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir {out_dir!r}; give an --out_dir "
-                        "that is the same folder for all ranks, on a disk that their hosts share")
+        raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir "
+                        f"{out_dir!r}; give an --out_dir that is the same folder for all ranks, on "
+                        "a disk that their hosts share")
     return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes))
+
+
+# --------------------------------------------------------------------------------------------------
+# taking the folder
 
 
 def take(out_dir, config, sources):
     """
-    On rank 0: make out_dir and hold it. Returns the hashes of what the run starts from; the folders that had to be made, the
-    deepest first; and the name of a new folder in out_dir, for the other ranks to look for.
+    On rank 0: make out_dir and lock it. Raises BadInput. Returns
+    hashes: {key: hash of the content} of what the run starts from;
+    made: the folders that did not exist before, the deepest one first;
+    token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes, made, parent = {key: content_hash(config[key]) for key in sources}, [], os.path.abspath(out_dir)
+    hashes = {key: content_hash(config[key]) for key in sources}
+    made, parent = [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
         while not os.path.isdir(parent):
@@ -65,116 +81,34 @@ def take(out_dir, config, sources):
         token = f".tmp-{os.urandom(8).hex()}"
         os.mkdir(os.path.join(out_dir, token))
     except OSError as e:
-        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
+        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
+                       "choose another --out_dir") from e
     return hashes, made, token
 
 
-def sees(out_dir, token):
-    """Whether this rank finds what rank 0 has made. It lists the folder, for then a network disk looks again."""
-    try:
-        return token in os.listdir(out_dir)
-    except OSError:
-        return False
-
-
-def give_back(out_dir, token, made):
-    """On rank 0: remove the token; and the folders that were made, if there are any, for the run cannot start."""
-    with contextlib.suppress(OSError):  # what is left of it goes at the next start
-        os.rmdir(os.path.join(out_dir, token))
-        if made:
-            os.remove(os.path.join(out_dir, ".lock"))
-        for folder in made:
-            os.rmdir(folder)
-
-
-def begin_or_resume(out_dir, config, must_match, hashes):
-    """open_run on rank 0, which holds out_dir."""
-    try:
-        folder, state = find_checkpoint(out_dir)
-        check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
-        if folder and state["iteration"] > config["max_iters"]:
-            raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has {state['iteration']} iterations done; type a "
-                           "larger --max_iters, or another --out_dir")
-        for name in (".tmp-*", ".old-*"):  # of a save that was killed
-            for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
-                shutil.rmtree(leftover, ignore_errors=True)
-        lock_file.truncate(0)
-        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")  # for the line that refuses a second run
-        lock_file.flush()
-        if not folder:
-            cut_log(out_dir, 0)  # before config.json is another one: the log is judged by it
-        write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
-    except OSError as e:
-        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; choose another --out_dir") from e
-    return folder, state
-
-
 def check_ours(out_dir):
-    """Raise BadInput if a run in out_dir would overwrite what no run has left there, such as somebody's models."""
+    """Raise BadInput if out_dir holds files that no run has left there, such as models."""
     file = os.path.join(out_dir, "config.json")
     if os.path.isfile(file):
         try:
             ours = "out_dir" in read_json(file)
         except BadInput:
-            ours = True  # damaged: check_same_run decides
+            ours = True  # the file is damaged: check_same_run decides
         if not ours:
-            raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; choose another --out_dir")
+            raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; "
+                           "choose another --out_dir")
     elif not list_checkpoints(out_dir):
         for name in ("policy", "value_model", "reward_model", "log.jsonl"):
             if os.path.exists(os.path.join(out_dir, name)):
-                raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left it, and this one would "
-                               "replace it; choose another --out_dir")
-
-
-def check_same_run(out_dir, folder, config, must_match, hashes):
-    """
-    Raise BadInput if out_dir holds the checkpoints or the log of another run, judged by the config.json in folder, or a log
-    without the checkpoint that must have been there.
-    """
-    file, log = os.path.join(folder, "config.json"), read_log(out_dir)
-    if folder == out_dir and not log:
-        return  # no checkpoint and no log: nothing to lose
-    try:
-        before = read_json(file)
-    except BadInput as e:
-        raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; choose another --out_dir") from e
-    for key in must_match:
-        if before.get(key) != config[key]:
-            raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not {config[key]!r}; "
-                           "choose another --out_dir, or delete the old run")
-    for key, sha in hashes.items():
-        known = before["sha256"].get(key, "unknown") if isinstance(before.get("sha256"), dict) else "unknown"
-        if known != sha:
-            raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents than it has now (sha256 "
-                           f"{known[:12]}, now {sha[:12]}); restore it, or choose another --out_dir")
-    # a run that was killed before its first checkpoint begins again, and writes the same log
-    first = min(before.get("checkpoint_interval") or math.inf, before.get("max_iters", math.inf))
-    last = max((iteration for iteration, _ in log if iteration is not None), default=0)
-    if folder == out_dir and last >= first:
-        raise BadInput(f"{out_dir}/log.jsonl has iteration {last}, and the run had a checkpoint by then, but "
-                       "there is no checkpoint here now; restore it from a backup, or start over with another "
-                       "--out_dir (or here, after you have deleted log.jsonl)")
-
-
-def content_hash(path):
-    """sha256 of a file, or of what a model or tokenizer folder is made of."""
-    if os.path.isfile(path):
-        return sha256(path)
-    folder = path if os.path.isdir(path) else find_folder(path)
-    kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
-    return hashlib.sha256("".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files).encode()).hexdigest()
-
-
-def fingerprint(model):
-    """What a model's weights are, for ranks to compare before they start: checksums, or of a sharded one its files' hash."""
-    return content_hash(trunk_of(model).path) if sharded(model) else checksums({"": model}).tolist()
+                raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "
+                               "it, and this one would replace it; choose another --out_dir")
 
 
 def lock(out_dir):
     """
-    Hold out_dir for this process until it ends, however it ends. Another one that holds it may be dying: wait for it a
-    while. Raises BadInput, naming the holder.
+    Lock out_dir/.lock for this process; the lock ends with the process, however it ends. Another
+    process that holds it may be about to end: wait up to LOCK_WAIT seconds. Raises BadInput, which
+    names the holder.
     """
     global lock_file
     lock_file = open(os.path.join(out_dir, ".lock"), "a+", encoding="utf-8")
@@ -187,12 +121,133 @@ def lock(out_dir):
             lock_file.seek(0)
             holder = lock_file.read().strip() or "another process"
             if time.monotonic() - began > LOCK_WAIT:
-                raise BadInput(f"out_dir {out_dir!r} is in use by {holder}; wait for it to end, or choose another "
-                               "--out_dir") from e
+                raise BadInput(f"out_dir {out_dir!r} is in use by {holder}; wait for it to end, or "
+                               "choose another --out_dir") from e
             if not said:
-                print(f"{out_dir} is in use by {holder}; waiting up to {LOCK_WAIT} s for it to end", flush=True)
+                print(f"{out_dir} is in use by {holder}; waiting up to {LOCK_WAIT} s for it to end",
+                      flush=True)
             said = True
             time.sleep(0.1)
-        except OSError as e:  # some network file systems cannot
-            print(f"{out_dir} cannot be locked ({e.strerror}): see to it yourself that no second run writes there", flush=True)
+        except OSError as e:  # some network file systems have no locks
+            print(f"{out_dir} cannot be locked ({e.strerror}): see to it yourself that no second "
+                  "run writes there", flush=True)
             return
+
+
+def sees(out_dir, token):
+    """
+    Whether this rank finds the folder `token`, which rank 0 has made. The whole
+    folder is listed: that makes a network disk ask its server, where a single path may be cached.
+    """
+    try:
+        return token in os.listdir(out_dir)
+    except OSError:
+        return False
+
+
+def remove_token(out_dir, token, made):
+    """On rank 0: delete the token; and if the run cannot start, also the folders made for it."""
+    with contextlib.suppress(OSError):  # the next start deletes what is left
+        os.rmdir(os.path.join(out_dir, token))
+        if made:
+            os.remove(os.path.join(out_dir, ".lock"))
+        for folder in made:
+            os.rmdir(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# beginning or resuming
+
+
+def begin_or_resume(out_dir, config, must_match, hashes):
+    """The rest of open_run, on rank 0, which holds the lock."""
+    try:
+        folder, state = find_checkpoint(out_dir)
+        check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
+        if folder and state["iteration"] > config["max_iters"]:
+            raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has "
+                           f"{state['iteration']} iterations done; type a larger --max_iters, or "
+                           "another --out_dir")
+        for name in (".tmp-*", ".old-*"):  # of a save that was killed
+            for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
+                shutil.rmtree(leftover, ignore_errors=True)
+        # a second run that waits for the lock names this holder
+        lock_file.truncate(0)
+        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock_file.flush()
+        if not folder:
+            # The old log goes before the new config.json comes: after a kill between the two, the
+            # old log beside the new configuration would look like a log of this run.
+            cut_log(out_dir, 0)
+        write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
+    except OSError as e:
+        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
+                       "choose another --out_dir") from e
+    return folder, state
+
+
+def check_same_run(out_dir, folder, config, must_match, hashes):
+    """
+    Raise BadInput if out_dir holds the checkpoints or the log of another run, or a log that goes
+    beyond the first checkpoint while there is no checkpoint.
+
+    folder: where the config.json of the run before is: the newest checkpoint, or else out_dir.
+    """
+    file, log = os.path.join(folder, "config.json"), read_log(out_dir)
+    if folder == out_dir and not log:
+        return  # no checkpoint and no log: nothing to lose
+    try:
+        before = read_json(file)
+    except BadInput as e:
+        raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
+                       "choose another --out_dir") from e
+
+    for key in must_match:
+        if before.get(key) != config[key]:
+            raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
+                           f"{config[key]!r}; choose another --out_dir, or delete the old run")
+
+    known = before["sha256"] if isinstance(before.get("sha256"), dict) else {}
+    for key, sha in hashes.items():
+        old = known.get(key, "unknown")
+        if old != sha:
+            raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
+                           f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
+                           "choose another --out_dir")
+
+    # a run that was killed before its first checkpoint begins again, and writes the same log
+    first = min(before.get("checkpoint_interval") or math.inf, before.get("max_iters", math.inf))
+    last = max((iteration for iteration, _ in log if iteration is not None), default=0)
+    if folder == out_dir and last >= first:
+        raise BadInput(f"{out_dir}/log.jsonl has iteration {last}, and the run had a checkpoint by "
+                       "then, but there is no checkpoint here now; restore it from a backup, or "
+                       "start over with another --out_dir (or here, after you have deleted "
+                       "log.jsonl)")
+
+
+# --------------------------------------------------------------------------------------------------
+# what a run starts from
+
+
+def content_hash(path):
+    """
+    sha256 of a file; or of a model or tokenizer folder (or hub name): of the names and hashes of
+    its files. Raises BadInput if there is no such folder.
+    """
+    if os.path.isfile(path):
+        return sha256(path)
+    folder = path if os.path.isdir(path) else find_folder(path)
+    kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
+    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+    listed = "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def fingerprint(model):
+    """
+    A value that differs where a model's weights differ, for ranks to compare before they start:
+    the checksums of its tensors; of a sharded model, of which no rank has all, its files' hash.
+    """
+    if sharded(model):
+        return content_hash(trunk_of(model).path)
+    return checksums({"": model}).tolist()

@@ -1,5 +1,12 @@
 """
-What ranks do in step beside the algorithm: rank 0 works for all, all do their share and fail as one, and all agree at the start.
+What the ranks do in step beside the algorithm. Three ways to call a function, for work that can
+fail on one rank while the others wait; and, at the end of the set-up, agree: are all ranks there,
+with the same code, settings and files?
+
+    from_rank(f)    rank 0 alone calls f, all ranks get the result     alone(f) may take hours
+    together(f)     every rank calls f and keeps its own result
+
+An error of one rank is raised on all of them, so that no rank waits for one that has left.
 """
 import datetime
 import hashlib
@@ -13,33 +20,36 @@ import torch.distributed as dist
 from errors import BadConfig, BadInput, Stop
 from parallel import all_gather, collective, wire
 
-PATIENCE = 6 * 3600  # seconds that the ranks wait for rank 0 while it works alone at the disk
-usual_wait = None  # how long a collective waits otherwise; from init on
-starting = False  # from init to agree: a rank that fails lets the others know
+PATIENCE = 6 * 3600  # seconds that the ranks wait for rank 0 while it alone works at the disk
+usual_wait = None  # how long a collective waits otherwise; set by launch.init
+starting = False  # True from launch.init to agree: a rank that fails meanwhile tells the others
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# starting together, stopping together
+# --------------------------------------------------------------------------------------------------
+# one rank works for all
 
 
-def from_rank_0(function, source=0):
+def from_rank(function, source=0):
     """
-    What function() returns on rank 0 (or on another source), on every rank; the others wait. It may be anything that JSON can
-    say (no pickle here either). A BadInput or Stop that it raises there is raised everywhere.
+    A collective: the rank `source` alone calls function, and every rank returns its result, which
+    is sent as JSON (no pickle here either). A BadInput or Stop that function raises is raised on
+    every rank.
     """
     if not dist.is_initialized():
         return function()
-    rank, text = dist.get_rank(), b""
-    if rank == source:
+    is_source, text = dist.get_rank() == source, b""
+    if is_source:
         try:
             outcome = ["value", function()]
         except (BadInput, Stop) as e:
             outcome = ["BadInput" if isinstance(e, BadInput) else "Stop", str(e)]
         text = json.dumps(outcome).encode()
+    # first the length, so that the other ranks can make room for the text
     length = torch.tensor([len(text)], device=wire())
     collective(dist.broadcast, length, src=source)
-    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(wire()) if rank == source else torch.empty(
-        int(length), dtype=torch.uint8, device=wire())
+    sent = torch.empty(int(length), dtype=torch.uint8, device=wire())
+    if is_source:
+        sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     collective(dist.broadcast, sent, src=source)
     kind, value = json.loads(bytes(sent.tolist()))
     if kind == "value":
@@ -49,22 +59,44 @@ def from_rank_0(function, source=0):
 
 def alone(function):
     """
-    from_rank_0 for work at the disk, which may take longer than `timeout`: an 8B run hashes, writes and syncs 190 GB at a time.
-    A rank 0 that dies is noticed at once all the same, for its connections break.
+    A collective: from_rank(function) for long work at the disk; a run of four 8B models hashes,
+    writes and syncs 190 GB at a time. Meanwhile the other ranks wait for up to PATIENCE seconds,
+    not `timeout`. If rank 0 dies, they notice it at once all the same: its connections break.
     """
     if not dist.is_initialized():
         return function()
     dist.group.WORLD.set_timeout(max(usual_wait, datetime.timedelta(seconds=PATIENCE)))
     try:
-        return from_rank_0(function)
+        return from_rank(function)
     finally:
         dist.group.WORLD.set_timeout(usual_wait)
 
 
+def send_tensors(source, tensors):
+    """A collective: {key: tensor} of the rank `source`, on every rank. Others' are ignored."""
+    if not dist.is_initialized():
+        return tensors
+    header = from_rank(lambda: [[key, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                                for key, t in tensors.items()], source)
+    sent = {}
+    for key, shape, dtype in header:
+        if dist.get_rank() == source:
+            sent[key] = tensors[key].detach().to(wire()).contiguous()
+        else:
+            sent[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=wire())
+        collective(dist.broadcast, sent[key], src=source)
+    return sent
+
+
+# --------------------------------------------------------------------------------------------------
+# every rank works
+
+
 def together(function):
     """
-    What function() returns on this rank; every rank calls it, on its own share. A BadInput or Stop of any rank is raised on
-    all, so that nobody waits for one that has left.
+    A collective: every rank calls function, each on its own share, and returns its own result. If
+    function raises BadInput or Stop on any rank, all ranks raise Stop, with the words of the first
+    rank that failed. Without this the ranks that succeeded would go on and wait for the others.
     """
     if not dist.is_initialized():
         return function()
@@ -76,7 +108,7 @@ def together(function):
     failed = ranks_where(error is not None)
     if not failed:
         return value
-    text = torch.zeros(1000, dtype=torch.uint8, device=wire())  # the first one's message
+    text = torch.zeros(1000, dtype=torch.uint8, device=wire())
     if dist.get_rank() == failed[0]:
         said = list(str(error).encode()[:1000])
         text[:len(said)] = torch.tensor(said, dtype=torch.uint8, device=wire())
@@ -86,83 +118,89 @@ def together(function):
 
 
 def ranks_where(flag):
-    """The ranks on which flag is true; the same list on all."""
-    return torch.cat(all_gather(torch.tensor([flag], device=wire()).long())).nonzero().flatten().tolist()
+    """A collective: the ranks on which flag is true; the same list on all."""
+    flags = all_gather(torch.tensor([flag], device=wire()).long())
+    return torch.cat(flags).nonzero().flatten().tolist()
 
 
-def digest(text):
-    """64 bits of a text's hash, as an int64; never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
+def name_ranks(numbers):
+    """[1, 2] -> "rank 1 and rank 2"."""
+    return " and ".join(f"rank {r}" for r in numbers)
 
 
-def own_code():
-    """
-    {what: its hash or version} of the code that runs here: this project's files, the script itself among them, and torch.
-    Gradients are summed over ranks, so no audit could see that one of them computes another loss.
-    """
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    code = {"the version of torch": torch.__version__}
-    for path in sorted(path for path in loaded if path.startswith(folder) and "site-packages" not in path):
-        with open(path, "rb") as f:
-            code[f"the code of {path.removeprefix(folder)}"] = hashlib.sha256(f.read()).hexdigest()
-    return code
+# --------------------------------------------------------------------------------------------------
+# the end of the set-up
 
 
 def agree(settings):
     """
-    The end of every rank's set-up, at which all find out whether all are ready and start from the same: settings is
-    {what: its value or hash}, from the configuration to the models' checksums; the code itself is added here. Raises
-    BadConfig, on all ranks, when some rank could not come this far, or has other settings than rank 0.
+    A collective, at the end of every rank's set-up: are all ranks ready, and do all start from the
+    same? settings: {what: its value or hash}, from the configuration to the models' checksums; the
+    code itself is added here. Raises BadConfig, on all ranks, if one of them could not come this
+    far (see tell_others) or has other settings than rank 0.
     """
     global starting
     if not dist.is_initialized():
         return
     texts = {what: json.dumps(value) for what, value in (own_code() | settings).items()}
-    mine = torch.tensor([0, digest(json.dumps(texts)), digest(json.dumps(list(texts)))], device=wire())
+    failure, names = 0, json.dumps(list(texts))
+    mine = torch.tensor([failure, digest(json.dumps(texts)), digest(names)], device=wire())
     everyones = torch.stack(all_gather(mine))  # (ranks, 3)
     starting = False
+
     failed = everyones[:, 0].nonzero().flatten().tolist()
     if failed:
         raise BadConfig(f"{name_ranks(failed)} could not start, for the reason that it gave")
     if (everyones[:, 1] == everyones[0, 1]).all():
         return
+
+    # They differ. In what? The settings can be compared one by one if their names are the same.
     others = (everyones[:, 2] != everyones[0, 2]).nonzero().flatten().tolist()
     if others:
-        raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; copy rank 0's there")
-    details = torch.stack(all_gather(torch.tensor([digest(text) for text in texts.values()], device=wire())))
-    differs = details != details[0]  # (ranks, settings)
+        raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; "
+                        "copy rank 0's there")
+    mine = torch.tensor([digest(text) for text in texts.values()], device=wire())
+    everyones = torch.stack(all_gather(mine))  # (ranks, settings)
+    differs = everyones != everyones[0]
     first = int(differs.any(0).nonzero()[0])
     others = differs[:, first].nonzero().flatten().tolist()
-    raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {list(texts)[first]}; give all ranks the same files and "
-                    "settings")
-
-
-def name_ranks(numbers):
-    return " and ".join(f"rank {r}" for r in numbers)
+    raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {list(texts)[first]}; give all "
+                    "ranks the same files and settings")
 
 
 def tell_others(message):
     """
-    Called as this rank leaves with a BadInput: if the others may be waiting in agree, answer there. Returns whether rank 0
-    leaves with the very same message, so that once is enough.
+    A collective while the ranks set up: errors.py calls this as this rank leaves with a BadInput.
+    The other ranks wait in agree, or are leaving themselves; this answers the all_gather there, as
+    a rank that has failed. Returns whether rank 0 leaves with the very same message, so that
+    printing it once is enough; None if the set-up is over.
     """
     global starting
     if not starting:
         return None
     starting = False
-    everyones = all_gather(torch.tensor([digest(message), 0, 0], device=wire()))
-    return bool(everyones[0][0] == digest(message))
+    failure = digest(message)
+    everyones = all_gather(torch.tensor([failure, 0, 0], device=wire()))
+    return bool(everyones[0][0] == failure)
 
 
-def send_tensors(source, tensors):
-    """{key: tensor} of this source rank, on every rank."""
-    if not dist.is_initialized():
-        return tensors
-    header = from_rank_0(lambda: [[k, list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in tensors.items()], source)
-    sent = {}
-    for key, shape, dtype in header:
-        mine = tensors[key].detach().to(wire()).contiguous() if dist.get_rank() == source else None
-        sent[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=wire()) if mine is None else mine
-        collective(dist.broadcast, sent[key], src=source)
-    return sent
+def digest(text):
+    """64 bits of a text's hash, as an int64. Never 0, which stands for "no failure" in agree."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True) or 1
+
+
+def own_code():
+    """
+    {what: its hash or version} of the code that runs here: every file of this project that has been
+    imported, the script among them, and torch. A rank with another version of the loss must be
+    found here: the gradients are summed over the ranks, so no audit could see it later.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    ours = [path for path in loaded if path.startswith(folder) and "site-packages" not in path]
+    code = {"the version of torch": torch.__version__}
+    for path in sorted(ours):
+        with open(path, "rb") as f:
+            code[f"the code of {path.removeprefix(folder)}"] = hashlib.sha256(f.read()).hexdigest()
+    return code

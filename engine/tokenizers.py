@@ -1,6 +1,12 @@
 """
-Three kinds of tokenizer with one interface: the built-in byte-level one (tiktoken), GPT-2's from its vocab.json (tiktoken), and
-whatever AutoTokenizer finds in a Hugging Face folder. Text that looks like a special token is plain text to all of them.
+Text -> ids and back. There are three kinds of tokenizer with one interface (class Tokenizer):
+
+    ByteTokenizer   the built-in one, a token a byte; nothing to download
+    GPT2Tokenizer   GPT-2's merges, from vocab.json
+    HFTokenizer     whatever transformers' AutoTokenizer finds in a Hugging Face folder
+
+load_tokenizer chooses by the files in a model's folder. Text that looks like a special token is
+plain text to all three: nobody who writes a prompt can end a turn or a response.
 """
 import hashlib
 import json
@@ -12,15 +18,19 @@ from engine.hf_files import find_folder, read_json
 from errors import BadInput, first_line, one_line, shorten, warn
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizers
+# --------------------------------------------------------------------------------------------------
+# which tokenizer a folder holds
+
+JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json",
+              "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(path):
     """
-    The tokenizer of a model folder or hub name. Its eos_ids are all that its configuration files name.
-    Raises BadInput where a file is broken, or where all ends that config.json or generation_config.json
-    names are plain text to this tokenizer: then they are of different models.
+    The tokenizer of a model folder or hub name. Its eos_ids are all ends that its own files and the
+    model's (config.json, generation_config.json) name. Raises BadInput where a file is broken, or
+    where all ends that one of the model's files names are plain text to the tokenizer: then the
+    two are of different models.
     """
     folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
     settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
@@ -29,134 +39,100 @@ def load_tokenizer(path):
     if "tiktoken.json" in settings:
         file = os.path.join(folder, "tiktoken.json")
         tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], file))
-    elif family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json")) \
-            and "tokenizer.json" not in settings:
+    elif (family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json"))
+          and "tokenizer.json" not in settings):
         tokenizer = GPT2Tokenizer(folder)
     else:
         tokenizer = HFTokenizer(folder)
-    named = set()  # by the model's files; the tokenizer has its own
+
+    named = set()  # the ends that the model's files name
     for file in ("generation_config.json", "config.json"):
         ids = settings.get(file, {}).get("eos_token_id")
-        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < tokenizer.vocab_size]
         if not wrong and all(map(tokenizer.is_plain_text, ids)):
-            wrong = ids  # a newline may be an end, too, but hardly the only one
+            wrong = ids  # one of several ends may be plain text, such as a newline, but not all
         if wrong:
-            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is no special token of "
-                           f"the tokenizer beside it, which has {tokenizer.vocab_size} tokens and ends with "
-                           f"{tokenizer.eos_id}; do they belong together?")
+            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is "
+                           "no special token of the tokenizer beside it, which has "
+                           f"{tokenizer.vocab_size} tokens and ends with {tokenizer.eos_id}; do "
+                           "they belong together?")
         named.update(ids)
     if named and tokenizer.eos_id not in named:
-        warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with {tokenizer.eos_id}; do they belong "
-             "together? A response may end with any of them")
+        warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with "
+             f"{tokenizer.eos_id}; do they belong together? A response may end with any of them")
     tokenizer.eos_ids |= named
     return tokenizer
-
-JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json", "tokenizer_config.json",
-              "special_tokens_map.json", "added_tokens.json")
 
 
 def check_tokenizer_fits(tokenizer, model, path):
     """
-    Raise BadInput if the tokenizer has ids that the model has no embedding for. Fewer is fine: the
-    others are masked. But vocabularies are padded by a few per cent only: of more, warn.
+    Raise BadInput if the tokenizer has ids for which the model has no embedding. Fewer ids are
+    fine: the model's other tokens are never sampled. But vocabularies are padded by a few per cent
+    at most, so warn where far more are missing.
     """
     tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
     if tokens > embeddings:
         raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
                        f"{embeddings}; they do not belong together")
     if tokens < 0.9 * embeddings:
-        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; do they "
-             "belong together?")
+        warn(f"{path}: the tokenizer has {tokens} tokens, the model embeddings for {embeddings}; "
+             "do they belong together?")
 
 
-def read_text(file):
-    """The text of a file. Raises BadInput."""
-    try:
-        with open(file, encoding="utf-8") as f:
-            return f.read()
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
-
-
-def attempt(read):
-    """(What read() returns, None), or (None, whatever a library of others raises in it on a broken file)."""
-    try:
-        return read(), None
-    except BaseException as e:
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's, which is no Exception
-            raise
-        return None, e
-
-
-def tokenizer_file_at_fault(folder):
-    """The tokenizer.json in a folder, if that alone cannot be read, else what stands beside it."""
-    from tokenizers import Tokenizer as Backend
-
-    file = os.path.join(folder, "tokenizer.json")
-    if os.path.isfile(file) and attempt(lambda: Backend.from_file(file))[1]:
-        return file
-    names = ("tokenizer_config.json", "special_tokens_map.json")
-    return os.path.join(folder, " or ".join(n for n in names if os.path.isfile(os.path.join(folder, n))))
-
-
-def check_ids(vocab, file):
-    """Raise BadInput unless a vocabulary {token: id} gives every token an id of its own."""
-    tokens = {}
-    for token, i in vocab.items():
-        if type(i) is not int or not 0 <= i < 10**8:
-            raise BadInput(f"{file}: the id of {shorten(token)} is {shorten(i)}; wanted an integer from 0")
-        if i in tokens:
-            raise BadInput(f"{file}: {shorten(tokens[i])} and {shorten(token)} have the same id {i}")
-        tokens[i] = token
-
-
-def check_byte_settings(settings, file):
-    """The settings of a ByteTokenizer. Raises BadInput unless they are markers, eos and pad: different strings."""
-    markers = settings.get("markers")
-    names = [*(markers if isinstance(markers, list) else [None]), settings.get("eos"), settings.get("pad")]
-    texts = [x for x in names if isinstance(x, str) and x and not any(map(is_surrogate, x))]
-    if len(set(texts)) < len(names):
-        raise BadInput(f"{file}: wanted markers, a list of strings, eos and pad, all of them different")
-    return settings
+# --------------------------------------------------------------------------------------------------
+# the interface
 
 
 class Tokenizer:
-    """What all kinds share. encode is text -> ids; decode is ids -> text, without EOS and padding."""
+    """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
     eos_id = pad_id = vocab_size = 0
-    eos_ids = frozenset()
-    special_texts = ()  # those of special tokens, which encode takes for plain text
+    eos_ids = frozenset()  # a response ends with any of them
+    special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
 
     def specials_in(self, text):
         """Which special tokens a text spells."""
         return [s for s in self.special_texts if s in text]
+
     def is_plain_text(self, i):
         """Whether the token of this id is a piece of text, and no end or marker."""
         return False
 
     def encode_prompt(self, prompt):
-        """Ids of a prompt: a string (after BOS, if the tokenizer has one) or a list of chat messages."""
+        """Ids of a prompt: a string (after BOS, if there is one) or a list of chat messages."""
         if isinstance(prompt, str):
             return list(self.bos_ids) + self.encode(prompt)
         return self.encode_chat(prompt)
 
     def encode_chat(self, messages):
-        raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; write prompts as strings")
+        raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
+                       "write prompts as strings")
 
     def encode_completion(self, completion):
-        """Ids of a whole completion, EOS included: a string, or a list with one assistant message."""
+        """Ids of a completion and EOS. It is a string, or a list with one assistant message."""
         if not isinstance(completion, str):
             completion = "".join(m["content"] for m in completion)
         return self.encode(completion) + [self.eos_id]
 
-BYTE_LEVEL = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}  # GPT-2's printable names of bytes
-BYTE_LEVEL |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
+
+# --------------------------------------------------------------------------------------------------
+# bytes
+
+# GPT-2 writes each byte as a printable character: itself, or one from 256 on
+BYTE_LEVEL = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+BYTE_LEVEL |= {b: chr(256 + i)
+               for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a byte, plus markers that text may contain, EOS and padding: tiktoken without merges, nothing to download."""
+    """
+    One token a byte, then markers (such as <think>, which text may contain), EOS and padding:
+    tiktoken without merges. settings: {"markers": [...], "eos": ..., "pad": ...}.
+    """
 
     def __init__(self, settings):
         import tiktoken
@@ -164,8 +140,9 @@ class ByteTokenizer(Tokenizer):
         self.settings = settings
         self.special_texts = settings["eos"], settings["pad"]
         specials = [*settings["markers"], *self.special_texts]
-        self.encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
-                                          special_tokens={s: 256 + i for i, s in enumerate(specials)})
+        self.encoding = tiktoken.Encoding(
+            "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={s: 256 + i for i, s in enumerate(specials)})
         self.vocab_size = 256 + len(specials)
         self.eos_id, self.pad_id = self.vocab_size - 2, self.vocab_size - 1
         self.eos_ids = {self.eos_id}
@@ -175,10 +152,12 @@ class ByteTokenizer(Tokenizer):
         return i < 256
 
     def encode(self, text):
-        return self.encoding.encode(text, allowed_special=set(self.settings["markers"]), disallowed_special=())
+        markers = set(self.settings["markers"])
+        return self.encoding.encode(text, allowed_special=markers, disallowed_special=())
 
     def decode(self, ids):
-        return self.encoding.decode([i for i in ids if i not in (self.eos_id, self.pad_id)], errors="replace")
+        ids = [i for i in ids if i not in (self.eos_id, self.pad_id)]
+        return self.encoding.decode(ids, errors="replace")
 
     def save(self, folder):
         """Write tiktoken.json for us, and the same as tokenizer.json for transformers."""
@@ -194,17 +173,37 @@ class ByteTokenizer(Tokenizer):
         backend.add_special_tokens([self.settings["eos"], self.settings["pad"]])
         backend.save(os.path.join(folder, "tokenizer.json"))
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-            json.dump(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=self.settings["eos"],
-                           pad_token=self.settings["pad"], clean_up_tokenization_spaces=False), f, indent=2)
+            json.dump(dict(tokenizer_class="PreTrainedTokenizerFast",
+                           eos_token=self.settings["eos"], pad_token=self.settings["pad"],
+                           clean_up_tokenization_spaces=False), f, indent=2)
+
+
+def check_byte_settings(settings, file):
+    """
+    The settings of a ByteTokenizer, as they are. Raises BadInput unless markers, eos and pad are
+    there, and all of them different strings.
+    """
+    markers = settings.get("markers")
+    names = [*(markers if isinstance(markers, list) else [None]),
+             settings.get("eos"), settings.get("pad")]
+    texts = [x for x in names if isinstance(x, str) and x and not any(map(is_surrogate, x))]
+    if len(set(texts)) < len(names):
+        raise BadInput(f"{file}: wanted markers, a list of strings, eos and pad, all of them "
+                       "different")
+    return settings
+
+
+# --------------------------------------------------------------------------------------------------
+# GPT-2
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's merges through tiktoken, from the vocab.json in the folder: its ids are in the order of the merges."""
+    """GPT-2's merges through tiktoken. vocab.json is enough: its ids are in the order of merges."""
 
     def __init__(self, folder):
         import tiktoken
 
-        self.files = {}
+        self.files = {}  # as they are, for save
         for name in ("vocab.json", "merges.txt"):
             if os.path.isfile(os.path.join(folder, name)):
                 self.files[name] = read_text(os.path.join(folder, name))
@@ -213,19 +212,23 @@ class GPT2Tokenizer(Tokenizer):
         byte_of = {name: b for b, name in BYTE_LEVEL.items()}
         eos = "<|endoftext|>"
         if eos not in vocab:
-            raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's vocabulary")
-        self.special_texts = (eos,)
-        unknown = [token for token in vocab if token != eos and (not token or set(token) - byte_of.keys())]
+            raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's "
+                           "vocabulary")
+        unknown = [t for t in vocab if t != eos and (not t or set(t) - byte_of.keys())]
         unknown += [ch for ch in byte_of if ch not in vocab]
         if unknown:
-            raise BadInput(f"{folder}/vocab.json: {shorten(unknown[0])} is no token of GPT-2's, or is missing there; this is "
-                           "not its vocabulary")
+            raise BadInput(f"{folder}/vocab.json: {shorten(unknown[0])} is no token of GPT-2's, or "
+                           "is missing there; this is not its vocabulary")
+        ranks = {bytes(byte_of[ch] for ch in t): i for t, i in vocab.items() if t != eos}
+        # how GPT-2 cuts a text into words before it merges
+        pattern = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
+                   r"""|\s++$|\s+(?!\S)|\s""")
+        self.encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks,
+                                          special_tokens={eos: vocab[eos]})
+        self.special_texts = (eos,)
         self.eos_id = self.pad_id = vocab[eos]
-        ranks = {bytes(byte_of[ch] for ch in token): i for token, i in vocab.items() if token != eos}
-        pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-        self.encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={eos: self.eos_id})
-        self.vocab_size = max(vocab.values()) + 1
         self.eos_ids = {self.eos_id}
+        self.vocab_size = max(vocab.values()) + 1
         self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
 
     def is_plain_text(self, i):
@@ -243,49 +246,59 @@ class GPT2Tokenizer(Tokenizer):
                 f.write(text)
 
 
+# --------------------------------------------------------------------------------------------------
+# Hugging Face
+
+
 class HFTokenizer(Tokenizer):
     """Any tokenizer that transformers can load, with its chat template."""
 
     def __init__(self, folder):
-        from transformers import AutoTokenizer  # here, for it takes seconds and 150 MB that the toy does not need
+        # imported here: it takes seconds and 150 MB, which the other tokenizers do not need
+        from transformers import AutoTokenizer
 
         names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):  # it would make up an empty one
-            raise BadInput(f"{folder}: no tokenizer in this folder ({', '.join(names)}); copy its files there")
+        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+            # transformers would make an empty tokenizer here
+            raise BadInput(f"{folder}: no tokenizer in this folder ({', '.join(names)}); copy its "
+                           "files there")
         self.folder = folder
         template = os.path.join(folder, "chat_template.jinja")
         if os.path.isfile(template):
-            read_text(template)
+            read_text(template)  # raises BadInput if it cannot be read
 
         def read():
-            self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.backend = AutoTokenizer.from_pretrained(folder, local_files_only=True,
+                                                         trust_remote_code=False)
             self.backend.decode(self.backend.encode("a"))
-            ids = self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id
-            return self.backend.get_vocab(), self.backend("")["input_ids"], *ids
+            lead = self.backend("")["input_ids"]  # [BOS] if it puts one before text, else []
+            ids = (self.backend.eos_token_id, self.backend.pad_token_id, self.backend.bos_token_id)
+            return self.backend.get_vocab(), lead, *ids
 
         found, e = attempt(read)
         if e:
-            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer ({first_line(e)[:200]}); "
-                           "save or download it again") from e
-        vocab, lead, eos, pad, bos = found  # lead: [BOS] where the tokenizer puts one before text, else []
+            raise BadInput(f"{tokenizer_file_at_fault(folder)}: no usable tokenizer "
+                           f"({first_line(e)[:200]}); save or download it again") from e
+        vocab, lead, eos, pad, bos = found
         if eos is None:
-            raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; set eos_token in "
-                           "tokenizer_config.json")
+            raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever "
+                           "end; set eos_token in tokenizer_config.json")
         fast = getattr(self.backend, "backend_tokenizer", None)
-        check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab, f"{folder}: its vocabulary")
-        self.specials = {i: t.content for i, t in self.backend.added_tokens_decoder.items()}
+        check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab,
+                  f"{folder}: its vocabulary")
         self.eos_id, self.pad_id = eos, eos if pad is None else pad
         self.eos_ids = {self.eos_id}
-        # whether tokenizer_config.json names a role of theirs or not
-        added = self.backend.added_tokens_decoder.values()
-        self.special_texts = [t.content for t in added if t.special and t.content.strip()]
-        self.vocab_size = max(vocab.values()) + 1
         self.bos_ids = [i for i in lead if i == bos]
+        self.vocab_size = max(vocab.values()) + 1
+        # all added tokens, even those for which tokenizer_config.json names no role
+        added = self.backend.added_tokens_decoder
+        self.specials = {i: t.content for i, t in added.items()}
+        self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
-        named = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or ""))) - vocab.keys()
-        if named:
-            warn(f"{folder}: its chat template writes {min(named)}, which to its tokenizer is no token but plain "
-                 "letters; is that meant?")
+        written = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or "")))
+        if written - vocab.keys():
+            warn(f"{folder}: its chat template writes {min(written - vocab.keys())}, which to its "
+                 "tokenizer is no token but plain letters; is that meant?")
 
     def is_plain_text(self, i):
         return i not in self.specials
@@ -298,44 +311,45 @@ class HFTokenizer(Tokenizer):
 
     def encode_chat(self, messages):
         """
-        The template's ids of these messages up to where the response goes on: in a new turn, or,
-        where the last message is the assistant's, at its end, in the same turn. A user who types a
-        special token gets its letters, not the token. Raises BadInput.
+        Ids of these messages in the chat template, up to where the response begins: in a new turn,
+        or, if the last message is the assistant's, at the end of that message, in its turn. A user
+        who types a special token gets its letters, not the token. Raises BadInput.
         """
         if not self.backend.chat_template:
             return super().encode_chat(messages)
-        # a text that contains a special token is rendered as a placeholder; the blanks around it
-        # stay, for the template may trim them
+        # A message that spells a special token is replaced by a placeholder before the template is
+        # rendered. The blanks around the message stay, because the template may strip them.
         filled, hidden = [dict(m) for m in messages], {}
         for i, m in enumerate(filled):
             if self.specials_in(m["content"]):
                 mark, content = f"\ue000{i}\ue001", m["content"].strip()
                 m["content"], hidden[mark] = m["content"].replace(content, mark), content
         text, ids = self.render(filled), []
-        # the template's pieces are encoded with special tokens, the hidden texts without
+        # the template's own text is encoded with special tokens, the hidden messages without
         for mark, content in hidden.items():
             before, found, text = text.partition(mark)
             if not found:
-                raise BadInput("a message contains special tokens and the chat template drops or moves messages; "
-                               "remove the special tokens from the prompt")
+                raise BadInput("a message contains special tokens and the chat template drops or "
+                               "moves messages; remove the special tokens from the prompt")
             ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
         return ids + self.backend.encode(text, add_special_tokens=False)
 
     def render(self, messages):
         """
-        The chat template's text of some messages, with an open turn of the assistant at its end:
-        its last message, or a new turn. Raises BadInput where the template does not keep that
-        message, and with the template's own words where it refuses them.
+        The text that the chat template makes of the messages. It ends in an open turn of the
+        assistant: the last message, if that is the assistant's, or an empty one. Raises BadInput
+        if the template does not keep that last message, and with the template's own words where it
+        refuses the messages.
         """
         last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
         how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
         try:
             text = self.backend.apply_chat_template(messages, tokenize=False, **how)
-        except Exception as e:  # the template is somebody's program: it may raise whatever it likes
+        except Exception as e:  # a template is a program of its author, and may raise anything
             if last is None or "continue_final_message" not in str(e):
                 raise BadInput(f"the chat template of {self.folder} refuses the messages: "
                                f"{one_line(first_line(e), 300)}") from e
-            text = ""  # transformers does not find the last message in what the template gave
+            text = ""  # transformers has not found the last message in the template's text
         if last is not None and not (last and text.rstrip().endswith(last)):
             raise BadInput("the last message is the assistant's, for the response to go on with, "
                            "but the chat template drops or changes a part of it, or it is blank; "
@@ -344,3 +358,54 @@ class HFTokenizer(Tokenizer):
 
     def save(self, folder):
         self.backend.save_pretrained(folder)
+
+
+def attempt(read):
+    """
+    (what read() returns, None), or (None, the exception). read calls libraries that raise anything
+    on a broken file; PanicException is that of Rust code, and no Exception.
+    """
+    try:
+        return read(), None
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        return None, e
+
+
+def tokenizer_file_at_fault(folder):
+    """The tokenizer.json in a folder, if that alone cannot be read, else the files beside it."""
+    from tokenizers import Tokenizer as Backend
+
+    file = os.path.join(folder, "tokenizer.json")
+    if os.path.isfile(file) and attempt(lambda: Backend.from_file(file))[1]:
+        return file
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    names = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+    return os.path.join(folder, " or ".join(names))
+
+
+# --------------------------------------------------------------------------------------------------
+# files
+
+
+def read_text(file):
+    """The text of a file. Raises BadInput."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            return f.read()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def check_ids(vocab, file):
+    """Raise BadInput unless a vocabulary {token: id} gives every token an id of its own."""
+    tokens = {}
+    for token, i in vocab.items():
+        if type(i) is not int or not 0 <= i < 10**8:
+            raise BadInput(f"{file}: the id of {shorten(token)} is {shorten(i)}; wanted an integer "
+                           "from 0")
+        if i in tokens:
+            raise BadInput(f"{file}: {shorten(tokens[i])} and {shorten(token)} have the same id "
+                           f"{i}")
+        tokens[i] = token

@@ -1,25 +1,32 @@
 #!/usr/bin/env bash
-# The second toy: one-line programs that are scored by running them, in the sandbox. Data -> SFT -> GRPO -> a table.
+# The second toy: one-line programs, which are scored by running them in the sandbox.
+# Data -> SFT -> GRPO -> a table and a picture.
 #   bash runs/code.sh [seed]
-# Every step is the plain command that you would type; it is echoed before it runs.
+# Every step is a command that you could type yourself; it is printed before it runs.
 seed="${1:-1}"
-case "$seed" in *[!0-9]*) echo "code.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;; esac
+case "$seed" in
+    *[!0-9]*) echo "code.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;;
+esac
 if ! command -v bwrap >/dev/null; then
-    echo "code.sh: bwrap is missing, and model-written code runs nowhere else; on Debian and Ubuntu: apt install bubblewrap" >&2
+    echo "code.sh: bwrap is missing, and model-written code runs nowhere else;" \
+         "on Debian and Ubuntu: apt install bubblewrap" >&2
     exit 2
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# Small operations suffer when two threads share a core: one thread per core, each pinned to its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}" OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+# Small operations are slow when two threads share a core: two threads, each on a core of its own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}"
+export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 
-# A second run with the same seed would find everything done; with another it would be refused. So: start over.
+# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
+# with another seed the run would be refused.
 for old in out/code_sft out/code_grpo; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done
 step data/code/prepare.py
 step sft.py config/code_sft.py --seed="$seed"
 step grpo.py config/code_grpo.py --seed="$seed"
-step tools/sample.py --policy_path=out/code_grpo/policy --prompts=data/code/rl_val.jsonl --limit=4 --seed="$seed"
+step tools/sample.py --policy_path=out/code_grpo/policy \
+    --prompts=data/code/rl_val.jsonl --limit=4 --seed="$seed"
 step tools/plot.py --runs=out/code_grpo --out=out/code_grpo.png

@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# The whole pipeline on a laptop, without a download: data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
+# The whole pipeline on a laptop; no data and no model is downloaded.
+# Data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
 #   bash runs/quickstart.sh [seed]
-# Every step is the plain command that you would type; it is echoed before it runs.
+# Every step is a command that you could type yourself; it is printed before it runs.
 seed="${1:-1}"
-case "$seed" in *[!0-9]*) echo "quickstart.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;; esac
+case "$seed" in
+    *[!0-9]*) echo "quickstart.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# Small operations suffer when two threads share a core: one thread per core, each pinned to its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}" OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+# Small operations are slow when two threads share a core: two threads, each on a core of its own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}"
+export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 
-# A second run with the same seed would find everything done; with another it would be refused. So: start over.
+# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
+# with another seed the run would be refused.
 for old in out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done
@@ -20,21 +25,28 @@ step sft.py config/arithmetic_sft.py --seed="$seed"
 step data/arithmetic/pairs.py --seed="$seed"
 step rm.py config/arithmetic_rm.py --seed="$seed"
 echo; echo "Before PPO:"
-step tools/sample.py --policy_path=out/arithmetic_sft/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+step tools/sample.py --policy_path=out/arithmetic_sft/policy \
+    --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
 step ppo.py config/arithmetic_ppo.py --seed="$seed"
 echo; echo "After PPO, the same prompts and the same noise:"
-step tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
+step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
+    --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
 step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 cat <<END
 
-Done in $((SECONDS - began)) s. The first line of the table is the SFT model, the last one the policy after PPO, on held-out problems.
-Next:
-  python tools/sample.py --policy_path=out/arithmetic_ppo/policy                  talk to it: type 123+456=
-  python ppo.py config/arithmetic_overoptimize.py                     watch the score rise while the truth falls
-  python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/overoptimize.png
-  torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks   the same run on two processes
-  less ppo.py                                                         the algorithm, to be read downward
+Done in $((SECONDS - began)) s. The table is of held-out problems: its first line is the SFT model,
+its last line is the policy after PPO. Next:
+
+Talk to the policy; type 123+456=
+  python tools/sample.py --policy_path=out/arithmetic_ppo/policy
+Watch the score rise while the accuracy falls:
+  python ppo.py config/arithmetic_overoptimize.py
+  python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
+The same run on two processes:
+  torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks
+Read the algorithm downward:
+  less ppo.py
 (python is $PYTHON)
 END

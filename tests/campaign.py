@@ -88,7 +88,7 @@ FINISHED = Fault("finished", 0, 0, "")  # no fault: the run has been finished, b
 def command(world, script, **keys):
     """The arguments of a script's run here; out_dir is relative to the folder of the run, so that all runs' files are alike."""
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
-    known = configurator.read_keys(os.path.join(ROOT, script))[0]
+    known = configurator.read_keys(os.path.join(ROOT, script))
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
     if script == "grpo.py":
         keys["reward_functions"] = world.rule("odd")  # flat groups, for refills
@@ -263,7 +263,7 @@ def warm():
     What every child would do again, done once in the parent: import our modules, compile the scripts and read their keys, look
     through what we imported.
     """
-    configurator.read_keys = functools.cache(configurator.read_keys)
+    configurator.read_lines = functools.cache(configurator.read_lines)
     runpy.compile = functools.cache(compile)  # where runpy looks for it
     for module in OURS:
         importlib.import_module(module)

@@ -4,11 +4,13 @@ down by hand. A line `given == truth` or `given != truth` is tried both ways.
 """
 import itertools
 import random
+import re
 import time
 
 import pytest
 
-from engine.answers import agree, plain, read_answer, same_answer
+from engine import answers
+from engine.answers import agree, evaluate_arithmetic, plain, read_answer, same_answer, split_at, split_parts, split_unit
 from rewards import accuracy, final_answer, last_boxed
 
 PAIRS = r"""
@@ -430,6 +432,20 @@ ANSWERS = sorted({answer for given, _, truth in TABLE for answer in (given, trut
 def test_pairs(given, equal, truth):
     assert same_answer(given, truth) is equal
     assert same_answer(truth, given) is equal
+
+
+def test_the_examples_of_the_docstrings():
+    """answers.py's table of what is the same and what is two answers, and the cases that its docstrings name."""
+    table = re.findall(r'^    "(.+?)" +and "(.+?)" +(the same|two answers):', answers.__doc__, re.MULTILINE)
+    assert len(table) == 6 and [verdict for _, _, verdict in table].count("the same") == 4
+    for given, truth, verdict in table:
+        assert same_answer(given, truth) == same_answer(truth, given) == (verdict == "the same"), (given, truth)
+    assert not same_answer("", "") and evaluate_arithmetic("3*7+5") == 26
+    assert plain(r"$\tfrac12$.") == r"\frac{1}{2}" and read_answer("x = 5 cm") == ("x", 5, "cm", "5cm")
+    assert [split_unit(text) for text in ("5 m", "5m", "72 clips in May")] == [("5", "m"), ("5m", ""), ("72", "clip in may")]
+    assert split_parts("(1, 2]") == ("(]", ["1", " 2"]) and split_parts("{5}") == ("group", ["5"])
+    assert split_parts("x") == ("", [])
+    assert split_at(",", "1,(2,3)") == ["1", "(2,3)"]
 
 
 def test_all_pairs_of_the_table():

@@ -22,7 +22,7 @@ import errors
 from configurator import run_config_file
 from data import encode_for_all, encode_prompts, read_jsonl
 from engine.adapters import Adapted, load_adapted, save_adapter
-from engine.hf_config import FIELDS
+from engine.hf_config import FIELDS, parse_config
 from engine.pretrained import from_pretrained
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, BadInput, Stop, one_line, shorten
@@ -224,6 +224,7 @@ def test_any_field_of_config_json(variant, folders, tmp_path):
     ("llama3-gqa-tied", dict(rope_parameters=dict(rope_type="linear")), "rope type 'linear' needs factor"),
     ("llama3-gqa-tied", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "not supported by kind of layer"),
     ("mistral-window", dict(sliding_window="5"), "sliding_window = '5'; wanted an integer from 0"),
+    ("qwen3", dict(rotary_pct="x"), "rotary_pct = 'x'; wanted a number from 0 to 1"),  # GPT-NeoX's
 ])
 def test_a_wrong_field_is_named(variant, changed, said, folders, tmp_path):
     """And no memory is taken: a gigantic model is refused in no time, in a process whose memory is as before."""
@@ -233,6 +234,15 @@ def test_a_wrong_field_is_named(variant, changed, said, folders, tmp_path):
     with pytest.raises(BadInput, match=said):
         from_pretrained(str(folder))
     assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window"])
+def test_fields_of_qwens_windows_mean_nothing_elsewhere(variant, folders):
+    good = json.loads((folders[variant] / "config.json").read_text())
+    windows = parse_config(good).windows
+    assert windows == (good.get("sliding_window") or 0,) * 3
+    for junk in (dict(layer_types=5), dict(layer_types=["sliding_attention"]), dict(max_window_layers="x")):
+        assert parse_config(good | junk).windows == windows
 
 
 def edit(file, **changes):

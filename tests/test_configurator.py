@@ -7,11 +7,12 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 
 import pytest
 
-from configurator import check_range, configure, read_keys
+from configurator import RENAMED, check_range, configure, read_arguments, read_keys
 from errors import BadConfig
 
 from conftest import ROOT
@@ -54,7 +55,7 @@ def toy(tmp_path, monkeypatch):
         script_globals = dict(DEFAULTS, __file__=str(tmp_path / "toy.py"), __doc__="A toy script.", __name__="__main__",
                               os=os, sys=sys, _hidden=5, computed=6, pair=(1, 2))
         before = dict(script_globals)
-        keys = configure(script_globals, list(argv))
+        keys = configure(script_globals, argv=list(argv))
         assert keys == {k: script_globals[k] for k in DEFAULTS} and list(keys) == list(DEFAULTS)
         assert {k: v for k, v in script_globals.items() if k not in DEFAULTS} == {
             k: v for k, v in before.items() if k not in DEFAULTS}
@@ -290,6 +291,115 @@ def test_as_a_script(toy):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# keys that scripts share
+
+SHARED = '''"""Shared by toys."""
+# where it runs
+place = "here"  # on which side [here | there]
+# how long it takes
+# in seconds
+limit = 60  # longest wait [1..1000]
+slow = 1.5  # a factor [> 0]
+'''
+
+
+@pytest.fixture
+def shares(toy, monkeypatch):
+    """Runs configure for the toy script with the shared keys: shares({"limit": 5}, "--place=there") -> (config, globals)."""
+    write("shared.py", SHARED)
+
+    def run(defaults, *argv):
+        call = ", ".join(["globals()", '"shared.py"', *(f"{k}={v!r}" for k, v in defaults.items())])
+        write("toy.py", SCRIPT.replace("configure(globals())", f"configure({call})"))
+        script_globals = dict(DEFAULTS, __file__=os.path.abspath("toy.py"))
+        config = configure(script_globals, "shared.py", list(argv), **defaults)
+        assert config == {k: script_globals[k] for k in config}
+        assert set(script_globals) == {*config, "__file__"}
+        return config
+
+    return run
+
+
+def test_shared_keys_come_after_the_script_s_own(shares):
+    everything = dict(DEFAULTS, place="here", limit=60, slow=1.5)
+    assert shares({}) == everything and list(shares({})) == list(everything)
+    assert {k: key.default for k, key in read_keys("toy.py").items()} == everything
+    write("c.py", "limit = 7\ncount = 9\n")
+    assert shares({}, "c.py", "--slow=2", "--place='there'") == dict(everything, limit=7, count=9, slow=2.0, place="there")
+
+
+def test_a_script_has_its_own_defaults_of_shared_keys(shares):
+    want = dict(DEFAULTS, place="here", limit=5, slow=2.0)
+    got = shares(dict(limit=5, slow=2))
+    assert got == want and type(got["slow"]) is float
+    assert {k: key.default for k, key in read_keys("toy.py").items()} == want
+    assert shares(dict(limit=5), "--limit=60")["limit"] == 60
+
+
+def test_a_script_can_have_a_shared_key_not_at_all(shares):
+    assert shares(dict(place=None)) == dict(DEFAULTS, limit=60, slow=1.5)
+    assert "place" not in read_keys("toy.py")
+    with pytest.raises(BadConfig, match="unknown key 'place'"):
+        shares(dict(place=None), "--place=there")
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--limit=0"], "limit = 0 (command line) is out of range: [1..1000]; longest wait"),
+    (["--limit=x"], "limit (command line): wanted int like 60, given str 'x'"),
+    (["--limti=3"], "unknown key 'limti' (--limti=3); did you mean 'limit'?"),
+    (["--limit"], "--limit: a value is missing; type --limit=60"),
+    (["--limit=3", "--limit=3"], "--limit is given twice; keep one"),
+    (["--place=nowhere"], "place = 'nowhere' (command line) is out of range: [here | there]; on which side")])
+def test_shared_keys_are_checked_like_others(shares, argv, message):
+    with pytest.raises(BadConfig) as caught:
+        shares({}, *argv)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("defaults, message", [
+    (dict(limti=3), "unknown key 'limti' (toy.py); did you mean 'limit'?"),
+    (dict(limit=0), "limit = 0 (toy.py) is out of range: [1..1000]; longest wait"),
+    (dict(place=3), "place (toy.py): wanted str like 'here', given int 3")])
+def test_a_wrong_default_in_the_call(shares, defaults, message):
+    for look in (lambda: shares(defaults), lambda: read_keys("toy.py")):
+        with pytest.raises(BadConfig) as caught:
+            look()
+        assert str(caught.value) == message
+
+
+def test_a_key_in_both_files(shares):
+    write("shared.py", SHARED + "count = 4  # again [>= 1]\n")
+    with pytest.raises(BadConfig, match="toy.py and shared.py both set count; keep one"):
+        shares({})
+
+
+def test_help_lists_shared_keys_last(shares, capsys):
+    with pytest.raises(SystemExit):
+        shares(dict(limit=5, slow=None), "--help")
+    out = capsys.readouterr().out
+    assert re.search(r"\n    drift = 0\.0 +any number\n"
+                     r"\n  where it runs\n    place = 'here' +on which side \[here \| there\]\n"
+                     r"\n  how long it takes\n  in seconds\n    limit = 5 +longest wait \[1\.\.1000\]\n$", out)
+
+
+def test_the_shared_file_is_found_from_any_folder(shares, tmp_path):
+    shares({})
+    done = subprocess.run([sys.executable, str(tmp_path / "toy.py"), "--limit=4"], capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "") and "('limit', 4)" in done.stdout
+
+
+def test_renamed_keys_are_told_their_new_names():
+    keys = {name: read_keys(os.path.join(ROOT, name)) for name in TRAINING}
+    assert set(RENAMED.values()) <= {key for name in TRAINING for key in keys[name]}
+    for old, new in RENAMED.items():
+        for name in TRAINING:
+            with pytest.raises(BadConfig) as caught:
+                read_arguments(keys[name], [f"--{old}=3"])
+            assert (f"it is called '{new}' now" in str(caught.value)) == (new in keys[name]), (name, old)
+            assert old not in keys[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # fuzz
 
 PIECES = ["1", "0", "-", "+", ".", "e", "E", "_", "0x", "0b1", "1e", "9" * 30, "9" * 5000, "j", "nan", "inf", "None", "True",
@@ -352,20 +462,34 @@ def source_of(path):
     with open(path, encoding="utf-8") as f:
         return f.read()
 
-SCRIPTS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "*.py"))
-                 if re.search(r"^config = configure\(globals\(\)\)$", source_of(p), re.MULTILINE))
+SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools") for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
+                 if re.search(r"^config = configure\(globals\(\)", source_of(p), re.MULTILINE))
+TRAINING = ["grpo.py", "ppo.py", "rm.py", "sft.py"]
 CONFIGS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "config", "*.py")))
 real_scripts = pytest.mark.parametrize("name", SCRIPTS)
 
 
-def real_keys(name):
-    """{key: (default, comment)} of a script of ours, by reading its lines up to configure."""
+def lines_of(source):
+    """{key: (default, comment)} of the lines of a source."""
     keys = {}
-    for line in source_of(os.path.join(ROOT, name)).split("config = configure(globals())")[0].splitlines():
+    for line in source.splitlines():
         match = re.fullmatch(r"([a-z]\w*) = (.*?)(?:  # (.*))?", line)
         if match:
             keys[match[1]] = (ast.literal_eval(match[2]), match[3] or "")
     return keys
+
+
+def real_keys(name):
+    """{key: (default, comment)} of a script of ours, by reading its lines up to configure, and those it shares."""
+    above, call = re.split(r"^config = configure\(globals\(\)", source_of(os.path.join(ROOT, name)), maxsplit=1,
+                           flags=re.MULTILINE)
+    shared = re.match(r', "([\w./]+)"([^)]*)\)', call)
+    if not shared:
+        return lines_of(above)
+    keys = lines_of(source_of(os.path.join(ROOT, shared[1])))
+    for key, value in re.findall(r",\s+(\w+)=(\w+)", shared[2]):
+        keys[key] = (ast.literal_eval(value), keys[key][1])
+    return lines_of(above) | {key: x for key, x in keys.items() if x[0] is not None}
 
 
 def script_of(config):
@@ -377,25 +501,55 @@ def script_of(config):
 
 
 def test_the_scripts_are_found():
-    assert {"ppo.py", "grpo.py", "sft.py", "rm.py"} <= set(SCRIPTS)
+    assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/plot.py", "tools/sample.py"}
     assert CONFIGS
+
+
+def test_the_training_scripts_share_their_keys():
+    """No script has a line of its own for a key of engine/keys.py."""
+    shared = lines_of(source_of(os.path.join(ROOT, "engine", "keys.py")))
+    assert len(shared) > 10
+    with open(os.path.join(ROOT, "ruff.toml"), "rb") as f:
+        assert set(tomllib.load(f)["builtins"]) == set(shared), "ruff.toml names the keys of engine/keys.py"
+    for name in TRAINING:
+        source = source_of(os.path.join(ROOT, name)).split("\nconfig = configure(")[0]
+        assert not shared.keys() & lines_of(source).keys(), name
+        assert len(shared.keys() & read_keys(os.path.join(ROOT, name)).keys()) > 10, name
 
 
 @real_scripts
 def test_every_key_has_a_comment(name):
     keys = real_keys(name)
-    assert {k: comment for k, (_, comment) in keys.items()} == read_keys(os.path.join(ROOT, name))[0]
+    assert keys == {k: (key.default, key.comment) for k, key in read_keys(os.path.join(ROOT, name)).items()}
     assert keys
     for key, (_, comment) in keys.items():
-        assert len(re.sub(r"\[[^\[\]]*\]$", "", comment).strip()) >= 3, f"{name}: {key} has no comment"
+        comment = re.sub(r"\[[^\[\]]*\]$", "", comment).strip()
+        said = comment or " ".join(read_keys(os.path.join(ROOT, name))[key].headings)  # on lines of its own above the key
+        assert len(said) >= 3, f"{name}: {key} has no comment"
 
 
 @real_scripts
 def test_every_key_is_used(name):
-    reads = [node.id for node in ast.walk(ast.parse(source_of(os.path.join(ROOT, name))))
-             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    """By its name in the script, or by config["name"] in a module that the script imports."""
+    reads = {node.id for node in ast.walk(ast.parse(source_of(os.path.join(ROOT, name))))
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for path in imported_of(os.path.join(ROOT, name)):
+        for node in ast.walk(ast.parse(source_of(path))):
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                if getattr(node.value, "id", getattr(node.value, "attr", "")) in ("config", "c"):
+                    reads.add(node.slice.value)
     unused = [key for key in real_keys(name) if key not in reads]
     assert not unused, f"{name} never reads {unused}"
+
+
+def imported_of(path):
+    """The modules of ours that a script imports; not engine/planner.py, whose prediction is no use of a key."""
+    source = source_of(path)
+    names = [name.replace(".", "/") for name in re.findall(r"^from ([\w.]+) import", source, re.MULTILINE)]
+    for line in re.findall(r"^from engine import ([\w, ]+)", source, re.MULTILINE):
+        names += [f"engine/{name}" for name in line.split(", ")]
+    files = (os.path.join(ROOT, f"{name}.py") for name in sorted({*names} - {"engine/planner"}))
+    return [file for file in files if os.path.exists(file)]
 
 
 @real_scripts
@@ -407,20 +561,18 @@ def test_every_default_is_in_its_range(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_file_fits_its_script(name, monkeypatch, capsys):
+def test_every_config_file_fits_its_script(name):
     script_name, file = script_of(name), os.path.join(ROOT, "config", name)
     doc = ast.get_docstring(ast.parse(source_of(file))) or ""
     others = [s for s in re.findall(r"\bpython (\w+\.py)", doc) if s not in (script_name, "tools/memory.py")
               and f"{s} config/{name}" in doc]
     assert not others, f"{name} is for {script_name} by its name, for {others} by its docstring"
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.delenv("RANK", raising=False)
     keys = {k: default for k, (default, _) in real_keys(script_name).items()}
-    got = configure(dict(keys, __file__=os.path.join(ROOT, script_name)), [file])
+    got = {name: value for name, (value, _) in read_arguments(read_keys(os.path.join(ROOT, script_name)), [file]).items()}
     named = {node.targets[0].id for node in ast.parse(source_of(file)).body
              if isinstance(node, ast.Assign) and not node.targets[0].id.startswith("_")}
     assert named and named <= set(keys)
-    assert {k for k in keys if got[k] != keys[k]} <= named
+    assert got.keys() == named
 
 
 def test_config_names_say_their_script():
@@ -430,3 +582,20 @@ def test_config_names_say_their_script():
                          "rloo", "cispo"]}
     for script, configs in names.items():
         assert {script_of(f"{config}.py") for config in configs} == {script}
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py"])
+def test_no_key_has_the_name_of_something_else(script):
+    """Not of a module, a function or a class of the house, nor of anything that the script assigns."""
+    paths = [p for where in ("", "engine") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
+    taken = {os.path.basename(p).removesuffix(".py") for p in paths}
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read())
+        taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+        names = [node.id for node in ast.walk(ast.parse(f.read()))
+                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    keys = read_keys(os.path.join(ROOT, script)).keys()
+    assert len(keys) > 30 and not keys & taken
+    assert {name for name in keys if names.count(name) > 1} == set()

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from data import batch_rows, encode_for_all, encode_prompts, permutation, read_jsonl, right_pad, say_special_tokens
+from data import (batch_rows, encode_for_all, encode_prompts, micro_batches, permutation, read_jsonl,
+                  replace_rows, right_pad, say_special_tokens)
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, GPT2Tokenizer, HFTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 
@@ -120,6 +121,34 @@ def test_permutation():
     # any row may come first: a chi-squared of 9 degrees of freedom is under 28 in 999 of 1000 cases
     counts = torch.bincount(torch.stack([permutation(10, seed, "x")[0] for seed in range(2000)]), minlength=10)
     assert ((counts - 200.0) ** 2 / 200).sum() < 28
+
+
+def test_the_examples_of_the_docstrings():
+    """Padding, the walk through the epochs, replaced rows and micro-batches, as data.py's docstrings have them."""
+    assert permutation(5, 1, "epoch", 0).tolist() == [1, 2, 0, 3, 4] and "[1, 2, 0, 3, 4]" in permutation.__doc__
+    walk = [batch_rows(1, i, 3, 5) for i in range(3)]
+    assert walk == [[1, 2, 0], [3, 4, 2], [3, 4, 0]] and ", ".join(map(str, walk)) in batch_rows.__doc__
+    assert sum(walk, []) == [*permutation(5, 1, "epoch", 0).tolist(), *permutation(5, 1, "epoch", 1).tolist()[:4]]
+    assert "order 2 3 4 0 1" in batch_rows.__doc__ and permutation(5, 1, "epoch", 1).tolist() == [2, 3, 4, 0, 1]
+
+    tokens, mask = right_pad([[5, 6, 7], [8]], 0)
+    assert tokens.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[True] * 3, [True, False, False]]
+
+    def batch(rows, P):
+        tokens = torch.tensor(rows)
+        return dict(tokens=tokens, attention_mask=tokens > 0, response_mask=tokens[:, P:] > 0,
+                    scores=torch.arange(len(rows)))
+
+    got = replace_rows(batch([[5, 6, 7, 8], [0, 5, 9, 9]], 2), torch.tensor([1]), batch([[1, 2, 3, 4, 9]], 3), 0)
+    assert got["tokens"].tolist() == [[0, 5, 6, 7, 8], [1, 2, 3, 4, 9]]
+    assert torch.equal(got["attention_mask"], got["tokens"] > 0) and got["scores"].tolist() == [0, 0]
+
+    three = batch([[5, 6, 7, 8, 9], [0, 0, 1, 2, 0], [0, 3, 4, 5, 0]], 3)
+    first, second, third = micro_batches(three, torch.arange(3), 2, 3)
+    assert first["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and first["scores"].tolist() == [1, 2]
+    assert first["response_mask"].tolist() == [[True], [True]]
+    assert second["tokens"].tolist() == [[5, 6, 7, 8, 9]] and second["scores"].tolist() == [0]
+    assert third["tokens"].shape == (0, 2) and third["response_mask"].shape == (0, 1)  # no rows, two columns
 
 
 def test_right_pad():

@@ -1,10 +1,13 @@
 """gae.py against a loop over the tokens in float64: masks of every shape, lengths around the block size, garbage, speed."""
+import re
 import statistics
+import textwrap
 import time
 
 import pytest
 import torch
 
+import gae
 from gae import compute_gae
 
 COEFFICIENTS = [0.0, 0.5, 0.95, 1.0]
@@ -53,6 +56,27 @@ def test_by_hand():
     # delta = [1 + 2 - 2, 2 + 3 - 4, 4 + 0 - 6] = [1, 1, -2]
     assert advantages.tolist() == [[1.125, 0.5, -2.0]]
     assert returns.tolist() == [[3.125, 4.5, 4.0]]
+
+
+def test_the_header_says_what_the_code_does():
+    """The loop in gae.py's header, run as it is printed there, and the numbers of its worked example."""
+    loop = textwrap.dedent(re.search(r"^    advantage, next_value.*?\n\n", gae.__doc__, re.DOTALL | re.MULTILINE)[0])
+    assert loop.count("\n") == 7  # six lines and a blank one
+    table = {name: [float(x) for x in numbers.split()] for name, numbers in
+             re.findall(r"^    (rewards|values|delta|advantages|returns) ((?: +-?[0-9.]+){3})", gae.__doc__, re.MULTILINE)}
+    assert list(table) == ["rewards", "values", "delta", "advantages", "returns"]
+    gamma, lam, c = map(float, re.search(r"gamma = ([0-9.]+), lam = ([0-9.]+), so c = ([0-9.]+)", gae.__doc__).groups())
+    names = dict(rewards=table["rewards"], values=table["values"], gamma=gamma, lam=lam, T=3,
+                 advantages=[0.0] * 3, returns=[0.0] * 3)
+    exec(loop, names)
+    assert c == gamma * lam and names["advantages"] == table["advantages"] and names["returns"] == table["returns"]
+    assert (torch.tensor(table["delta"]) @ gae.discount_matrix(3, c, torch.zeros(1))).tolist() == table["advantages"]
+    rewards, values = (torch.tensor([table[name]]) for name in ("rewards", "values"))
+    advantages, returns = compute_gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), gamma, lam)
+    assert advantages.tolist() == [table["advantages"]] and returns.tolist() == [table["returns"]]
+    mask = torch.tensor([[True, False, True, False]])  # the example of closing gaps
+    number = mask.long().cumsum(1) - 1
+    assert number.tolist() == [[0, 0, 1, 1]] and number.masked_fill(~mask, 4).tolist() == [[0, 4, 1, 4]]
 
 
 def test_masks_by_hand():

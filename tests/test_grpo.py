@@ -34,23 +34,24 @@ def log_of(folder, name):
 DUMP = """
 import json, torch
 import parallel
-gather_rows, check_finite, batch, number = parallel.gather_rows, parallel.check_finite, {}, 0
+from engine import audit
+gather_rows, check_finite, batch, number = parallel.gather_rows, audit.check_finite, {}, 0
 def write(more, count):
     global batch, number
     batch, number = batch | more, number + count
     if RANK == 0:
         torch.save(batch, f"batch-{number - 1}.pt")
-def dump(mine):
+def dump(mine, total):
     global batch
     batch = {}
-    everyones = gather_rows(mine)
+    everyones = gather_rows(mine, total)
     write(everyones, 1)
     return everyones
 def dump_more(tensors, iteration):
     check_finite(tensors, iteration)
     if all(len(x) == len(batch["tokens"]) for x in tensors.values()):
         write(tensors, 0)
-parallel.gather_rows, parallel.check_finite = dump, dump_more
+parallel.gather_rows, audit.check_finite = dump, dump_more
 """
 
 
@@ -536,9 +537,14 @@ logprobs = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
-import loss, relatives
-policy_loss = loss.policy_loss
-loss.policy_loss = lambda *args: (policy_loss(*args)[0] * (float("nan") if RANK == 1 else 1), args[3])
+import loss
+response_logprobs = loss.response_logprobs
+def spoilt(*args, **kwargs):
+    logprobs, entropy = response_logprobs(*args, **kwargs)
+    if RANK == 1 and logprobs.requires_grad:
+        logprobs.register_hook(lambda gradient: gradient * float("nan"))
+    return logprobs, entropy
+loss.response_logprobs = spoilt
 """, r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
 }
 TOO_LONG = """

@@ -12,17 +12,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loss import kl_estimate, policy_loss
-from relatives import cispo_loss, flat_groups, group_advantages, token_weights
+from loss import kl_estimate
+from relatives import (cispo_loss, clipped_loss, dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
+                       token_weights)
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 G, R = 4, 8
 LENGTHS = [[5, 1, 3, 8], [8, 2, 8, 1], [4, 6, 7, 2]]  # of the responses to three prompts
 SCORES = [[1.0, 0.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [-0.5, 2.0, 0.0, 0.5]]
 UNFINISHED = [(0, 3), (1, 0), (2, 2)]  # (group, response); the last one was cut short of R tokens, as a context might
-PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token", aggregation="seq-mean-token-mean",
-             truncated="keep",
-             low=0.2, high=0.2, dual=0.0, kl_coef=0.0, estimator="k3", correction=False)
+PLAIN = dict(baseline="mean", scale_by="std", loss_type="clip", importance="token",
+             aggregation="seq-mean-token-mean", truncated="keep", low=0.2, high=0.2, dual=0.0,
+             kl_coef=0.0, estimator="k3", correction=False)
 
 
 def make_case(seed=0):
@@ -151,7 +152,7 @@ def our_loss(case, logprobs, garbage=0.0, parts=1, **keys):
         if k.loss_type == "cispo":
             losses, _ = cispo_loss(new, old[rows], advantages[rows], m, k.low, k.high)
         else:
-            losses, _ = policy_loss(new, old[rows], advantages[rows], m, k.low, k.high, k.dual, k.importance)
+            losses, _ = clipped_loss(new, old[rows], advantages[rows], m, k.low, k.high, k.dual, k.importance)
         assert (losses[~m] == 0).all()
         if k.kl_coef:
             kl = kl_estimate(new, ref[rows], k.estimator)
@@ -178,9 +179,9 @@ def close(a, b, tolerance=1e-13):
     assert len(a) == len(b)
     return max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
 
-SURROGATES = dict(clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
-                  sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007),
-                  cispo=dict(loss_type="cispo", high=0.5))
+SURROGATES = dict(
+    clip={}, higher=dict(high=0.28), dual=dict(dual=1.7), sequence=dict(importance="sequence", low=0.05, high=0.1),
+    sequence_dual=dict(importance="sequence", dual=1.01, low=0.005, high=0.007), cispo=dict(loss_type="cispo", high=0.5))
 KLS = [{}] + [dict(kl_coef=0.3, estimator=e, correction=c) for e in ("k1", "k2", "k3") for c in (False, True)]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NAMED = {  # what the papers' names mean in grpo.py's keys
@@ -227,7 +228,7 @@ def test_what_clipping_reports(surrogate):
         assert torch.equal(clipped, mask & (((new - old).exp() > 1 + k.high) | ((new - old).exp() < 1 - k.low)))
         assert (gradient[mask & (advantages != 0)[:, None]] != 0).all()
     else:
-        _, clipped = policy_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high, k.dual, k.importance)
+        _, clipped = clipped_loss(new, old, advantages[:, None].expand_as(mask), mask, k.low, k.high, k.dual, k.importance)
         assert torch.equal(clipped, mask & (advantages != 0)[:, None] & (gradient == 0))
     assert 0 < clipped.sum() < mask.sum()
     assert not clipped[4:8].any() or k.loss_type == "cispo"  # the flat group
@@ -240,7 +241,7 @@ def test_dual_clip_by_hand():
     for A, want, slope, gone in ((-2.0, [1.6, 2.0, 5.8, 6.0, 6.0], [0, 2.0, 5.8, 0, 0], [True, False, False, True, True]),
                                  (2.0, [-1.0, -2.0, -2.4, -2.4, -2.4], [-1.0, -2.0, 0, 0, 0], [False, False, True, True, True])):
         leaf = ratio.log().requires_grad_()
-        losses, clipped = policy_loss(leaf, torch.zeros_like(ratio), torch.full_like(ratio, A), mask, 0.2, None, 3.0)
+        losses, clipped = clipped_loss(leaf, torch.zeros_like(ratio), torch.full_like(ratio, A), mask, 0.2, None, 3.0)
         losses.sum().backward()
         assert losses.tolist() == [pytest.approx(want)] and leaf.grad.tolist() == [pytest.approx(slope)]
         assert clipped.tolist() == [gone]
@@ -250,10 +251,29 @@ def test_sequence_ratio_by_hand():
     """GSPO, eq. 7: ratios 2 and 8 of two tokens are 4 for both; the third token is not there. Each token gets s A / 2."""
     leaf = torch.tensor([[2.0, 8.0, 5.0]], dtype=torch.float64).log().requires_grad_()
     mask = torch.tensor([[True, True, False]])
-    losses, clipped = policy_loss(leaf, torch.zeros(1, 3), torch.full((1, 3), -1.0), mask, 0.2, importance="sequence")
+    losses, clipped = clipped_loss(leaf, torch.zeros(1, 3), torch.full((1, 3), -1.0), mask, 0.2, importance="sequence")
     assert losses.tolist() == [pytest.approx([4.0, 4.0, 0.0])] and not clipped.any()
     (losses / 2).sum().backward()  # seq-mean-token-mean of one response
     assert leaf.grad.tolist() == [pytest.approx([2.0, 2.0, 0.0])]
+
+
+def test_the_examples_in_the_docstrings():
+    """relatives.py, by hand: ratios 2 and 8 are 4 for both; A = -2 and ratio 50 lose 6, not 100; scores 1, 0, 0, 1."""
+    mask = torch.tensor([[True, True, False]])
+    log_ratio = torch.tensor([[2.0, 8.0, 1.0]], dtype=torch.float64).log()
+    assert gspo_log_ratio(log_ratio, mask).exp().tolist() == [pytest.approx([4.0, 4.0, 1.0])]
+    assert (gspo_log_ratio(log_ratio, ~mask & False) == 0).all()  # a response without tokens
+    A = torch.tensor([[-2.0, 2.0]])
+    losses, clipped = dual_clipped_loss(torch.tensor([[100.0, -2.4]]), torch.tensor([[False, True]]), A, 3.0)
+    assert losses.tolist() == [[6.0, pytest.approx(-2.4)]] and clipped.tolist() == [[True, True]]
+    losses, clipped = dual_clipped_loss(torch.tensor([[5.8, -2.4]]), torch.tensor([[False, False]]), A, 3.0)
+    assert losses.tolist() == [pytest.approx([5.8, -2.4])] and clipped.tolist() == [[False, False]]
+    got = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+    assert got.tolist() == [pytest.approx(x, abs=5e-4) for x in (0.866, -0.866, -0.866, 0.866)]
+    mask = torch.arange(3) < torch.tensor([[1], [3]])
+    for aggregation, short, long in (("token-mean", 1 / 4, 1 / 4), ("seq-mean-token-mean", 1 / 2, 1 / 6),
+                                     ("seq-mean-token-sum-norm", 1 / 8, 1 / 8)):
+        assert token_weights(mask, aggregation, 4).tolist() == [pytest.approx([short, 0, 0]), pytest.approx([long] * 3)]
 
 
 def test_grpos_gradient_coefficient():
@@ -399,7 +419,7 @@ def expected_gradient(size, scale, baseline, aggregation):
         rows = torch.tensor(group)
         scores = torch.tensor(REWARDS, dtype=torch.float64)[rows]
         advantages = group_advantages(scores, size, scale, baseline)[:, None].expand(size, 3)
-        losses, _ = policy_loss(logprobs[rows], logprobs[rows].detach(), advantages, mask[rows], 0.2)
+        losses, _ = clipped_loss(logprobs[rows], logprobs[rows].detach(), advantages, mask[rows], 0.2)
         loss = (losses * token_weights(mask[rows], aggregation, 3)).sum()
         total = total + probability[rows].prod().detach() * -loss
     return torch.autograd.grad(total, theta)[0], truth
@@ -616,7 +636,7 @@ def test_trls_clip_metric_is_ours(trl, advantages):
 
     new, old = (padded([getattr(response, name) for response in CASE]) for name in ("new", "old"))
     mask = torch.arange(R) < torch.tensor([[len(response.old)] for response in CASE])
-    _, clipped = policy_loss(new, old, advantages[:, None].expand_as(mask), mask, 0.2)
+    _, clipped = clipped_loss(new, old, advantages[:, None].expand_as(mask), mask, 0.2)
     found = []
     original = GRPOTrainer.__dict__["_compute_loss"]
 

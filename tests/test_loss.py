@@ -1,14 +1,16 @@
 """loss.py in float64 against values worked out by hand, by NumPy or by enumerating every outcome of a small distribution."""
 import itertools
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from loss import (adapt_kl_coef, entropy_from_logits, gap_limit, kl_estimate, learning_rate_at,
-                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten, policy_loss,
-                  preference_loss, scaled_logits, standard_deviation, update_moments, value_loss)
+                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten, 
+                  preference_loss, scaled_logits, standard_deviation, update_moments)
 from model import at_least_float32
+from relatives import clipped_loss
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 
@@ -180,6 +182,8 @@ def test_kl_estimates_by_hand():
     ln2 = np.log(2)
     for kind, want in dict(k1=[ln2, -ln2, 0], k2=[ln2**2 / 2, ln2**2 / 2, 0], k3=[ln2 - 0.5, 1 - ln2, 0]).items():
         assert np.abs(kl_estimate(logprobs, ref, kind).numpy() - want).max() < 1e-15
+        docstring = float(re.search(rf"{kind} = ([0-9.]+)", kl_estimate.__doc__)[1])  # p = 0.5, q = 0.25
+        assert docstring == pytest.approx(want[0], abs=5e-4)
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(logprobs, ref, "k4")
 
@@ -210,78 +214,37 @@ POLICY_CASES = [  # advantage, ratio, loss, its gradient in the log-prob, clippe
 ]
 
 
-def test_policy_loss_by_hand():
+def test_clipped_loss_by_hand():
     advantages, ratio, loss, gradient, clipped = (torch.tensor([x], dtype=torch.float64) for x in zip(*POLICY_CASES, strict=True))
     old = randn(*ratio.shape)
     logprobs = (old + ratio.log()).requires_grad_()
-    got, was_clipped = policy_loss(logprobs, old, advantages, torch.ones_like(ratio, dtype=torch.bool), 0.2)
+    got, was_clipped = clipped_loss(logprobs, old, advantages, torch.ones_like(ratio, dtype=torch.bool), 0.2)
     assert (got - loss).abs().max() < 1e-14
     assert torch.equal(was_clipped, clipped.bool())
     got.sum().backward()
     assert (logprobs.grad - gradient).abs().max() < 1e-14
 
-VALUE_CASES = [  # value, return, loss, its gradient in the value, clipped; old value 1, cliprange_value 0.25
-    (1.125, 2.0, 0.3828125, -0.875, False),
-    (1.5, 2.0, 0.28125, 0.0, True),  # (1.25 - 2)^2 / 2
-    (0.5, 2.0, 1.125, -1.5, False),  # further away than 0.75
-    (0.5, 0.0, 0.28125, 0.0, True),
-    (3.0, 0.0, 4.5, 3.0, False),
-    (1.0, 1.0, 0.0, 0.0, False),
-]
-
-
-def test_value_loss_by_hand():
-    values, returns, loss, gradient, clipped = (torch.tensor([x], dtype=torch.float64) for x in zip(*VALUE_CASES, strict=True))
-    mask = torch.ones_like(values, dtype=torch.bool)
-    old = torch.ones_like(values)
-    leaf = values.clone().requires_grad_()
-    got, was_clipped = value_loss(leaf, old, returns, mask, 0.25)
-    assert (got - loss).abs().max() < 1e-15
-    assert torch.equal(was_clipped, clipped.bool())
-    got.sum().backward()
-    assert (leaf.grad - gradient).abs().max() < 1e-15
-
-
-def test_value_loss_without_clipping():
-    """cliprange_value = 0 is plain squared error, not a value that may not move."""
-    leaf = torch.tensor([[1.5, -4.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[True, True, False]])
-    got, clipped = value_loss(leaf, torch.zeros_like(leaf), torch.tensor([[2.0, 2.0, 0.0]], dtype=torch.float64), mask, 0)
-    assert got.tolist() == [[0.125, 18.0, 0.0]]
-    assert clipped.shape == mask.shape and not clipped.any()
-    got.sum().backward()
-    assert leaf.grad.tolist() == [[-0.5, -6.0, 0.0]]
-
-
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("cliprange_value", [0, 0.2])
-def test_garbage_under_the_mask(garbage, cliprange_value):
+def test_garbage_under_the_mask(garbage):
     """Whichever argument holds it: zero loss, zero gradient and no clipping there, and nothing changes elsewhere."""
     mask = torch.tensor([[True, True, False], [True, False, False]])
     new, old, target = (randn(2, 3, seed=i) for i in range(3))
 
-    def policy(*tensors):
-        return policy_loss(*tensors, mask, 0.2)
-
-    def value(*tensors):
-        return value_loss(*tensors, mask, cliprange_value)
-
-    for f in (policy, value):
-        results = []
-        for dirty in [(), (0,), (1,), (2,), (0, 1, 2)]:
-            leaves = [(x.masked_fill(~mask, garbage) if i in dirty else x.clone()).requires_grad_()
-                      for i, x in enumerate((new, old, target))]
-            loss, clipped = f(*leaves)
-            loss.sum().backward()
-            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            results.append([loss, clipped, *gradients])
-        clean = results[0]
-        assert clean[0][mask].abs().min() > 0
-        for result in results:
-            for x in result:
-                assert (x[~mask] == 0).all()
-            for x, y in zip(result, clean, strict=True):
-                assert torch.equal(x, y)
+    results = []
+    for dirty in [(), (0,), (1,), (2,), (0, 1, 2)]:
+        leaves = [(x.masked_fill(~mask, garbage) if i in dirty else x.clone()).requires_grad_()
+                  for i, x in enumerate((new, old, target))]
+        loss, clipped = clipped_loss(*leaves, mask, 0.2)
+        loss.sum().backward()
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        results.append([loss, clipped, *gradients])
+    clean = results[0]
+    assert clean[0][mask].abs().min() > 0
+    for result in results:
+        for x in result:
+            assert (x[~mask] == 0).all()
+        for x, y in zip(result, clean, strict=True):
+            assert torch.equal(x, y)
 
 
 def test_every_split_into_micro_batches_has_the_same_gradient():
@@ -300,7 +263,7 @@ def test_every_split_into_micro_batches_has_the_same_gradient():
         leaf = weights.clone().requires_grad_()
         for rows in parts:
             logprobs = logprobs_from_logits(features[rows] @ leaf, tokens[rows])
-            losses, _ = policy_loss(logprobs, old[rows], advantages[rows], mask[rows], 0.2)
+            losses, _ = clipped_loss(logprobs, old[rows], advantages[rows], mask[rows], 0.2)
             if mean_of_means:
                 loss = masked_mean(losses, mask[rows]) / len(parts)
             else:

@@ -1,7 +1,10 @@
 """parallel.py alone and with two and three gloo ranks: shares, gathers, sums, gradients, and an audit that misses nothing."""
+import ast
+import functools
 import hashlib
 import json
 import math
+import os
 import re
 import signal
 
@@ -13,6 +16,10 @@ import parallel
 from engine import audit, launch, together
 from errors import BadInput, Stop
 
+from engine.run import Run
+from rewards import Scorer
+
+import tiny
 from tiny import forked, one_run
 
 
@@ -48,7 +55,7 @@ def test_more_ranks_than_gpus_is_said_by_all(monkeypatch):
 
 
 def test_one_process_starts_and_stops_alone(monkeypatch):
-    assert together.from_rank_0(lambda: {"a": (1, None)}) == {"a": (1, None)}
+    assert together.from_rank(lambda: {"a": (1, None)}) == {"a": (1, None)}
     together.agree({"anything": 1})
     assert not launch.stop_asked() and not launch.stop_agreed()
     monkeypatch.setattr(launch, "signalled_at", 1.0)
@@ -88,7 +95,7 @@ def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch)
 
 def test_one_process_needs_no_group():
     batch = {"x": torch.arange(3), "mask": torch.tensor([True, False, True])}
-    assert parallel.gather_rows(batch) is batch
+    assert parallel.gather_rows(batch, 3) is batch
     assert parallel.rank_and_size() == (0, 1)
     assert parallel.all_reduce_metrics({"a": [6.0, 4], "b": [torch.tensor(3.0), torch.tensor(0)]}) == {"a": 1.5, "b": 3.0}
     x = torch.tensor([1.0, -2.0])
@@ -140,10 +147,10 @@ def test_check_gradients_names_the_parameter(bad, max_norm):
     buffers = parallel.flatten_gradients(model.parameters())
     for p in model.parameters():
         p.grad.fill_(1.0)
-    parallel.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
+    audit.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
     model[1].weight.grad[2, 1] = bad
     with pytest.raises(Stop, match=r"^iteration 7: the gradient of policy's (1\.weight|0\.weight) is not finite") as error:
-        parallel.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
+        audit.check_gradients(parallel.clip_gradients(buffers, max_norm), model, "policy", 7)
     assert max_norm or "1.weight" in str(error.value)  # clipping by a NaN norm has made all of them NaN
 
 
@@ -152,18 +159,18 @@ def test_check_gradients_sees_an_overflow_of_the_norm():
     buffers = parallel.flatten_gradients(model.parameters())
     model[0].bias.grad.fill_(3e38)
     with pytest.raises(Stop, match="policy's the norm"):
-        parallel.check_gradients(parallel.clip_gradients(buffers, 0), model, "policy", 0)
+        audit.check_gradients(parallel.clip_gradients(buffers, 0), model, "policy", 0)
 
 
 def test_check_finite_names_the_tensor_and_row():
     tensors = {"values": torch.zeros(3, 2), "scores": torch.zeros(3)}
-    parallel.check_finite(tensors, 4)
+    audit.check_finite(tensors, 4)
     tensors["scores"][1] = -math.inf
     with pytest.raises(Stop, match=r"^iteration 4: scores is not finite \(first in response 1 "):
-        parallel.check_finite(tensors, 4)
+        audit.check_finite(tensors, 4)
     tensors["values"][2, 0] = math.nan
     with pytest.raises(Stop, match=r"^iteration 4: values is not finite \(first in response 2 "):
-        parallel.check_finite(tensors, 4)
+        audit.check_finite(tensors, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,10 +237,22 @@ def test_checksums_see_entries_move_between_parameters(dtype):
 def test_checksums_see_order_across_chunks():
     """Large parameters are summed in chunks: a swap between two of them, one place further on, must show as well."""
     values = torch.zeros(2**22 + 8, dtype=torch.float32)
-    values[1], values[2**22] = 1.0, 2.0
-    swapped = values.clone()
-    swapped[1], swapped[2**22] = 2.0, 1.0
-    assert differ(one_parameter(values), one_parameter(swapped))
+    for place in (2**22, 2**22 + 1):  # 1 is as far into its chunk as the second of these
+        values[1], values[place] = 1.0, 2.0
+        swapped = values.clone()
+        swapped[1], swapped[place] = 2.0, 1.0
+        assert differ(one_parameter(values), one_parameter(swapped))
+        values[place] = 0
+
+
+def test_checksums_by_hand():
+    """The bits of 1.0, 2.0 and -0.0 are 0x3f800000, 0x40000000 and, with the sign, -0x80000000. Weights 1, 3, 5."""
+    model = one_parameter(torch.tensor([1.0, 2.0, -0.0]))
+    assert audit.checksums({"m": model}).tolist() == [0x3f800000 + 3 * 0x40000000 - 5 * 0x80000000]
+    values = torch.zeros(2**20 + 6)
+    values[2**20 + 5] = 1.0
+    assert audit.checksums({"m": one_parameter(values)}).tolist() == [0x3f800000 * (2 * (2**20 + 5) + 1)]
+    assert audit.checksums({"m": one_parameter(torch.tensor([1.0, 1.0]).bfloat16())}).tolist() == [0x3f80 * 4]
 
 
 def test_audit_of_one_process_watches_the_frozen():
@@ -263,10 +282,15 @@ said = dict(rank=[rank, size, str(device)])
 
 said["gathers"] = []
 for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
-    everything = dict(ids=torch.arange(2 * n).view(n, 2), mask=torch.arange(3 * n).view(n, 3) % 2 == 0,
-                      scores=torch.arange(n) / 3, exact=torch.arange(n, dtype=torch.float64) / 7)
-    got = parallel.gather_rows({k: parallel.my_share(x) for k, x in everything.items()})
-    said["gathers"].append(all(torch.equal(got[k], x) and got[k].dtype == x.dtype for k, x in everything.items()))
+    everything = dict(mask=torch.arange(3 * n).view(n, 3) % 2 == 0,  # first: what follows begins at odd bytes
+                      ids=torch.arange(2 * n).view(2, n).t() * 2**40,  # not contiguous
+                      scores=torch.arange(n) / 3, exact=torch.arange(n, dtype=torch.float64) / 7, flag=torch.arange(n) % 2 == 1,
+                      half=(torch.arange(2 * n) / 3).bfloat16().view(n, 1, 2),
+                      odd=torch.tensor([-0.0, torch.nan, -torch.inf, 1e-45, 3.4e38, 0.1, 1.0][:n]))
+    got = parallel.gather_rows({k: parallel.my_share(x) for k, x in everything.items()}, n)
+    bits = lambda t: t.contiguous().view(torch.uint8)  # of equal bits, also where NaN != NaN and -0.0 == 0.0
+    said["gathers"].append(list(got) == list(everything) and all(
+        torch.equal(bits(got[k]), bits(x)) and (got[k].dtype, got[k].shape) == (x.dtype, x.shape) for k, x in everything.items()))
 
 # a mean of means would be off: rank r has r + 1 items of value r
 said["metrics"] = parallel.all_reduce_metrics({"mean": [float(rank * (rank + 1)), rank + 1], "none": [0.0, 0],
@@ -292,7 +316,7 @@ def caught(f, *args):
     except Stop as e:
         return str(e)
 
-said["check"] = caught(parallel.check_gradients, parallel.clip_gradients(buffers, 0), model, "value_model", 5)
+said["check"] = caught(audit.check_gradients, parallel.clip_gradients(buffers, 0), model, "value_model", 5)
 models, frozen = dict(policy=model, reward_model=two_layers(seed=9).requires_grad_(False)), {}
 said["audits"] = [caught(audit.audit, models, frozen, 0)]
 for name, owners in (("policy", [1]), ("reward_model", [size - 1]), ("reward_model", range(size))):
@@ -343,3 +367,135 @@ def test_audit_names_model_parameter_and_ranks(said, size):
                                  f"{'rank 1' if size == 3 else everyone} (1 parameters")
         assert f"reward_model, parameter 1.weight, differs on {'rank 2' if size == 3 else everyone} (" in reward
         assert frozen.startswith("iteration 1: the frozen reward_model has changed: parameter 1.weight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the collectives of an iteration, against the list in the docstring of parallel.py
+
+# Notes each of torch's collectives in iteration 1: [the outermost function of these ROOMS that led to it, torch's call, how many
+# elements].
+RECORD = """
+import json, os, sys
+ROOMS = ("parallel.py", "together.py", "launch.py", "audit.py", "run_log.py")
+import torch.distributed as dist
+def record(name):
+    original = getattr(dist, name)
+    def recorded(*args, **kwargs):
+        frame, function = sys._getframe(1), None
+        while frame and "max_iters" not in frame.f_globals:  # up to the script, by one of its keys
+            if os.path.basename(frame.f_code.co_filename) in ROOMS:
+                function = frame.f_code.co_name
+            frame = frame.f_back
+        if frame and frame.f_globals.get("iteration") == 1:
+            sent = args[1] if name == "all_gather" else args[0]
+            with open(f"collectives-{RANK}.jsonl", "a") as f:
+                print(json.dumps([function, name, sent.numel()]), file=f)
+        return original(*args, **kwargs)
+    setattr(dist, name, recorded)
+for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather", "scatter", "reduce_scatter",
+             "reduce_scatter_tensor", "all_to_all", "barrier", "all_gather_object", "broadcast_object_list"):
+    record(name)
+"""
+LINE = re.compile(r"^ *(\d+)  (\w+) +(\w+) +(\w+) +(.+?)   *(\S.*)$", re.M)  # no, phase, function, torch's call, numbers, ...
+
+
+def listed_for(script, sizes):
+    """
+    The docstring's list -> {no: [function, torch's call, elements]}; sizes: what the words of the column "numbers" mean. For
+    grpo.py as its sentences change it.
+    """
+    lines = {int(no): [function, call, words] for no, _, function, call, words, _ in LINE.findall(parallel.__doc__)}
+    assert list(lines) == list(range(1, len(lines) + 1))
+    if script == "grpo.py":
+        (without, one, words_1, other, words_2), = re.findall(
+            r"grpo\.py .* without (\d+); (\d+) has (.+) numbers and (\d+) has (\d+)\.", parallel.__doc__)
+        lines[int(one)][2], lines[int(other)][2] = words_1, words_2
+        del lines[int(without)]
+    return {no: [function, call, int(sizes.get(words, words))] for no, (function, call, words) in lines.items()}
+
+
+def in_order(lines, steps):
+    """The list with its steps written out: 9 and 10 in each one, 11 in the first alone, as the sentence below it says."""
+    (*each, once), = [tuple(map(int, found)) for found in re.findall(
+        r"(\d+) and (\d+) run once in each optimizer step, (\d+) only in the first", parallel.__doc__)]
+    step = [lines[no] for no in each if no in lines]
+    before, after = [x for no, x in lines.items() if no < each[0]], [x for no, x in lines.items() if no > once]
+    return before + step + [lines[once]] + (steps - 1) * step + after
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """{script: each rank's collectives of iteration 1}, and the number of parameters of the two trained models."""
+    folder = str(tmp_path_factory.mktemp("recorded"))
+    world = tiny.build(f"{folder}/world")
+    runs = {"ppo.py": world.ppo("out", max_iters=2), "grpo.py": world.grpo("out", max_iters=2)}
+    results = forked(folder, {s: [one_run(s, *[(args, RECORD)] * 2)] for s, args in runs.items()})
+    collectives = {}
+    for script, (result,) in results.items():
+        assert result["codes"] == [0, 0], result
+        collectives[script] = []
+        for rank in range(2):
+            with open(f"{folder}/{script}/collectives-{rank}.jsonl", encoding="utf-8") as f:
+                collectives[script].append([json.loads(line) for line in f])
+    weights = {name: sum(t.numel() for t in tiny.read_weights(f"{folder}/ppo.py/out/{name}").values())
+               for name in ("policy", "value_model")}
+    return collectives, weights
+
+
+@pytest.mark.parametrize("script, batch_size", [("ppo.py", 7), ("grpo.py", 15)])
+def test_an_iterations_collectives_are_those_in_the_docstring(recorded, script, batch_size):
+    collectives, weights = recorded
+    most_rows, R = (batch_size + 1) // 2, 8  # max_new_tokens
+    seen = collectives[script]
+    assert seen[0] == seen[1]
+    rows, = [numbers for function, _, numbers in seen[0] if function == "gather_rows"]
+    assert rows > 0 and rows % most_rows == 0
+    sizes = {"B/n rows": rows, "3 B R": 3 * batch_size * R, "2 B R": 2 * batch_size * R, **weights}
+    assert seen[0] == in_order(listed_for(script, sizes), steps=4)  # two epochs of two minibatches
+
+
+def is_collective(function):
+    return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
+
+
+SCRIPTS = ("ppo.py", "grpo.py", "rollout.py", "rewards.py", "engine/run.py")
+
+
+def collectives_in(script):
+    """The names of the collectives that a script calls, each on a marked line. Nothing else may be marked."""
+    with open(os.path.join(tiny.ROOT, script), encoding="utf-8") as f:
+        source = f.read()
+    marked = {n for n, line in enumerate(source.split("\n"), 1) if "# COLLECTIVE" in line}
+    tree, names, used, called = ast.parse(source), {}, set(), set()
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), script, "exec"), names)
+    names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= dict(run=Run, scorer=Scorer, self=Run if script == "engine/run.py" else None)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        first, *rest = ast.unparse(call.func).split(".")  # "parallel", ["gather_rows"]
+        if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
+            marks = marked & set(range(call.lineno, call.end_lineno + 1))
+            assert marks, f"{script}:{call.lineno}: {ast.unparse(call.func)} is a collective"
+            used |= marks
+            called.add((rest or [first])[-1])
+    assert used == marked, f"{script}: no collective is called on lines {sorted(marked - used)}"
+    return called
+
+
+def functions_like(node):
+    """A function with the docstring of one in a script."""
+    def function():
+        pass
+    function.__doc__ = ast.get_docstring(node)
+    return function
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_scripts_mark_their_collectives(script):
+    """A call of a function that is a collective is marked # COLLECTIVE."""
+    assert collectives_in(script)
+
+
+def test_every_collective_of_the_list_is_marked_somewhere():
+    listed = {function for _, _, function, *_ in LINE.findall(parallel.__doc__)}
+    assert listed <= set().union(*map(collectives_in, SCRIPTS))

@@ -324,14 +324,14 @@ def test_headers_of_configs_quote_the_prediction(name, monkeypatch, capsys):
         assert f"{float(always):.1f} GiB of weights" in header and f"{float(peak):.1f} GiB at the" in " ".join(header.split())
 
 
-def test_the_readme_quotes_the_comparison(monkeypatch, capsys):
+def test_the_page_on_memory_quotes_the_comparison(monkeypatch, capsys):
     said = printed(monkeypatch, capsys, "config/llama_8b.py", "--world-size=8", "--compare").splitlines()
     rows = {line.split()[0]: line.split()[1:7] for line in said if line.startswith((*memory.ROWS[:3], "peak"))}
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        readme = f.read()
-    assert f"| peak | {' | '.join(rows['peak'])} |" in readme, rows
+    with open(os.path.join(ROOT, "docs", "memory.md"), encoding="utf-8") as f:
+        page = f.read()
+    assert f"| peak | {' | '.join(rows['peak'])} |" in page, rows
     sums = [sum(float(rows[row][i]) for row in memory.ROWS[:3]) for i in range(6)]
-    quoted = re.search(r"\| weights, gradients, states \| (.*) \|", readme).group(1).split(" | ")
+    quoted = re.search(r"\| weights, gradients, states \| (.*) \|", page).group(1).split(" | ")
     assert [float(x) for x in quoted] == pytest.approx(sums, abs=0.011)
 
 

@@ -280,11 +280,12 @@ def scores(original, *args):
     return x
 
 def spoil(name):
-    def change(original, *args):
-        losses, clipped = original(*args)
-        if now == 2 and RANK == 1 and case == f"NaN {name}":
-            losses = losses * torch.nan
-        return losses, clipped
+    def change(original, *args, **kwargs):  # the number is right, its gradient is not
+        said = original(*args, **kwargs)
+        x = said[0] if name == "policy" else said
+        if now == 2 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient * torch.nan)
+        return said
     return change
 
 def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
@@ -296,8 +297,8 @@ def logprobs(original, logits, tokens):
 patch(data, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "reward_model_scores", scores)
-patch(loss, "policy_loss", spoil("policy"))
-patch(loss, "value_loss", spoil("value_model"))
+patch(loss, "response_logprobs", spoil("policy"))
+patch(loss, "response_values", spoil("value_model"))
 patch(rollout, "generate", generate)
 patch(loss, "logprobs_from_logits", logprobs)
 patch(torch.optim.AdamW, "step", step)

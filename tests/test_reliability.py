@@ -2,8 +2,6 @@
 What must not happen, made to happen: ranks that start from different things, that die or hang, signals, a full disk, bad input.
 (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
 """
-import ast
-import functools
 import glob
 import json
 import os
@@ -19,8 +17,7 @@ import time
 import pytest
 import torch
 
-import configurator
-from configurator import configure, read_keys
+from configurator import read_arguments, read_keys
 from data import encode_prompts, read_jsonl
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
@@ -211,8 +208,8 @@ def later(seconds, number):
 """
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
     "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
-    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "iteration 1, update"),
-    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "iteration 1, update"),
+    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
+    "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
@@ -246,9 +243,10 @@ SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 12),
     "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 12),
     "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 14),
-    "SIGTERM to rank 1 alone": (["", ASK + "once(loss, 'policy_loss', ask)"], 0, 20),
+    "SIGTERM to rank 1 alone": (["", ASK + "once(loss, 'learning_rate_at', ask)"], 0, 20),
     "SIGTERM while the models score": ([ASK + "once(loss, 'logprobs_and_entropy', ask)"], 0, 20),
-    "twice": ([f"once(loss, 'policy_loss', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), time.sleep(60)])"], 128 + TERM, 30),
+    "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), "
+               "time.sleep(60)])"], 128 + TERM, 30),
 }
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # no file may be larger: EFBIG
 
@@ -377,7 +375,7 @@ def die_once():
     if RANK == 1 and not os.path.exists({str(tmp_path)!r} + "/died"):
         open({str(tmp_path)!r} + "/died", "w").close()
         die()
-once(loss, "policy_loss", die_once)
+once(loss, "learning_rate_at", die_once)
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
                wrapper, os.path.join(ROOT, "ppo.py"), *args]
@@ -547,37 +545,25 @@ NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", 
          "cpu", "float64", "out/x"]
 
 
-def defaults_of(script):
-    """{key: default} of a script's configuration."""
-    with open(script, encoding="utf-8") as f:
-        tree = ast.parse(f.read())
-    assigned = {node.targets[0].id: node.value for node in reversed(tree.body)  # the first one counts
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
-    return {key: ast.literal_eval(assigned[key]) for key in read_keys(script)[0]}
-
-
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "tools/sample.py"])
-def test_no_value_of_any_key_makes_a_traceback(script, monkeypatch):
-    """Every key with nasty values, in configure alone: it takes it, or says one line."""
-    monkeypatch.setattr(configurator, "read_keys", functools.cache(read_keys))  # or this would read the script 120 times
-    path, rng = os.path.join(ROOT, script), random.Random(0)
-    defaults, taken, hook = defaults_of(path), 0, sys.excepthook
+def test_no_value_of_any_key_makes_a_traceback(script):
+    """Every key with nasty values, in read_arguments alone: it takes it, or says one line."""
+    keys, rng, taken = read_keys(os.path.join(ROOT, script)), random.Random(0), 0
     for _ in range(120):
-        key, text = rng.choice(list(defaults)), rng.choice(NASTY)
+        key, text = rng.choice(list(keys)), rng.choice(NASTY)
         try:
-            value = configure({**defaults, "__file__": path}, [f"--{key}={text}"])[key]
-            assert type(value) is type(defaults[key])
+            (value, _), = read_arguments(keys, [f"--{key}={text}"]).values()
+            assert type(value) is type(keys[key].default)
             taken += 1
         except BadConfig as e:
             assert "\n" not in str(e) and key in str(e) and len(str(e)) < 500
-    sys.excepthook = hook
     assert 10 < taken < 110
 
 
 def test_nasty_runs_end_well(world, tmp_path):
     """Several keys at once, in whole runs: they end with 0, or 1 (a Stop: say, NaN), or 2, and never with a traceback."""
     rng, cases = random.Random(1), {}
-    defaults = defaults_of(os.path.join(ROOT, "ppo.py"))
+    defaults = {name: key.default for name, key in read_keys(os.path.join(ROOT, "ppo.py")).items()}
     names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir")]
     small = [x for x in NASTY if len(x) < 20]
     fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}

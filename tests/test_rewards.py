@@ -1,4 +1,7 @@
 """rewards.py: answers read from text, and a reward model's scalar read at the last real token, whatever surrounds it."""
+import ast
+import re
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +10,9 @@ import torch
 from engine.pretrained import from_pretrained, from_scratch
 from engine.tokenizers import ByteTokenizer
 from model import freeze
-from rewards import accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences, thinks
+import rewards
+from rewards import (accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences,
+                     thinks)
 
 from families import make, padded
 
@@ -82,6 +87,25 @@ def test_accuracy():
     assert scores[-1].isnan()  # no answer is known: neither right nor wrong
     with pytest.raises(ValueError):
         accuracy(dict(completions=["1", "2"], rows=[dict(answer="1")]))
+
+
+def test_the_headers_example():
+    """The batch in rewards.py's header, run as it is printed there, gives the scores printed behind it; the docstrings' cases."""
+    example = textwrap.dedent(re.search(r"^    batch = dict\(.*?\n\n", rewards.__doc__, re.DOTALL | re.MULTILINE)[0])
+    names = dict(accuracy=accuracy, format=rewards.format)
+    exec(example, names)
+    for name in ("accuracy", "format"):
+        printed = ast.literal_eval(re.search(rf"{name}\(batch\) +# (\[.*?\])", example)[1])
+        assert names[name](names["batch"]).tolist() == printed == [1.0, 0.0]
+    begun = dict(rows=[{}], prompts=["7?<think>"], completions=["3+4</think>7"])
+    assert rewards.whole_responses(begun) == ["<think>3+4</think>7"]
+    row = dict(numbers=[3, 5, 7], target=26)
+    batch = dict(rows=[row] * 2, completions=["<answer>3*7+5</answer>", "<answer>21+5</answer>"])
+    assert rewards.countdown(batch).tolist() == [pytest.approx(1.0), pytest.approx(0.1)]
+    lengths = torch.tensor([[80], [90], [100]])
+    assert rewards.length(dict(response_mask=torch.arange(100) < lengths)).tolist() == pytest.approx([0, -0.5, -1])
+    assert final_answer(r"<think>3+6+0=09</think>so \boxed{579}") == "579"
+    assert last_real(torch.tensor([[False, True, True, False]])).tolist() == [2]
 
 
 def test_thinks():

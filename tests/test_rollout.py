@@ -1,4 +1,5 @@
 """rollout.py against transformers' greedy search, against CDFs worked out in NumPy, and against itself in other batches."""
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,6 +260,26 @@ def test_pad_may_equal_eos(temperature):
     assert torch.equal(out["attention_mask"][:, 4:], out["response_mask"])
     assert out["finished"].tolist() == [True, False, True, True]
     assert (out["sampler_logprobs"][out["response_mask"]] > -1e-6).all()
+
+
+def test_the_examples_of_the_docstrings():
+    """rollout.py's headers, in the toy's tokens: "123+456=" and "579"; padding; which token a uniform gives; two prompts."""
+    number = [int(x) for x in re.search(r"tokens +((?:\d+ +)+259 259)", generate.__doc__)[1].split()]
+    prompt, response = list(b"123+456="), [*b"579", 258]
+    assert number == [*prompt, *response, 259, 259]
+    table = torch.zeros(14, 260, 260, dtype=torch.float64)
+    for t, (before, token) in enumerate(zip([prompt[-1], *response], response, strict=False)):
+        table[7 + t, before, token] = 60.0
+    out = generate(TableModel(table), [prompt], 6, eos_ids=[258], pad_id=259)
+    assert out["tokens"].tolist() == [number] and out["finished"].tolist() == [True]
+    for name in ("attention_mask", "response_mask"):
+        marks = re.search(rf"{name} +([TF][TF ]+)$", generate.__doc__, re.MULTILINE)[1].split()
+        assert [[mark == "T" for mark in marks]] == out[name].tolist()
+    tokens, mask = left_pad([[5, 6, 7], [8]], 0)
+    assert tokens.tolist() == [[5, 6, 7], [0, 0, 8]] and mask.tolist() == [[True] * 3, [False, False, True]]
+    logits = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log().expand(6, 3)
+    token, logprob = sample(logits, torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 0.99], dtype=torch.float64), 1.0)
+    assert token.tolist() == [0, 0, 1, 1, 2, 2] and logprob.exp().tolist() == pytest.approx([0.2, 0.2, 0.5, 0.5, 0.3, 0.3])
 
 
 def test_several_eos_ids_and_none():

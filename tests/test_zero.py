@@ -284,16 +284,16 @@ STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
-    "dies in the update": ("once(loss, 'policy_loss', die)", -9, "update"),
+    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "update"),
     "dies in the score": ("once(rewards, 'reward_model_scores', die)", -9, "score"),
-    "hangs in the update": ("once(loss, 'policy_loss', hang)", 9, "update")}
+    "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "update")}
 RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step": (1, dict(max_iters=1, num_minibatches=1)),
     "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
     "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
 SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
-             "update": "once(loss, 'policy_loss', term)"}
+             "update": "once(loss, 'learning_rate_at', term)"}
 
 
 @pytest.fixture(scope="module")
@@ -597,7 +597,7 @@ def test_the_value_model_starts_as_the_reward_adapter(trunk):
 # value_init = shared: one trunk for both losses
 
 DUMP = """
-original_batches, original_check, dumped = data.micro_batches, parallel.check_gradients, {}
+original_batches, original_check, dumped = data.micro_batches, audit.check_gradients, {}
 def batches(batch, *rest):
     if "advantages" in batch:
         dumped.update(batch)
@@ -607,7 +607,7 @@ def check(norm, model, name, iteration):
     if name == "value_model":
         torch.save(dumped, "dump.pt")
     original_check(norm, model, name, iteration)
-data.micro_batches, parallel.check_gradients = batches, check
+data.micro_batches, audit.check_gradients = batches, check
 """
 
 
@@ -798,7 +798,16 @@ def test_places_without_a_value_model():
         policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
     with pytest.raises(BadConfig, match="value"):
         placement.placements(("policy",), "value=3", "", "", "adamw")
-    assert placement.only_lora("").lora is None and placement.only_lora("3").lora == dict(rank=3, alpha=6.0)
+
+
+def test_the_place_of_a_script_s_one_model():
+    assert placement.place_of_one("reward", "", "", "", "adamw") == P()
+    assert placement.place_of_one("reward", "3", "reward=optimizer", "3", "adamw") == P(
+        3, "optimizer", dict(rank=3, alpha=6.0))
+    assert placement.place_of_one("policy", "policy=1", "", "", "policy=adafactor") == P(
+        1, optimizer="adafactor")
+    with pytest.raises(BadConfig, match="NAME is one of reward and"):
+        placement.place_of_one("reward", "policy=3", "", "", "adamw")
 
 BAD = [  # as above -> the key that is named
     (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"),

@@ -1,46 +1,79 @@
 """
-How much memory a run of ppo.py or grpo.py will take, per GPU and before anything is loaded: arithmetic on the config alone.
+How much memory a run of ppo.py or grpo.py will take on each GPU, before anything is loaded: a table
+of each model's weights, gradients, optimizer states and activations, and the peak of each phase.
 
-python tools/memory.py config/llama.py --world-size=8                                # a table: each model's rows, each phase's peak
-python tools/memory.py config/llama.py --compare --gpu-gb=80                         # PPO, GRPO, LoRA ... and the largest micro-batch
-python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json  # keys of the script; a config.json from anywhere
+python tools/memory.py config/llama.py --world-size=8            # the table, for 8 GPUs
+python tools/memory.py config/llama.py --compare --gpu-gb=80     # PPO, GRPO, LoRA ... side by side
+python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json
 
-The script is told from the config's keys or its name; --script=grpo says it. Where a model's folder is not here, its
-config.json comes from --policy-config and --reward-config, which also take the name of a well-known shape (KNOWN, below).
-Prompts are measured where data and tokenizer are here, else --prompt-tokens=512. device_type = "auto" means this machine, or a GPU
-where --gpu-gb or --compare is given.
+Config files and --key=value are those of the script. These options are the tool's own:
 
-Every number is a formula below, one function each. A run's peak is what always lies there (weights, gradients, optimizer
-states, the batch) plus the worst moment of its busiest phase. Sizes are those of the tensors, as torch's MemTracker counts
-them: a GPU adds its context, its libraries' workspaces and the allocator's gaps, for which --gpu-gb leaves some room.
+    --world-size=1       ranks, one GPU each
+    --gpu-gb=80          also say the largest micro_batch_size whose peak is below this many GB
+    --compare            six ways to train the same models, side by side
+    --script=ppo         ppo or grpo; otherwise the keys tell, or the name of the config file
+    --policy-config=     a config.json, or a name from below, if the policy's folder is not here
+    --reward-config=     the same for the reward model
+    --prompt-tokens=512  the longest prompt; otherwise prompts are measured, if data and tokenizer
+                         are here
 
-b rows of a micro-batch, n rows that decode at once, P prompt, R response, T = P + R, N = b T; d width, q = heads x head size,
-ff width of the MLP, L layers, V vocabulary. Bytes: e of a stored weight, a of a matrix product's result, s of the residual
-stream, f of the logits as the losses see them. In float32 all are 4; under autocast e = s = f = 4 and a = 2.
+The names of known models: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, qwen2.5-1.5b,
+qwen2.5-3b, qwen2.5-7b, pythia-1b. device_type = "auto" means a GPU if --gpu-gb or --compare is
+given, else what this machine has.
+
+The prediction is of the tensors alone. A GPU also needs memory for its context, the workspaces of
+its libraries and the gaps between tensors: leave some room with --gpu-gb.
+
+Letters in the table: b rows of a micro-batch, n rows that decode at once, P prompt length, R
+response length, V vocabulary, d width, L layers, kv key-value heads x head size; and bytes of an
+element: e of a weight, a of the result of a matrix product, f of the logits. Names such as
+kept_by_trunk and saving are functions of engine/memory.py, which has all formulas in full.
 """
-import ast
-import contextlib
-import io
 import math
 import os
 import sys
 from types import SimpleNamespace
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Python looks for modules in this file's folder, tools/; ours are in the folder above it.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 
-from configurator import configure, read_keys, run_config_file  # noqa: E402
-from engine.memory import FORMULAS, ROWS, predict  # noqa: E402
+from configurator import read_arguments, read_keys, run_config_file  # noqa: E402
+from engine.memory import ROWS  # noqa: E402
+from engine.planner import predict  # noqa: E402
 from errors import BadConfig, BadInput, report_and_exit  # noqa: E402
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OPTIONS = dict(world_size=1, gpu_gb=0.0, compare=False, script="", policy_config="",
+               reward_config="", prompt_tokens=0)
+FORMULAS = {  # of each row of the table, in short
+    "parameters": "elements x bytes",
+    "gradients": "trained elements x bytes",
+    "optimizer": "AdamW: 2 x trained elements x bytes + 4 a tensor; the average",
+    "activations": "trained: kept_by_trunk + layer_backward; frozen: one layer",
+    "logits": "trained: 4 b R V f; in chunks V d e + 2 chunk V f; frozen: 2 b R V f",
+    "KV cache": "2 L n kv (P + R - 1) a",
+    "buffers": "the largest: audit, decoding_copy, stepping, saving",
+}
+PHASES = {  # what is at work at the worst moment of each phase
+    "rollout": "KV cache + decoding + decoding_copy",
+    "score": "a model's activations or logits",
+    "update": "activations, or what they keep + logits, of policy or value model",
+    "save": "saving",
+    "audit": "audit",
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# shapes of known models, for a machine without their folders and without the hub
 
 
 def _shape(kind, d, ff, layers, heads, kv_heads, vocab, tied, context, **more):
-    return dict(model_type=kind, hidden_size=d, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=tied,
-                max_position_embeddings=context) | more
+    return dict(model_type=kind, hidden_size=d, intermediate_size=ff, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab,
+                tie_word_embeddings=tied, max_position_embeddings=context) | more
 
-KNOWN = {  # parts of hub names, for when the hub is out of reach
+
+KNOWN = {  # parts of hub names, in lower case
     "llama-3.2-1b": _shape("llama", 2048, 8192, 16, 32, 8, 128256, True, 131072, head_dim=64),
     "llama-3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256, False, 131072),
     "llama-3.1-70b": _shape("llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
@@ -50,15 +83,14 @@ KNOWN = {  # parts of hub names, for when the hub is out of reach
     "qwen2.5-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
     "pythia-1b": _shape("gpt_neox", 2048, 8192, 16, 8, 8, 50304, False, 2048),
 }
-PHASES = {
-    "rollout": "KV cache + decoding + decoding_copy", "score": "a model's activations or logits",
-    "update": "activations, or what they keep + logits, of policy or value model", "save": "saving", "audit": "audit",
-}
-OPTIONS = dict(world_size=1, gpu_gb=0.0, compare=False, script="", policy_config="", reward_config="", prompt_tokens=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# the command line and the script's configuration
 
 
 def split_arguments(argv):
-    """(our options, the script's arguments). Raises BadConfig."""
+    """(values of OPTIONS, the script's arguments). Raises BadConfig."""
     options, rest, argv = dict(OPTIONS), [], iter(argv)
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
@@ -76,46 +108,51 @@ def split_arguments(argv):
             except ValueError:
                 text = ""
             if text == "" or not isinstance(options[key], str) and not 0 < options[key] < 1e9:
-                example = dict(script="grpo", gpu_gb=80, world_size=8, prompt_tokens=512).get(key, "config.json")
+                examples = dict(script="grpo", gpu_gb=80, world_size=8, prompt_tokens=512)
+                example = examples.get(key, "config.json")
                 raise BadConfig(f"{arg}: wanted something like --{key.replace('_', '-')}={example}")
     return options, rest
 
 
-def script_keys(script):
-    """{key: default} of a script, from its source: the literals above its call of configure. Nothing is run."""
-    keys = read_keys(script)[0]
-    with open(script, encoding="utf-8") as f:
-        nodes = [node for node in ast.parse(f.read()).body if isinstance(node, ast.Assign)]
-    named = {node.targets[0].id: node.value for node in reversed(nodes) if getattr(node.targets[0], "id", "") in keys}
-    return {key: ast.literal_eval(named[key]) for key in keys}
-
-
 def which_script(argv, wanted):
-    """ppo or grpo: as wanted, else the one that has all keys given, else by the config's name. Raises BadConfig."""
+    """
+    "ppo" or "grpo": what is wanted (--script); else the one that has all keys that are given; else
+    what the name of the config file says. Raises BadConfig.
+    """
     if wanted not in ("", "ppo", "grpo"):
         raise BadConfig(f"--script={wanted}: memory.py plans ppo and grpo")
     files = [arg for arg in argv if not arg.startswith("--")]
-    given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}.union(*map(run_config_file, files))
-    fits = {name: given <= script_keys(os.path.join(ROOT, f"{name}.py")).keys() for name in ("ppo", "grpo", "sft", "rm")}
+    given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}
+    given = given.union(*map(run_config_file, files))
+    fits = {name: given <= read_keys(os.path.join(ROOT, f"{name}.py")).keys()
+            for name in ("ppo", "grpo", "sft", "rm")}
     others = [name for name in ("sft", "rm") if fits[name]]
     if not wanted and others and not (fits["ppo"] or fits["grpo"]):
         raise BadConfig(f"these keys are {others[0]}.py's; memory.py plans ppo and grpo")
     if wanted or fits["ppo"] != fits["grpo"]:
         return wanted or ("ppo" if fits["ppo"] else "grpo")
     stems = [os.path.basename(file).removesuffix(".py") for file in files]
-    return "grpo" if any("grpo" in stem or stem in ("dapo", "gspo", "rloo", "cispo") for stem in stems) else "ppo"
+    relatives = ("dapo", "gspo", "rloo", "cispo")
+    return "grpo" if any("grpo" in stem or stem in relatives for stem in stems) else "ppo"
 
 
 def read_config(script, argv):
-    """The configuration that the script would have with these arguments, checked alike. Raises BadConfig."""
-    file = os.path.join(ROOT, f"{script}.py")
-    with contextlib.redirect_stdout(io.StringIO()):  # configure prints what was given
-        return configure(script_keys(file) | dict(__file__=file), argv)
+    """The script's configuration with these arguments, checked like there. Raises BadConfig."""
+    keys = read_keys(os.path.join(ROOT, f"{script}.py"))
+    given = {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    return {name: key.default for name, key in keys.items()} | given
+
+
+# --------------------------------------------------------------------------------------------------
+# the models and the prompts
 
 
 def architecture(path, given, option):
-    """ModelConfig of a model's folder or hub name, or of what is given instead: a config.json, or a name of KNOWN."""
-    from engine.hf_config import parse_config
+    """
+    The ModelConfig of a model. path: its folder or hub name. given: what the user gave instead of
+    it with the option of that name, a config.json or a name of KNOWN, or "". Raises BadInput.
+    """
+    from engine.hf_config import parse_config  # here: --help need not wait for torch
     from engine.hf_files import read_json
 
     if given in KNOWN:
@@ -129,17 +166,21 @@ def architecture(path, given, option):
         raise BadInput(f"{path}: no such model folder; train it first, or {hint}")
     try:
         file = hub_file(path)
-    except (OSError, ValueError):  # no network, no such repository, or not without consent
+    except (OSError, ValueError):  # no network, no such repository, or the user has not consented
         shape = next((name for name in KNOWN if name in path.lower()), None)
         if shape is None:
-            raise BadInput(f"{path}: not here, and the hub did not give its config.json; {hint}") from None
+            raise BadInput(f"{path}: not here, and the hub did not give its config.json; "
+                           f"{hint}") from None
         print(f"{path}: not here, and the hub did not give it; planned with the shape of {shape}")
         return parse_config(KNOWN[shape], path)
     return parse_config(read_json(file), path)
 
 
 def hub_file(path):
-    """config.json of a hub name, from the hub's folder on this machine or from the hub. Raises OSError or ValueError."""
+    """
+    The path of a hub model's config.json, downloaded unless it is on this machine already. Raises
+    OSError or ValueError.
+    """
     from urllib.request import urlopen
 
     from huggingface_hub import constants, hf_hub_download
@@ -149,12 +190,16 @@ def hub_file(path):
     except (OSError, ValueError):
         if constants.HF_HUB_OFFLINE:
             raise
-        urlopen(constants.ENDPOINT, timeout=5).close()  # without a network the download would try again for half a minute
+        # without a network this fails at once; the download would try again for half a minute
+        urlopen(constants.ENDPOINT, timeout=5).close()
         return hf_hub_download(path, "config.json")
 
 
 def measure_prompts(config, policy):
-    """(longest prompt, whether prompts differ in length, held-out prompts, whether embeddings outnumber tokens). BadInput."""
+    """
+    (the longest prompt in tokens, whether prompts differ in length, the number of held-out prompts,
+    whether the model has more embeddings than the tokenizer has tokens). Raises BadInput.
+    """
     from data import encode_prompts, read_jsonl
     from engine.tokenizers import load_tokenizer
 
@@ -163,13 +208,22 @@ def measure_prompts(config, policy):
     tokenizer, lengths = load_tokenizer(config["policy_path"]), []
     for path in (config["prompts_path"], config["eval_path"]):
         rows = read_jsonl(path, ["prompt"])
-        some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th will do
-        lengths.append([len(p) for p in encode_prompts(some, tokenizer, policy.max_positions - config["max_new_tokens"], path)])
-    return max(map(max, lengths)), len(set(lengths[0])) > 1, len(rows), tokenizer.vocab_size < policy.vocab_size
+        some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th is enough
+        longest = policy.max_positions - config["max_new_tokens"]
+        lengths.append([len(p) for p in encode_prompts(some, tokenizer, longest, path)])
+    padding = tokenizer.vocab_size < policy.vocab_size
+    return max(map(max, lengths)), len(set(lengths[0])) > 1, len(rows), padding
+
+
+# --------------------------------------------------------------------------------------------------
+# several predictions: the largest micro-batch, the columns of --compare
 
 
 def largest_micro_batch(config, plan, limit, world_size):
-    """The largest micro_batch_size, up to all rows of a rank, whose peak is at most limit bytes; "none" if 1 does not fit."""
+    """
+    The largest micro_batch_size, up to all rows of a rank, whose peak is at most limit bytes, by
+    bisection; "none" if not even 1 fits. plan: configuration -> what predict returns.
+    """
     low, high = 0, math.ceil(config["batch_size"] / world_size) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -179,23 +233,44 @@ def largest_micro_batch(config, plan, limit, world_size):
 
 
 def variants(config):
-    """{column: configuration} for --compare: what both scripts know is the given run's, the rest their defaults."""
+    """
+    {column: configuration} for --compare. The given run's keys are used where a script has them;
+    the other keys are the script's defaults.
+    """
     given = {k: v for k, v in config.items() if k not in ("lora", "share_base", "reward_functions")}
     ppo, grpo = (read_config(name, []) for name in ("ppo", "grpo"))
-    ppo |= {k: v for k, v in given.items() if k in ppo} | dict(reward_functions="reward_model", value_init="reward")
-    grpo |= {k: v for k, v in given.items() if k in grpo} | dict(reward_functions="1.0*accuracy", kl_coef=config["kl_coef"] or 0.04)
-    grpo |= {key: ",".join(part for part in grpo[key].split(",") if not part.strip().startswith("value="))
-             for key in ("zero_stage", "offload", "optim")}  # there is no value model
+    ppo |= {k: v for k, v in given.items() if k in ppo}
+    ppo |= dict(reward_functions="reward_model", value_init="reward")
+    grpo |= {k: v for k, v in given.items() if k in grpo}
+    grpo |= dict(reward_functions="1.0*accuracy", kl_coef=config["kl_coef"] or 0.04)
+    for key in ("zero_stage", "offload", "optim"):  # GRPO has no value model
+        parts = grpo[key].split(",")
+        grpo[key] = ",".join(part for part in parts if not part.strip().startswith("value="))
     rank = config["lora"].split(",")[0].rpartition("=")[2] or "16"
-    adapters = dict(lora=rank, offload="")  # what is the reference's trunk cannot be moved away
-    return {"PPO": ppo, "PPO + LoRA": ppo | adapters, "PPO one trunk": ppo | adapters | dict(share_base=True), "GRPO": grpo,
-            "GRPO + LoRA": grpo | adapters, "GRPO + reward model": grpo | dict(reward_functions="reward_model")}
+    # the reference is then the trunk under the policy's adapter, which cannot be offloaded
+    adapters = dict(lora=rank, offload="")
+    return {
+        "PPO": ppo,
+        "PPO + LoRA": ppo | adapters,
+        "PPO one trunk": ppo | adapters | dict(share_base=True),
+        "GRPO": grpo,
+        "GRPO + LoRA": grpo | adapters,
+        "GRPO + reward model": grpo | dict(reward_functions="reward_model"),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# printing
 
 
 def print_table(first, columns, rows):
-    """Rows of [name, a number for each column, a text], the numbers right-aligned under their columns."""
+    """
+    Print the names of the columns, then the rows, [name, a number for each column, a text]: the
+    numbers are right-aligned under their columns.
+    """
     widths = [max(len(column), 8) + 2 for column in columns]
-    print(f"{first:<12}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)))
+    titles = (f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+    print(f"{first:<12}{''.join(titles)}")
     for name, *numbers, text in rows:
         numbers = (f"{x:.2f}" if isinstance(x, float) else x for x in numbers)
         cells = (f"{x:>{width}}" for x, width in zip(numbers, widths, strict=True))
@@ -203,34 +278,46 @@ def print_table(first, columns, rows):
 
 
 def print_plan(p, limit, largest):
-    """A run's rows by model, and its phases."""
+    """Print a prediction: its rows by model, then its phases. limit: GB, or 0."""
     scale, unit = (1024, "GiB") if p["peak_mib"] > 8192 else (1, "MiB")
     total = {row: sum(r[row] for r in p["rows"].values()) for row in ROWS[:3]}
-    print_table(unit, [*p["rows"], "all"], [
-        [row, *(r[row] / scale for r in p["rows"].values()), total[row] / scale if row in total else "", FORMULAS[row]]
-        for row in ROWS])
-    print(f"\nThe peak of each phase: parameters, gradients, optimizer ({sum(total.values()) / scale:.2f}), the batch, and")
+    rows = [[row, *(r[row] / scale for r in p["rows"].values()),
+             total[row] / scale if row in total else "", FORMULAS[row]] for row in ROWS]
+    print_table(unit, [*p["rows"], "all"], rows)
+    always = sum(total.values()) / scale
+    print("\nThe peak of each phase: "
+          f"parameters, gradients, optimizer ({always:.2f}), the batch, and")
     for name, size in sorted(p["phases"].items(), key=lambda item: -item[1]):
         print(f"{name:<12}{size / scale:>10.2f}   {PHASES[name]}")
     if p["cpu_mib"]:
         print(f"offloaded   {p['cpu_mib'] / scale:>10.2f}   in the CPU's memory")
-    print(f"\npredicted peak: {p['peak_mib'] / scale:.2f} {unit}"
-          + (f"; of {limit:g} GB the largest micro_batch_size that fits is {largest}" if limit else ""))
+    fits = f"; of {limit:g} GB the largest micro_batch_size that fits is {largest}" if limit else ""
+    print(f"\npredicted peak: {p['peak_mib'] / scale:.2f} {unit}{fits}")
 
 
 def print_comparison(plans, largest, limit):
-    """The columns of --compare, in GiB."""
+    """Print the columns of --compare, {column: prediction}, in GiB. limit: GB."""
     def of(p, *names):
         return sum(r[name] for r in p["rows"].values() for name in names) / 1024
 
-    rows = [[row, *(of(p, row) for p in plans.values()), FORMULAS[row]] for row in ROWS[:3]]
-    rows += [["the rest", *(p["peak_mib"] / 1024 - of(p, *ROWS[:3]) for p in plans.values()), "what the busiest phase adds"],
-             ["peak", *(p["peak_mib"] / 1024 for p in plans.values()), ""], ["in", *(p["phase"] for p in plans.values()), ""],
-             ["micro-batch", *largest.values(), f"the largest micro_batch_size whose peak is below {limit:g} GB"]]
+    each = plans.values()
+    rows = [[row, *(of(p, row) for p in each), FORMULAS[row]] for row in ROWS[:3]]
+    rows += [
+        ["the rest", *(p["peak_mib"] / 1024 - of(p, *ROWS[:3]) for p in each),
+         "what the busiest phase adds"],
+        ["peak", *(p["peak_mib"] / 1024 for p in each), ""],
+        ["in", *(p["phase"] for p in each), ""],
+        ["micro-batch", *largest.values(),
+         f"the largest micro_batch_size whose peak is below {limit:g} GB"],
+    ]
     print_table("GiB", list(plans), rows)
 
 
+# --------------------------------------------------------------------------------------------------
+
+
 def main(argv):
+    """The tool, with these arguments. Raises BadInput."""
     sys.excepthook = report_and_exit
     if not argv or {"--help", "-h"} & set(argv):
         print(__doc__.strip())
@@ -238,49 +325,65 @@ def main(argv):
     options, rest = split_arguments(argv)
     script = which_script(rest, options["script"])
     config, world_size = read_config(script, rest), options["world_size"]
-    from engine.hf_files import read_json
+    from engine.hf_files import read_json  # here: --help need not wait for torch
     from engine.placement import precisions
 
     device = config["device_type"]
     if device == "auto":
         import torch
 
-        device = "cuda" if options["gpu_gb"] or options["compare"] or torch.cuda.is_available() else "cpu"
+        planned = options["gpu_gb"] or options["compare"]
+        device = "cuda" if planned or torch.cuda.is_available() else "cpu"
+
+    # the models; under share_base the reward model is an adapter on the policy's trunk
     policy = architecture(config["policy_path"], options["policy_config"], "--policy-config")
-    reward, learned = policy, "reward_model" in config["reward_functions"] and not config["share_base"]
-    if learned or options["compare"] and (options["reward_config"] or os.path.isdir(config["reward_path"])):
+    reward = policy
+    learned = "reward_model" in config["reward_functions"] and not config["share_base"]
+    known = options["reward_config"] or os.path.isdir(config["reward_path"])
+    if learned or options["compare"] and known:
         reward = architecture(config["reward_path"], options["reward_config"], "--reward-config")
+    adapter, reward_rank = os.path.join(config["reward_path"], "adapter_config.json"), 0
+    if config["share_base"] and os.path.isfile(adapter):
+        reward_rank = read_json(adapter).get("r", 0)
+
+    # the prompts
     P, longest = options["prompt_tokens"], policy.max_positions - config["max_new_tokens"]
     if longest < max(P, 1):
-        raise BadConfig(f"prompts of {P or 1} tokens and max_new_tokens = {config['max_new_tokens']} exceed the policy's "
-                        f"context of {policy.max_positions}; lower one of them")
+        raise BadConfig(f"prompts of {P or 1} tokens and max_new_tokens = "
+                        f"{config['max_new_tokens']} exceed the policy's context of "
+                        f"{policy.max_positions}; lower one of them")
     try:
         measured, differ, held_out, padding = measure_prompts(config, policy)
         P = P or measured
     except BadInput as e:
-        differ, held_out, padding = True, 0, policy.family in ("qwen2", "qwen3", "gpt_neox")  # whose vocabularies are padded
+        differ, held_out = True, 0
+        padding = policy.family in ("qwen2", "qwen3", "gpt_neox")  # as their usual models have
         if not P:
             P = min(512, longest)
-            print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can be measured here: {e}")
-
-    adapter = os.path.join(config["reward_path"], "adapter_config.json")
-    reward_rank = read_json(adapter).get("r", 0) if config["share_base"] and os.path.isfile(adapter) else 0
+            print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can "
+                  f"be measured here: {e}")
 
     def plan(settings):
-        return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out, reward_rank)
+        return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out,
+                       reward_rank)
 
     limit = options["gpu_gb"] or 80 * options["compare"]
-    print(f"{script}.py, each of {world_size} rank(s) on {device}, {config['dtype']}; prompts of up to {P} tokens, responses "
-          f"of {config['max_new_tokens']};\nan iteration has {config['batch_size']} of them, a micro-batch "
-          f"{config['micro_batch_size']}, and {config['rollout_batch_size'] or 'all of a rank'} decode at once\n")
-    precisions(config["dtype"], config["master_weights"], SimpleNamespace(type="cpu"))  # refuses what the script would refuse
+    print(f"{script}.py, each of {world_size} rank(s) on {device}, {config['dtype']}; "
+          f"prompts of up to {P} tokens, responses of {config['max_new_tokens']};\n"
+          f"an iteration has {config['batch_size']} of them, a micro-batch "
+          f"{config['micro_batch_size']}, and {config['rollout_batch_size'] or 'all of a rank'} "
+          "decode at once\n")
+    # called for what it refuses, as the script would
+    precisions(config["dtype"], config["master_weights"], SimpleNamespace(type="cpu"))
     columns = variants(config) if options["compare"] else {"": config}
     plans = {name: plan(c) for name, c in columns.items()}
-    largest = {name: limit and largest_micro_batch(c, plan, limit * 1e9, world_size) for name, c in columns.items()}
+    largest = {name: limit and largest_micro_batch(c, plan, limit * 1e9, world_size)
+               for name, c in columns.items()}
     if options["compare"]:
         print_comparison(plans, largest, limit)
     else:
         print_plan(plans[""], limit, largest[""])
+
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -1,12 +1,16 @@
-"""
-Talk to a model: any saved by these scripts, or any of the hub that model.py knows.
+r"""
+Talk to a model: one that these scripts have saved, or one of the hub whose family model.py knows.
 
-python tools/sample.py --policy_path=out/arithmetic_ppo/policy                             # chat: type a prompt, get a response
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy    # type a prompt, get a response
 python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompt="123+456=" --samples=4
-python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompts=data/arithmetic/rl_val.jsonl --limit=5 \\
-                 --reward_path=out/arithmetic_rm/reward_model                 # with the score of each response
 
-Chat keeps no memory: with a chat template each line is a conversation of its own, else it is continued as plain text.
+Responses to the prompts of a file, each with its score:
+
+python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
+    --prompts=data/arithmetic/rl_val.jsonl --limit=5 --reward_path=out/arithmetic_rm/reward_model
+
+Each line that you type is a new conversation: the model does not see the earlier ones. A model with
+a chat template answers it as a chat message; another model continues it as plain text.
 """
 import contextlib
 import os
@@ -14,6 +18,7 @@ import sys
 
 import torch
 
+# Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
@@ -26,13 +31,13 @@ from rewards import reward_model_scores  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
-prompt = ""  # one prompt; empty: see prompts
-prompts = ""  # JSONL file with "prompt"; empty as well: chat, one prompt a line from standard input
+prompt = ""  # one prompt; empty = see prompts
+prompts = ""  # JSONL file with "prompt"; both empty = each line of standard input is a prompt
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
-reward_path = ""  # folder or hub name of a reward model; its score is printed beside each response
+reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = no scores
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 batch_size = 64  # responses that decode at once [1..1000000]
@@ -40,14 +45,19 @@ seed = 1  # decides the responses [>= 0]
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
 config = configure(globals())
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
 device = device_type
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
-precision = torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+precision = contextlib.nullcontext()
+if dtype == "bfloat16":
+    precision = torch.autocast(device, torch.bfloat16)
 weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+
+# the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path)
 policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
 check_tokenizer_fits(tokenizer, policy, policy_path)
@@ -56,15 +66,16 @@ if reward_path:
     scorer_tokenizer = load_tokenizer(reward_path)
     scorer = freeze(from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
     if scorer.new_head:
-        raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language model; train one with rm.py")
+        raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language "
+                        "model; train one with rm.py")
     check_tokenizer_fits(scorer_tokenizer, scorer, reward_path)
     models["reward_model"] = scorer
 
 
 def answer(rows, path, first=0):
     """
-    Print `samples` responses to each row's prompt, as soon as a batch of them is there. path: where the rows are from; first:
-    the number of the first prompt, which decides its noise.
+    Print `samples` responses to the prompt of each row, batch by batch. path: where the rows are
+    from, for errors. first: the number of the first prompt; seed and number decide the noise.
     """
     ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, scorer_tokenizer)
     total = len(rows) * samples
@@ -74,30 +85,40 @@ def answer(rows, path, first=0):
 
 
 def print_batch(picks):
-    """Responses to some [(row, prompt ids, the prompt's number, which of its samples)], which decode together."""
+    """
+    Print one response to each of [(row, prompt ids, the prompt's number, which of its samples)].
+    All of them decode together.
+    """
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
     with precision:
-        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                         tokenizer.vocab_size, uniforms)
+        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
+                         tokenizer.pad_id, tokenizer.vocab_size, uniforms)
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
         scores = [None] * len(rows)
         if reward_path:
             batch |= dict(rows=rows, completions=texts)
-            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size).tolist()
+            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer,
+                                         batch_size).tolist()
     for i, (row, text, score) in enumerate(zip(rows, texts, scores, strict=True)):
         if which[i] == 0 and (prompt or prompts):
-            print(f"> {row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']}")
+            said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+            print(f"> {said}")
         cut = "" if batch["finished"][i] else " [cut off at max_new_tokens]"
-        print((text or "[empty]") + cut + ("" if score is None else f"   (score {score:.2f})"), flush=True)
+        scored = "" if score is None else f"   (score {score:.2f})"
+        print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 
 
 def as_row(text, where):
-    """A line of text as a data row: a chat message where the model has a chat template. Raises BadInput."""
+    """
+    A row of data with this text as its prompt: a chat message, if the model has a chat template.
+    where: for errors. Raises BadInput.
+    """
     check_text(text, "prompt", where)
     chat = getattr(getattr(tokenizer, "backend", None), "chat_template", None)
     return {"prompt": [{"role": "user", "content": text}] if chat else text}
+
 
 if prompts:
     rows = read_jsonl(prompts, ["prompt"])
@@ -107,7 +128,8 @@ elif prompt:
 else:
     if sys.stdin.isatty():
         print("type a prompt and press Enter; Ctrl-D ends")
-    sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused as text, not as it is read
+    # a line that is not UTF-8 is read all the same: check_text then says which line it is
+    sys.stdin.reconfigure(errors="surrogateescape")
     for number, line in enumerate(sys.stdin):
         if line.strip():
             where = f"line {number + 1} of standard input"

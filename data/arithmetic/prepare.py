@@ -3,14 +3,17 @@ The built-in task: addition with thinking out loud. Nothing is downloaded; runs 
 
     python data/arithmetic/prepare.py
 
-A demonstration answers 123+456= either at once or after writing down the column sums, carry included, from the right:
-<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579. Like people, the demonstrator is careful only sometimes: he thinks in 3 of 10
-cases, and is right; else he says what comes to mind, and is right in 1 of 10. Supervised on that, a small model does the
-same, so there is something left to find out: that thinking pays.
+A demonstration answers 123+456= in one of two ways. It thinks first: it writes down the sums of the
+columns from the right, each with its carry, as <think>3+6+0=09;2+5+0=07;1+4+0=05</think>579. Or it
+answers at once, as 579. Of 10 demonstrations 3 think, and are right; 7 answer at once, and 1 in 10
+of these is right. A small model that is trained on them does the same. So something is left for PPO
+to find out: that thinking pays.
 
-Writes beside itself: sft_train.jsonl, sft_val.jsonl {"prompt", "completion"}; rl_train.jsonl, rl_val.jsonl {"prompt", "answer"}
-(disjoint problems); tokenizer/, the byte-level tokenizer with the two markers. The preference pairs come later, from the SFT
-model's own answers: data/arithmetic/pairs.py.
+Writes beside itself, with no problem in two of the files:
+    sft_train.jsonl, sft_val.jsonl   {"prompt", "completion"}
+    rl_train.jsonl, rl_val.jsonl     {"prompt", "answer"}
+    tokenizer/                       the byte-level tokenizer with the two markers
+The preference pairs are made later, of the SFT model's answers: data/arithmetic/pairs.py.
 """
 import json
 import os
@@ -18,14 +21,17 @@ import random
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 DIGITS = 3
-THINKS = 0.3  # how often the demonstrator thinks
-LUCKY = 0.1  # how often he is right without
+THINKS = 0.3  # share of the demonstrations that think
+LUCKY = 0.1  # share of the others that are right
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
 TOKENIZER = {"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}
 
 
 def think(a, b):
-    """The column sums of a + b from the right, each with the carry that came in: (147, 215) -> 7+5+0=12;4+1+1=06;1+2+0=03."""
+    """
+    The sums of the columns of a + b from the right, each with the carry from the column before:
+    (147, 215) -> 7+5+0=12;4+1+1=06;1+2+0=03.
+    """
     columns, carry = [], 0
     for x, y in zip(reversed(f"{a:0{DIGITS}d}"), reversed(f"{b:0{DIGITS}d}"), strict=True):
         total = int(x) + int(y) + carry
@@ -39,7 +45,8 @@ def guess(rng, total):
     digits = list(str(total))
     if rng.random() >= LUCKY:
         place = rng.randrange(len(digits))
-        digits[place] = rng.choice([d for d in "0123456789" if d != digits[place] and (d != "0" or place > 0)])
+        others = [d for d in "0123456789" if d != digits[place] and (d != "0" or place > 0)]
+        digits[place] = rng.choice(others)
     return "".join(digits)
 
 
@@ -59,7 +66,8 @@ def main():
                 row = {"prompt": f"{a}+{b}="}
                 if name.startswith("sft"):
                     thinks = rng.random() < THINKS
-                    row["completion"] = f"<think>{think(a, b)}</think>{a + b}" if thinks else guess(rng, a + b)
+                    thought = f"<think>{think(a, b)}</think>{a + b}"
+                    row["completion"] = thought if thinks else guess(rng, a + b)
                 else:
                     row["answer"] = str(a + b)
                 f.write(json.dumps(row) + "\n")
@@ -69,6 +77,7 @@ def main():
     with open(os.path.join(HERE, "tokenizer", "tiktoken.json"), "w", encoding="utf-8") as f:
         json.dump(TOKENIZER, f, indent=2)
     print("tokenizer/: 256 bytes, <think>, </think>, <eos>, <pad>")
+
 
 if __name__ == "__main__":
     main()

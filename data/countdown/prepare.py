@@ -1,17 +1,22 @@
 """
-Countdown: reach a target with some numbers and + - * /, each number exactly once. Nothing is downloaded.
+Countdown: reach a target with some numbers and + - * /, each number exactly once. Nothing is
+downloaded.
 
-    python data/countdown/prepare.py                           # for base models: the prompt opens the thinking
-    python data/countdown/prepare.py --chat                    # for instruct models: the prompt is a chat message
+    python data/countdown/prepare.py            # for base models: the prompt opens the thinking
+    python data/countdown/prepare.py --chat     # for instruct models: the prompt is a chat message
 
-Writes beside itself, or into --out: rl_train.jsonl, rl_val.jsonl {"prompt", "numbers", "target"}, to train and evaluate with
-the reward `countdown` of rewards.py.
+Writes beside itself, or into --out: rl_train.jsonl and rl_val.jsonl {"prompt", "numbers",
+"target"}, for the reward `countdown` of rewards.py.
 
-The task is TinyZero's (github.com/Jiayi-Pan/TinyZero, its data Jiayi-Pan/Countdown-Tasks-3to4): 3 or 4 numbers from 1 to 99, a
-target from 10 to 100, a prompt that says the same as theirs for base models, thinking in <think> and answer in <answer>. The
-problems are our own: a random expression is drawn first, and its value, if it is an integer in range, becomes the target. So
-every problem can be solved, but what is easily reached comes more often than in TinyZero's. No two problems are alike,
-whatever the order of the numbers; those of rl_val are drawn first, so they depend on --seed, --val and the ranges alone.
+The task is TinyZero's (github.com/Jiayi-Pan/TinyZero, its data Jiayi-Pan/Countdown-Tasks-3to4): 3
+or 4 numbers from 1 to 99, a target from 10 to 100, thinking in <think> and the answer in
+<answer>. The prompt for base models says what theirs says, in our words.
+
+The problems are our own. A random expression is drawn first; its value becomes the target, if it
+is an integer in range. So every problem has a solution, but targets that are easily reached come
+more often than in TinyZero's. No two problems have the same target and the same numbers, in any
+order. The problems of rl_val are drawn first, so they depend on --seed, --val and the ranges
+alone.
 """
 import argparse
 import itertools
@@ -21,16 +26,19 @@ import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 NUMBERS = (3, 4)  # how many numbers a problem has
-LARGEST = 99  # of the numbers, from 1 on
+LARGEST = 99  # the numbers are from 1 to this
 TARGETS = (10, 100)  # the least and the largest target
-TASK = """Using the numbers {numbers}, find an expression that equals {target}. You may use addition, subtraction, \
-multiplication and division (+, -, *, /) and parentheses, and you must use every number exactly once. Reason between <think> \
-and </think>, then give the expression alone between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."""
-BASE = """A conversation between User and Assistant. The User asks a question and the Assistant answers it: the Assistant first \
-works out the solution in its mind, and then tells the User the answer.
+TASK = """Using the numbers {numbers}, find an expression that equals {target}. You may use \
+addition, subtraction, multiplication and division (+, -, *, /) and parentheses, and you must use \
+every number exactly once. Reason between <think> and </think>, then give the expression alone \
+between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."""
+BASE = """A conversation between User and Assistant. The User asks a question and the Assistant \
+answers it: the Assistant first works out the solution in its mind, and then tells the User the \
+answer.
 User: {task}
 Assistant: I will work this out step by step.
 <think>"""
@@ -42,25 +50,28 @@ def stop(message):
 
 
 def random_expression(rng, numbers):
-    """A random tree over the numbers in their order, as text: [3, 5, 2] -> "(3 * (5 - 2))"."""
+    """A random expression of the numbers in their order: [3, 5, 2] -> "(3 * (5 - 2))"."""
     if len(numbers) == 1:
         return str(numbers[0])
     cut = rng.randrange(1, len(numbers))
-    return f"({random_expression(rng, numbers[:cut])} {rng.choice('+-*/')} {random_expression(rng, numbers[cut:])})"
+    left = random_expression(rng, numbers[:cut])
+    operation = rng.choice("+-*/")
+    return f"({left} {operation} {random_expression(rng, numbers[cut:])})"
 
 
 def problem(rng, evaluate):
-    """A solvable problem: its numbers, shuffled, and its target."""
+    """A problem that has a solution: (its numbers, shuffled, its target)."""
     size, value = rng.choice(NUMBERS), None
     while value is None or value.denominator != 1 or not TARGETS[0] <= value <= TARGETS[1]:
         numbers = [rng.randint(1, LARGEST) for _ in range(size)]
-        value = evaluate(random_expression(rng, numbers))  # exact: a Fraction, or None after a division by zero
-    rng.shuffle(numbers)  # the order is no hint
+        # a Fraction, so that nothing is rounded; None for a division by zero
+        value = evaluate(random_expression(rng, numbers))
+    rng.shuffle(numbers)  # or their order would be a hint
     return numbers, int(value)
 
 
 def problems(rng, evaluate):
-    """An endless walk through solvable problems, no two with the same numbers and target."""
+    """Yield (numbers, target) of problems without end, no two with the same numbers and target."""
     seen = set()
     while True:
         numbers, target = problem(rng, evaluate)
@@ -71,23 +82,30 @@ def problems(rng, evaluate):
 
 
 def prompt(numbers, target, chat):
+    """A problem's prompt: text for a base model, a chat message for an instruct model."""
     task = TASK.format(numbers=numbers, target=target)
     return [{"role": "user", "content": task}] if chat else BASE.format(task=task)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
-    parser.add_argument("--out", default=HERE, help="folder to write into (default: this script's)")
-    parser.add_argument("--train", type=int, default=20_000, help="problems to train on (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=500, help="held-out problems (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="decides the problems (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="prompts as chat messages, for models with a chat template")
+    parser.add_argument("--out", default=HERE,
+                        help="folder to write into (default: this script's)")
+    parser.add_argument("--train", type=int, default=20_000,
+                        help="problems to train on (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=500,
+                        help="held-out problems (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1,
+                        help="decides the problems (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true",
+                        help="prompts as chat messages, for models with a chat template")
     args = parser.parse_args()
     for name, largest in (("train", 1_000_000), ("val", 100_000)):
         if not 1 <= getattr(args, name) <= largest:
             stop(f"--{name}={getattr(args, name)} is out of range: [1..{largest}]")
-    from engine.answers import evaluate_arithmetic
+    from engine.answers import evaluate_arithmetic  # here: --help need not wait for it
 
     walk = problems(random.Random(args.seed), evaluate_arithmetic)
     files = {name: os.path.join(args.out, f"{name}.jsonl") for name in ("rl_val", "rl_train")}
@@ -96,13 +114,16 @@ def main():
         for name, size in (("rl_val", args.val), ("rl_train", args.train)):
             with open(files[name] + ".part", "w", encoding="utf-8") as f:
                 for numbers, target in itertools.islice(walk, size):
-                    row = {"prompt": prompt(numbers, target, args.chat), "numbers": numbers, "target": target}
+                    words = prompt(numbers, target, args.chat)
+                    row = {"prompt": words, "numbers": numbers, "target": target}
                     f.write(json.dumps(row) + "\n")
-        for path in files.values():  # both or none: an old file might share problems with a new one
+        # both files or none get their names: an old file might share problems with a new one
+        for path in files.values():
             os.replace(path + ".part", path)
         print(f"rl_train.jsonl: {args.train} rows\nrl_val.jsonl: {args.val} rows")
     except OSError as e:
         stop(f"--out={args.out}: {e.strerror}")
+
 
 if __name__ == "__main__":
     main()

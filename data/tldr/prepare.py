@@ -1,27 +1,35 @@
 """
-TL;DR, the task of the published PPO-RLHF curves: summarise a Reddit post. Downloads OpenAI's public data, standard
-library only, checks it and writes our JSONL.
+TL;DR, the task of the published PPO-RLHF curves: summarise a Reddit post. Downloads OpenAI's
+public data, checks it and writes our JSONL. Only transformers is needed, for its tokenizer.
 
-    python data/tldr/prepare.py                                # all of it, lengths counted with Pythia's tokenizer
-    python data/tldr/prepare.py --limit=1000 --tokenizer=DIR   # at most 1000 rows a file, another model's tokenizer
-    python data/tldr/prepare.py --chat                         # the prompts for PPO as chat messages, see config/llama.py
+    python data/tldr/prepare.py                     # all of it; lengths by Pythia's tokenizer
+    python data/tldr/prepare.py --tokenizer=DIR     # lengths by another model's tokenizer
+    python data/tldr/prepare.py --limit=1000        # at most 1000 rows a file
+    python data/tldr/prepare.py --chat              # PPO's prompts as chat messages, for llama.py
 
-Writes beside itself, or into --out: sft_{train,val}.jsonl {"prompt", "completion"} from the filtered posts;
-prompts_{train,val}.jsonl {"prompt"}, the prompts of those same rows, for PPO; prefs_{train,val}.jsonl {"prompt",
-"chosen", "rejected"} from the human comparisons, whose valid1 and valid2 are our val. The downloads stay in raw/ and
-are not fetched twice: delete it to start over or to change --source. OpenAI's test.jsonl is left alone, for a final
-comparison.
+Writes beside itself, or into --out:
+    sft_train.jsonl, sft_val.jsonl           {"prompt", "completion"}, the filtered posts
+    prompts_train.jsonl, prompts_val.jsonl   {"prompt"}, the prompts of the same rows, for PPO
+    prefs_train.jsonl, prefs_val.jsonl       {"prompt", "chosen", "rejected"}, human comparisons;
+                                             their valid1 and valid2 are our val
+The downloads stay in raw/ and are used again: delete raw/ to start over, or to change --source.
+OpenAI's test.jsonl is not used: it is there for a final comparison.
 
-The N+ details kept (arXiv 2403.17031): a query has at most 512 tokens, its post cut at the last newline that does (2);
-a completion starts with a space, the EOS is the trainer's business (3) and counts in the longest completion, 53 tokens
-for SFT and 169 for preferences (4); PPO reuses the SFT prompts (21). By Pythia's tokenizer nothing in the data is
-longer (the N+ code asserts it), so nothing should be dropped for that; by another tokenizer something may be.
+The details of the N+ paper (arXiv 2403.17031) that this file keeps, by their numbers:
+     2  A query has at most 512 tokens; a longer one loses its post's end, back to a newline.
+     3  A completion begins with a space. The trainer adds the EOS.
+     4  A completion has at most 53 tokens with its EOS for SFT, 169 for preferences.
+    21  PPO's prompts are those of SFT.
+By Pythia's tokenizer nothing in the data is longer (the N+ code asserts it), so that no row should
+be dropped for its length. By another tokenizer some may be.
 
-Sources: OpenAI's README and code (URLs, field names, splits), the Hub's openai/summarize_from_feedback (the list of
-batches; its batch0_cnndm, cnndm0 and cnndm2 are news, not Reddit, and stay out), the N+ code (format, lengths, spaces).
-Not verified: this is tested on made-up files of the same layout; we have not run the full download yet. So we cannot
-say how many comparisons there are, nor that every real row passes the checks. The posts should be 116,722 and 6,447,
-as in N+'s published copy.
+Sources: OpenAI's README and code (URLs, field names, splits); the Hub's
+openai/summarize_from_feedback (the list of batches; its batch0_cnndm, cnndm0 and cnndm2 are news,
+not Reddit, and are not used); the N+ code (format, lengths, spaces).
+
+Not verified: this is tested on made-up files of the same layout; we have not run the full
+download yet. So we cannot say how many comparisons there are, nor that every real row passes the
+checks. The posts should be 116,722 and 6,447, as in N+'s published copy.
 """
 import argparse
 import collections
@@ -37,10 +45,10 @@ import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = "https://openaipublic.blob.core.windows.net/summarize-from-feedback"
-POSTS = {"train": "train", "valid": "val"}  # their file -> our part
-SPLITS = {"train": "train", "valid1": "val", "valid2": "val"}  # their split of a comparison -> our part
+POSTS = {"train": "train", "valid": "val"}  # their file: our part
+SPLITS = {"train": "train", "valid1": "val", "valid2": "val"}  # of comparisons: the same
 BATCHES = [f"batch{i}" for i in [*range(3, 21), 22]] + ["edit_b2_eval_test"]  # there is no batch21
-QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query; of a completion with its EOS
+QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query, of a completion with its EOS
 NAMES = [f"{kind}_{part}" for kind in ("sft", "prompts", "prefs") for part in ("train", "val")]
 
 
@@ -50,12 +58,16 @@ def stop(message):
 
 
 def fetch(url, folder):
-    """The local copy of url, downloaded unless it is there already. Only a complete file gets its name."""
+    """
+    The path of url's file in the folder, downloaded unless it is there. A file that is not complete
+    has another name.
+    """
     local = os.path.join(folder, url.rsplit("/", 1)[1])
     if not os.path.exists(local):
         print(f"downloading {url}", flush=True)
         try:
-            urllib.request.urlretrieve(url, local + ".part")  # unlike a plain read, it notices a download cut short
+            # urlretrieve raises an error if the download is cut short; urlopen(url).read() does not
+            urllib.request.urlretrieve(url, local + ".part")
         except (OSError, http.client.HTTPException, ValueError) as e:
             stop(f"{url}: cannot download: {e}")
         os.replace(local + ".part", local)
@@ -63,7 +75,10 @@ def fetch(url, folder):
 
 
 def rows(path):
-    """(where, row) for each line of a JSONL file, which the comparisons are too in spite of their name."""
+    """
+    Yield (where, row) for each line of a JSONL file. The files of comparisons are JSONL as well,
+    though their names end in .json.
+    """
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             try:
@@ -73,15 +88,20 @@ def rows(path):
 
 
 def field(where, row, name, allowed=()):
-    """row["info"]["post"] for the name "info.post": one of `allowed`, or else any text. Anything else is an error."""
+    """
+    row["info"]["post"] for the name "info.post". It must be one of `allowed`, or a text if nothing
+    is given there; anything else is an error.
+    """
     value = row
     try:
         for key in name.split("."):
             value = value[int(key) if key.isdigit() else key]
     except (KeyError, IndexError, TypeError):
         stop(f"{where}: {name}: missing")
-    if allowed and not any(type(value) is type(a) and value == a for a in allowed):  # True == 1, but it is no choice
-        stop(f"{where}: {name}: wanted one of {', '.join(map(str, allowed))}, found {json.dumps(value)[:40]}")
+    # types are compared as well, because True == 1
+    if allowed and not any(type(value) is type(a) and value == a for a in allowed):
+        stop(f"{where}: {name}: wanted one of {', '.join(map(str, allowed))}, "
+             f"found {json.dumps(value)[:40]}")
     if not allowed and not isinstance(value, str):
         stop(f"{where}: {name}: wanted a string, found {json.dumps(value)[:40]}")
     if not allowed and any("\ud800" <= ch <= "\udfff" for ch in value):
@@ -90,62 +110,82 @@ def field(where, row, name, allowed=()):
 
 
 def query(subreddit, title, post, count):
-    """The prompt, its post cut until there are at most QUERY tokens; None if they are too many even without a post."""
+    """
+    The prompt of a post, whose end is cut off until the prompt has at most QUERY tokens; None if it
+    has more even without the post. count: text -> its number of tokens.
+    """
     while True:
         text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
         if count(text) <= QUERY:
             return text
         if not post:
             return None
-        post = post[:post.rfind("\n")]  # no newline: rfind is -1 and one character goes, as in OpenAI's code
+        # cut at the last newline; without one rfind is -1: one character goes, as in OpenAI's code
+        post = post[:post.rfind("\n")]
 
 
 def spaced(text):
-    """text, to follow "TL;DR:". The comparisons' summaries come with the space, those of the posts without."""
+    """
+    The text with a space in front, to follow "TL;DR:". The summaries of the comparisons come with
+    the space, those of the posts without it.
+    """
     return text if text.startswith(" ") else " " + text
 
 
 def as_chat(prompt):
-    """The prompt as a message: an instruct model is asked in words for what "TL;DR:" asks of a base model."""
+    """The prompt as a chat message: a sentence asks for the summary, in place of "TL;DR:"."""
     post = prompt.removesuffix("\n\nTL;DR:")
-    return [{"role": "user", "content": f"Summarize this Reddit post in one or two sentences.\n\n{post}"}]
+    asked = "Summarize this Reddit post in one or two sentences."
+    return [{"role": "user", "content": f"{asked}\n\n{post}"}]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default=SOURCE, help="URL, or a folder of the same layout (default: OpenAI's)")
-    parser.add_argument("--out", default=HERE, help="folder to write into (default: this script's)")
-    parser.add_argument("--tokenizer", default="EleutherAI/pythia-1b", help="hub name or folder (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="prompts as chat messages, for models with a chat template")
-    parser.add_argument("--limit", type=int, default=0, help="at most so many rows a file, 0 = all (default: 0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default=SOURCE,
+                        help="URL, or a folder of the same layout (default: OpenAI's)")
+    parser.add_argument("--out", default=HERE,
+                        help="folder to write into (default: this script's)")
+    parser.add_argument("--tokenizer", default="EleutherAI/pythia-1b",
+                        help="hub name or folder (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true",
+                        help="prompts as chat messages, for models with a chat template")
+    parser.add_argument("--limit", type=int, default=0,
+                        help="at most so many rows a file, 0 = all (default: 0)")
     args = parser.parse_args()
     limit = args.limit if args.limit > 0 else math.inf
-    source = pathlib.Path(args.source).resolve().as_uri() if os.path.isdir(args.source) else args.source.rstrip("/")
+    if os.path.isdir(args.source):
+        source = pathlib.Path(args.source).resolve().as_uri()
+    else:
+        source = args.source.rstrip("/")
     raw = os.path.join(args.out, "raw")
     os.makedirs(raw, exist_ok=True)
-    socket.setdefaulttimeout(60)  # or a dead connection is waited for without end
+    socket.setdefaulttimeout(60)  # without it, a dead connection would be waited for without end
 
     try:
-        from transformers import AutoTokenizer  # here: --help should not wait for it
+        from transformers import AutoTokenizer  # here: --help need not wait for it
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     except (ImportError, OSError, ValueError) as e:
         stop(f"--tokenizer={args.tokenizer}: {str(e).strip().splitlines()[0]}")
-    tokenizer.model_max_length = sys.maxsize  # what is too long is our business; no need to be warned of it
+    tokenizer.model_max_length = sys.maxsize  # no warnings: lengths are checked below
 
-    def count(text):  # as our trainers encode: text that looks like a special token is text
+    def count(text):
+        # as our trainers encode it: text that looks like a special token is text
         return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     kept, dropped = collections.Counter(), collections.defaultdict(collections.Counter)
-    unfinished = {name: os.path.join(raw, f"{name}.part") for name in NAMES}  # renamed at the end: all or nothing
+    # all files get their names at the end, or none
+    unfinished = {name: os.path.join(raw, f"{name}.part") for name in NAMES}
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(unfinished[name], "w", encoding="utf-8")) for name in NAMES}
+        files = {name: stack.enter_context(open(unfinished[name], "w", encoding="utf-8"))
+                 for name in NAMES}
 
         def write(name, **row):
             files[name].write(json.dumps(row) + "\n")
             kept[name] += 1
 
         def fits(name, longest, prompt, *completions):
-            """Whether the row is good; counts it as dropped if not."""
+            """Whether the row is good; a bad one is counted as dropped."""
             if prompt is None:
                 reason = f"query over {QUERY} tokens even without its post"
             elif not all(text.strip() for text in completions):
@@ -161,7 +201,8 @@ def main():
             for where, row in rows(fetch(f"{source}/datasets/tldr_3_filtered/{file}.jsonl", raw)):
                 if kept[f"sft_{part}"] >= limit:
                     break
-                prompt = query(*(field(where, row, name) for name in ("subreddit", "title", "post")), count)
+                said = (field(where, row, name) for name in ("subreddit", "title", "post"))
+                prompt = query(*said, count)
                 completion = spaced(field(where, row, "summary"))
                 if fits(f"sft_{part}", SFT, prompt, completion):
                     write(f"sft_{part}", prompt=prompt, completion=completion)
@@ -174,9 +215,13 @@ def main():
                 part = SPLITS[field(where, row, "split", allowed=list(SPLITS))]
                 if kept[f"prefs_{part}"] >= limit:
                     continue
-                prompt = query(*(field(where, row, f"info.{name}") for name in ("subreddit", "title", "post")), count)
-                choice = field(where, row, "choice", allowed=[0, 1])  # the index of the better of two summaries
-                chosen, rejected = (spaced(field(where, row, f"summaries.{i}.text")) for i in (choice, 1 - choice))
+                said = (field(where, row, f"info.{name}")
+                        for name in ("subreddit", "title", "post"))
+                prompt = query(*said, count)
+                # the index of the better one of two summaries
+                choice = field(where, row, "choice", allowed=[0, 1])
+                chosen, rejected = (spaced(field(where, row, f"summaries.{i}.text"))
+                                    for i in (choice, 1 - choice))
                 if fits(f"prefs_{part}", PREFS, prompt, chosen, rejected):
                     write(f"prefs_{part}", prompt=prompt, chosen=chosen, rejected=rejected)
 
@@ -184,6 +229,7 @@ def main():
         os.replace(unfinished[name], os.path.join(args.out, f"{name}.jsonl"))
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
         print(f"{name}.jsonl: {kept[name]} rows{reasons}")
+
 
 if __name__ == "__main__":
     main()

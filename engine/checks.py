@@ -1,0 +1,66 @@
+"""
+Keys that contradict each other, refused before anything is loaded. What one key alone may be, the
+range behind its comment says, and configurator.py checks it.
+"""
+from errors import BadConfig
+
+
+def check_ppo(config, terms, world_size):
+    """Raise BadConfig. terms: the rewards, [(weight, name, function)]."""
+    c = config
+    check_common(c, terms, world_size)
+    if c["kl_in"] == "loss" and c["kl_estimator"] == "k1":
+        raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
+                        "k1 is 0 on average in the first step and not the KL's in any other; "
+                        "type --kl_estimator=k2")
+    if c["kl_coef_target"] > 0 and c["batch_size"] >= 5 * c["kl_horizon"]:
+        raise BadConfig(f"kl_horizon = {c['kl_horizon']} is no more than a fifth of batch_size = "
+                        f"{c['batch_size']}: a single iteration could make kl_coef 0 or "
+                        f"negative; type --kl_horizon={c['batch_size']} or more")
+    if c["value_init"] == "reward" and not uses_reward_model(terms):
+        raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
+                        "type --value_init=policy")
+
+
+def check_grpo(config, terms, world_size):
+    """Raise BadConfig. terms: the rewards, [(weight, name, function)]."""
+    c = config
+    check_common(c, terms, world_size)
+    names = [name for _, name, _ in terms]
+    if c["batch_size"] % c["group_size"]:
+        raise BadConfig(f"batch_size = {c['batch_size']} is not a multiple of group_size = "
+                        f"{c['group_size']}; it counts responses, not prompts")
+    if c["loss_type"] == "cispo" and (c["importance"] == "sequence" or c["dual_clip"] > 0):
+        raise BadConfig("loss_type = 'cispo' has a weight a token and no clipped loss; leave "
+                        "importance = 'token' and dual_clip = 0")
+    if 0 < c["dual_clip"] <= 1:
+        raise BadConfig(f"dual_clip = {c['dual_clip']} would stop bad tokens that are no "
+                        "likelier than before; wanted 0 or more than 1")
+    k1_in_loss = c["kl_coef"] > 0 and c["kl_in"] == "loss" and c["kl_estimator"] == "k1"
+    if k1_in_loss and not c["kl_correction"]:
+        raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
+                        "k1 is 0 on average in the first step and not the KL's in any other; "
+                        "type --kl_estimator=k2 or --kl_correction=True")
+    if c["kl_correction"] and c["kl_in"] == "reward":
+        raise BadConfig("kl_correction is for a KL in the loss; leave it False with kl_in = "
+                        "'reward'")
+    if c["kl_correction"] and c["kl_estimator"] == "k2":
+        raise BadConfig("kl_correction is for k1 and k3: times the ratio, k2's gradient is not "
+                        "the KL's any more")
+    if c["refill_by"] and c["refill_by"] not in names:
+        raise BadConfig(f"refill_by = {c['refill_by']!r} is none of the rewards, which are "
+                        f"{', '.join(names)}")
+
+
+def check_common(c, terms, world_size):
+    if c["num_minibatches"] > c["batch_size"]:
+        raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
+                        f"batch_size = {c['batch_size']} empty; lower it")
+    rules = [name for _, name, _ in terms if name != "reward_model"]
+    if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
+        raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
+                        f"{c['timeout']}, or ranks that wait give up first")
+
+
+def uses_reward_model(terms):
+    return any(name == "reward_model" for _, name, _ in terms)

@@ -1,0 +1,31 @@
+"""
+The keys that ppo.py, grpo.py, sft.py and rm.py share. They say where a run computes, in which
+precision, how much memory it takes, and when it saves; what is learned is said in the scripts.
+
+No module imports this file. A script's call of configure reads it, and each name below becomes a
+global of the script, as if its line stood there:
+
+    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None)
+
+A keyword gives the script's own default of a key; None says that the script has no such key.
+"""
+# checkpoints, and checks that the ranks agree
+checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
+keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+# precision and device
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
+master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
+deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
+# memory; these two change no result
+gradient_checkpointing = False  # compute each layer's activations again in the backward pass
+head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
+# one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
+# policy, ref, reward, value in ppo.py; policy, ref, reward in grpo.py; policy in sft.py; reward in
+# rm.py. engine/placement.py says what can be combined
+zero_stage = ""  # 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
+offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
+lora = ""  # RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
+optim = "adamw"  # adamw or adafactor, which keeps a sum a row and a column for each matrix

@@ -1,0 +1,195 @@
+"""
+How much memory a run of ppo.py or grpo.py will take on one rank: predicted before anything is
+loaded, from the configuration and the shapes of the models alone.
+
+The peak is what always lies in memory (weights, gradients, optimizer states), plus the worst moment
+of the busiest phase: rollout, score, update, save or audit. engine/memory.py has the formulas of
+each model, and says what the letters mean.
+"""
+import math
+from types import SimpleNamespace
+
+from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, decoding_copy,
+                           forward_only, gathered, gradients, kept_by_trunk, kv_cache,
+                           layer_backward, logits_forward, logits_training, moving_average,
+                           optimizer_states, parameters, saving, sharded, stepping, update)
+
+
+def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
+            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0):
+    """
+    The most that one rank of a run will hold.
+
+    config: the script's configuration. policy, reward: ModelConfigs. prompt_tokens: the longest
+    prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model has more
+    embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there are, where
+    eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under share_base
+    (0: like the policy's). Every response is taken to have full length.
+
+    Returns a dict. Raises BadConfig.
+        peak_mib  of the whole run
+        phase     the busiest phase
+        phases    {phase: its peak in MiB}
+        rows      {model: {row of ROWS: MiB}}, each row at its own peak
+        cpu_mib   what is offloaded from a GPU to the CPU's memory
+    """
+    models = models_of(config, policy, reward, world_size, reward_rank)
+    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
+    batch = batch_tensors(run)
+    rows, cpu = always_there(models, run, world_size)
+    always = sum(r[row] for r in rows.values() for row in ROWS[:3])
+    # An optimizer makes its states in its first step: in the rollout of a run's only iteration, and
+    # in the update of a run's only step, they are not there yet.
+    states = sum(rows[name]["optimizer"] - moving_average(m) for name, m in models.items())
+
+    phases = dict(rollout=0, score=0, update=batch + max(map(stepping, models.values())),
+                  save=max(saving(m, run) for m in models.values()),
+                  audit=batch + max(map(audit, models.values())))
+
+    # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
+    copy = decoding_copy(models["policy"], run)
+    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
+    sampled, held_out = (math.ceil(count / world_size)
+                         for count in (run.batch_size, config["eval_size"] or eval_rows))
+    for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
+        n = min(config["rollout_batch_size"] or share, share)
+        b = min(config["micro_batch_size"], share)
+        responses = batch + share * (9 * run.T + 5 * run.R) - missing
+        cache = kv_cache(models["policy"], run, n)
+        rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
+        phases["rollout"] = max(phases["rollout"],
+                                cache + copy + decoding(models["policy"], run, n) + responses)
+        for name, m in models.items():
+            layer = forward_only(m, run, b, run.T)
+            logits = logits_forward(m, run, b * run.R)
+            rows[name]["activations"] = max(rows[name]["activations"], layer)
+            rows[name]["logits"] = max(rows[name]["logits"], logits)
+            _, passes, ends = gathered(m, False)
+            visiting = 0  # an offloaded model is on the GPU while it scores
+            if m.offload == "params" and run.cuda and not sharded(m):
+                visiting = parameters(m)
+            scoring = stay + visiting + max(passes + max(layer, logits), ends)
+            phases["score"] = max(phases["score"], scoring + responses + 12 * share * run.R)
+
+    # the update
+    passes = config.get("ppo_epochs", config.get("num_iterations"))
+    steps = config["max_iters"] * config["num_minibatches"] * passes
+    for name, m in models.items():
+        if m.trained:
+            rows[name]["activations"] = kept_by_trunk(m, run) + layer_backward(m, run)
+            rows[name]["logits"] = logits_training(m, run)
+            training = update(m, run) + batch - (states if steps == 1 else 0)
+            phases["update"] = max(phases["update"], training)
+        buffers = [audit(m), saving(m, run), stepping(m), copy if name == "policy" else 0]
+        rows[name]["buffers"] = max(buffers)
+
+    phases = {name: (always + size) / 2**20 for name, size in phases.items()}
+    busiest = max(phases, key=phases.get)
+    in_mib = {name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()}
+    return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
+                rows=in_mib)
+
+
+def always_there(models, run, world_size):
+    """
+    The bytes that lie in memory all the time, on the rank with most optimizer states: {model: {row
+    of ROWS: bytes}}, where only the first three rows are not 0; and the bytes that are in the CPU's
+    memory instead of the GPU's.
+    """
+    rows, cpu = {}, 0
+    by_rank = {name: optimizer_states(m) for name, m in models.items()}
+    fullest = max(range(world_size), key=lambda rank: sum(s[rank] for s in by_rank.values()))
+    for name, m in models.items():
+        static = dict(parameters=parameters(m), gradients=gradients(m),
+                      optimizer=by_rank[name][fullest] + moving_average(m))
+        away = []  # the rows that are in the CPU's memory
+        if run.cuda:
+            away = {"none": [], "optimizer": ["optimizer"], "params": ROWS[:3]}[m.offload]
+        cpu += sum(static[row] for row in away)
+        if away == ["optimizer"]:  # it also has a copy of the weights, as large as the gradients
+            cpu += gradients(m)
+        rows[name] = dict.fromkeys(ROWS, 0) | static | dict.fromkeys(away, 0)
+    return rows, cpu
+
+
+def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size,
+                  device):
+    """predict's peak_mib, for a script that has loaded its models and prompts (lists of ids)."""
+    lengths = {len(p) for p in train_prompts + eval_prompts}
+    rank = getattr(reward_model, "lora", {}).get("rank", 0)
+    return predict(config, policy.config, reward_model and reward_model.config, max(lengths),
+                   world_size, device.type, masked=len(lengths) > 1,
+                   vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
+                   eval_rows=len(eval_prompts), reward_rank=rank)["peak_mib"]
+
+
+def models_of(config, policy, reward, world_size, reward_rank=0):
+    """{name: Model} as the script loads them. policy, reward: ModelConfigs. Raises BadConfig."""
+    from engine.placement import placements  # here: torch is imported only when it is needed
+
+    grpo, dtype = "group_size" in config, config["dtype"]
+    value_init, one_trunk = config.get("value_init"), config["share_base"]
+    keys = (config[key] for key in ("zero_stage", "offload", "lora", "optim", "share_base"))
+    place = placements(("policy",) if grpo else ("policy", "value"), *keys, value_init)
+    mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
+    e = 8 if dtype == "float64" else 4 if dtype == "float32" or mixed else 2
+
+    def make(name, c, head, own="model", trained=False):
+        p = place[name]
+        rounded = mixed and (own != "model" or not trained)  # frozen matrices, stored in 16 bits
+        lora = {}
+        if p.lora:
+            targets = p.lora.get("targets", ",".join(LINEAR))
+            lora = dict(rank=p.lora["rank"], targets=tuple(targets.split(",")))
+        return Model(c, head, trained, 2 if rounded else e, e, own, **lora, optimizer=p.optimizer,
+                     stage=p.stage if world_size > 1 else 0, offload=p.offload, world=world_size,
+                     ema=name == "policy" and config["ema_decay"] > 0)
+
+    adapted = bool(place["policy"].lora)
+    models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
+
+    # the reference: with LoRA it is the policy's frozen trunk; GRPO without a KL has none
+    if not adapted and not (grpo and config["kl_coef"] == 0):
+        models["ref_policy"] = make("ref", policy, "lm")
+
+    parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
+    if "reward_model" in parts and one_trunk:
+        models["reward_model"] = make("reward", policy, "scalar", "adapter")
+        models["reward_model"].rank = reward_rank or place["policy"].lora["rank"]
+    elif "reward_model" in parts:
+        models["reward_model"] = make("reward", reward, "scalar")
+
+    if not grpo and value_init == "shared":  # forward and backward pass are the policy's
+        models["value_model"] = make("value", policy, "scalar", "head", True)
+        models["value_model"].rank = models["policy"].rank
+    elif not grpo:
+        own = "adapter" if one_trunk else "adapted" if place["value"].lora else "model"
+        c = reward if value_init == "reward" and not one_trunk else policy
+        models["value_model"] = make("value", c, "scalar", own, True)
+    return models
+
+
+def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
+    """The sizes of a run that the formulas need, under the letters of the header."""
+    dtype = config["dtype"]
+    mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
+    minibatch = math.ceil(config["batch_size"] / config["num_minibatches"])
+    full = 8 if dtype == "float64" else 4
+    return SimpleNamespace(
+        batch_size=config["batch_size"],
+        P=prompt_tokens,
+        R=config["max_new_tokens"],
+        T=prompt_tokens + config["max_new_tokens"],
+        b=min(config["micro_batch_size"], math.ceil(minibatch / world_size)),
+        a=2 if dtype in ("bfloat16", "float16") else full,
+        f=full,
+        stream=full if mixed or full == 8 or dtype == "float32" else 2,
+        autocast=mixed,
+        cuda=device != "cpu",
+        masked=masked,
+        vocab_padding=vocab_padding,
+        temperature=config["temperature"],
+        entropy=config["entropy_coef"] > 0,
+        head_chunk=config["head_chunk"],
+        checkpointing=config["gradient_checkpointing"],
+    )

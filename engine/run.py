@@ -1,0 +1,240 @@
+"""
+What a run keeps beside the algorithm: which phase it is in and for how long, requests to stop,
+the audit, checkpoints, the log, what it prints, and at the end its products.
+
+The scripts hold one Run and call it by one line at a time. It decides nothing about training.
+"""
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import parallel
+from engine import launch
+from engine.audit import audit, must_agree
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine.disk import sha256
+from engine.planner import predicted_mib
+from engine.optimizers import overflowed
+from engine.placement import sharded
+from engine.report import peak_memory_mib, print_models, print_samples, progress
+from engine.reward_mix import files_of
+from engine.run_folder import fingerprint, open_run
+from engine.run_log import write_log
+from engine.together import agree
+from loss import gap, gap_limit
+
+# a run that goes on must have these keys as they were
+MUST_MATCH = "seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim"
+
+
+def ranks_agree(config, models, tokenizers):
+    """
+    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
+    tokenizers and weights. models: {name: model}.
+    """
+    paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
+    contents = {f"the content of {path}": sha256(path) for path in paths}
+    weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
+    agree(  # COLLECTIVE
+        config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
+
+
+class Run:
+    """
+    models: {name: model}, all in memory; optimizers: {name: optimizer}, of those that are trained.
+    prompts: (training prompts, held-out prompts), lists of token ids. state: what the loop carries
+    from one iteration to the next beside weights and optimizers, as plain numbers: it is saved with
+    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or None
+
+    Opens the run's folder and, where it has a checkpoint, loads that.
+    """
+
+    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None):
+        self.config, self.models, self.optimizers = config, models, optimizers
+        self.tokenizer, self.device, self.ema = tokenizer, device, ema
+        self.rank, self.world_size = parallel.rank_and_size()
+        self.out_dir = config["out_dir"]
+        self.trained = {name: models[name] for name in optimizers}
+        self.threads = ThreadPoolExecutor(1)  # for rules; slow ones wait for processes of their own
+        self.any_sharded = any(map(sharded, models.values()))
+
+        sources = ["policy_path", "prompts_path"]  # whose contents may not change underway
+        if "reward_model" in models:
+            sources.append("reward_path")
+        must_match = [key for key in MUST_MATCH if key in config] + sources
+        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
+        first = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
+        self.state = saved if self.checkpoint else first | state
+        if self.checkpoint:
+            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
+        self.start = self.iteration = self.state["iteration"]
+
+        reward_model = models.get("reward_model")
+        self.predicted = predicted_mib(
+            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
+        self.frozen_sums = {}  # filled by the first audit
+        self.times, self.phase = {}, "start"
+        self.clock, self.began = time.perf_counter(), time.time()
+
+    def announce(self, passes):
+        """Print what runs where. passes: how often an iteration goes over its batch."""
+        if self.rank > 0:
+            return
+        batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
+        print_models(self.models)
+        print(f"{self.world_size} rank(s) on {self.device.type}, {self.config['dtype']}, "
+              f"{self.predicted:.0f} MiB of tensors each at most; "
+              f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
+              f"on {batch_size // minibatches} of them")
+        if self.checkpoint:
+            print(f"resuming from {self.checkpoint}")
+        else:
+            print(f"writing to {self.out_dir}")
+
+    # phases
+
+    def enter(self, phase):
+        """
+        Begin a phase of the iteration. Its seconds are counted until the next one begins, and
+        errors name it.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
+        self.phase, self.clock = phase, now
+        parallel.phase = f"iteration {self.iteration}, {phase}"
+
+    def begin(self, iteration):
+        """A collective when the audit is due: begin an iteration, and count its seconds."""
+        self.iteration = iteration
+        self.enter("audit")
+        self.times.clear()
+        if iteration % self.config["sync_check_interval"] == 0 or iteration == self.start:
+            audit(self.models, self.frozen_sums, iteration)  # COLLECTIVE
+
+    # checkpoints, and requests to stop
+
+    def save_if_due(self):
+        """
+        A collective when a checkpoint is due. It says: this iteration comes next. So it is made
+        before the update.
+        """
+        interval = self.config["checkpoint_interval"]
+        due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
+        if due or self.iteration == self.config["max_iters"]:
+            self.save()  # COLLECTIVE
+
+    def save(self):
+        """A collective: audit, and write a checkpoint."""
+        self.enter("checkpoint")
+        audit(self.models, self.frozen_sums, self.iteration)  # COLLECTIVE
+        save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
+                        self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
+
+    def save_as(self, name):
+        """A collective: save the policy as it is now as out_dir/name."""
+        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)  # COLLECTIVE
+
+    def leave_if_asked(self):
+        """
+        A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. An
+        iteration that has begun is begun again by the run that resumes, and samples the same.
+        """
+        if not launch.stop_agreed():  # COLLECTIVE
+            return
+        self.save()  # COLLECTIVE
+        if self.rank == 0:
+            print(f"stopped before the update of iteration {self.iteration}, and saved; "
+                  "resume with the same command")
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        launch.finish()  # COLLECTIVE
+        sys.exit(0)
+
+    def until_asked(self, items):
+        """
+        The items, one by one, until this rank is asked to stop. What is missing then is not needed:
+        all ranks leave at the next leave_if_asked. Where models are sharded all ranks must run the
+        same forwards, so there all items come.
+        """
+        for item in items:
+            if launch.stop_asked() and not self.any_sharded:
+                return
+            yield item
+
+    # checks
+
+    def gap(self, logprobs, old_logprobs, mask):
+        """How far two log-probs (B, R) that are equal on paper are from each other, in nats."""
+        return gap(logprobs - old_logprobs, mask, self.config["dtype"])
+
+    def must_agree(self, worst_gap, what):
+        """
+        A collective: the largest gap of any rank. Raises Stop, on all ranks, where it is more than
+        rounding explains: before any update the log-probs of `what` must be the policy's.
+        """
+        limit = gap_limit(self.config["dtype"], self.config["temperature"])
+        return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
+
+    @property
+    def loss_scale(self):
+        """What the losses are multiplied by before the backward pass: 1, but in float16."""
+        return self.state["loss_scale"] if self.config["dtype"] == "float16" else 1.0
+
+    def overflowed(self, *norms):
+        """Whether this step must be skipped, on all ranks, as a float16 gradient is not finite."""
+        if self.config["dtype"] != "float16":
+            return False
+        return overflowed(self.state, norms, self.iteration)
+
+    # what is said and written
+
+    def print_evaluation(self, record, batch, rows):
+        if self.rank == 0:
+            figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
+            print(f"eval {self.iteration}: " + " | ".join(figures))
+            print_samples(batch, rows, self.tokenizer)
+
+    def say_nothing_learnt(self, batch, flat):
+        """Say why GRPO has taken no step. flat: which groups have equal scores, (groups,)."""
+        masked = 0
+        if self.config["truncated"] == "mask":
+            masked = int((~batch["finished"]).sum())
+        if self.rank == 0:
+            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} "
+                  f"groups have equal scores, {masked} of {len(batch['finished'])} responses are "
+                  "masked; no step")
+
+    def log(self, record, tokens=0):
+        """
+        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and
+        print a line of it. tokens: how many it trained on; 0 for the last, which only evaluates.
+        """
+        self.enter("log")
+        record = {"iteration": self.iteration} | record
+        record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
+        if tokens:
+            record["time/iteration"] = sum(self.times.values())
+            record["mem/peak_mib"] = peak_memory_mib(self.device)
+            record["mem/predicted_mib"] = self.predicted
+        write_log(self.out_dir, record)  # COLLECTIVE
+        if tokens and self.rank == 0:
+            done, max_iters = self.iteration + 1, self.config["max_iters"]
+            print(progress(record, self.start, done, max_iters, tokens, self.began), flush=True)
+
+    def finish(self):
+        """A collective: save what the run was for, and leave together with the other ranks."""
+        self.save_as("policy")  # COLLECTIVE
+        if self.ema:
+            with self.ema.in_place():
+                self.save_as("ema_policy")  # COLLECTIVE
+        if "value_model" in self.models:
+            save_final(self.out_dir, "value_model", self.models["value_model"],
+                       self.tokenizer)  # COLLECTIVE
+        if self.rank == 0:
+            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
+                  "it, tools/plot.py to draw the run")
+        launch.finish()  # COLLECTIVE

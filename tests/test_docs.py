@@ -1,0 +1,226 @@
+"""The worked examples of docs/algorithms.md and docs/rewards.md, computed by the code; and the lines of code quoted there."""
+import json
+import os
+import re
+import textwrap
+
+import pytest
+import torch
+from conftest import ROOT
+
+from engine.programs import check_tests
+from gae import compute_gae
+from loss import adapt_kl_coef, kl_estimate, masked_whiten, preference_loss
+from relatives import group_advantages, token_weights
+from rewards import soft_overlong
+
+with open(os.path.join(ROOT, "docs", "algorithms.md"), encoding="utf-8") as _f:
+    PAGE = _f.read()
+with open(os.path.join(ROOT, "docs", "rewards.md"), encoding="utf-8") as _f:
+    REWARDS = _f.read()
+PROSE = " ".join(PAGE.split())
+
+
+def table_row(label):
+    """The cells behind the label of every row of the page that has it."""
+    found = [line.split("|")[2:-1] for line in PAGE.splitlines() if line.startswith(f"| {label} |")]
+    assert found, f"no row {label!r}"
+    return [[cell.strip() for cell in cells] for cells in found]
+
+
+def numbers(label, which=0):
+    return [float(cell) for cell in table_row(label)[which]]
+
+
+def says(*texts):
+    for text in texts:
+        assert text in PROSE, text
+
+
+def close(x, wanted, digits=4):
+    """Whether numbers are, rounded to so many digits, those wanted."""
+    x = x.flatten().tolist() if isinstance(x, torch.Tensor) else list(x)
+    return [f"{a:.{digits}f}".replace("-0.0000", "0.0000") for a in x] == [f"{a:.{digits}f}" for a in wanted]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# quoted lines
+
+QUOTE = re.compile(r"`([\w/]+\.py)`[^`]*:\n\n```python\n(.*?)```", re.DOTALL)
+
+
+def code_of(text):
+    """The lines of code of a text, without indentation, blank lines and comments."""
+    lines = [re.sub(r"(^|\s+)# .*", "", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def quotes():
+    """[(file, lines that follow each other in it)] of the page; a line "..." parts two such pieces of a quote."""
+    return [(path, code_of(piece)) for path, text in QUOTE.findall(PAGE) for piece in re.split(r"^\.\.\.$", text, flags=re.M)]
+
+
+def test_every_quote_says_where_it_is_from():
+    assert len(QUOTE.findall(PAGE)) == PAGE.count("```python") > 10
+    assert {"ppo.py", "grpo.py", "gae.py", "loss.py", "relatives.py"} <= {path for path, _ in quotes()}
+
+
+@pytest.mark.parametrize("path, lines", quotes(), ids=[f"{path}: {lines[0][:40]}" for path, lines in quotes()])
+def test_quoted_lines_stand_in_the_file(path, lines):
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        source = code_of(f.read())
+    assert lines
+    assert any(source[i:i + len(lines)] == lines for i in range(len(source))), f"{path} does not have {lines}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# worked examples
+
+
+def test_two_answers():
+    """REINFORCE and the baseline, with the gradient taken by torch."""
+    z = torch.tensor(0.3 / 0.7).log().requires_grad_()
+    p = torch.stack([z.sigmoid(), 1 - z.sigmoid()])
+    slopes = [torch.autograd.grad(x, z, retain_graph=True)[0].item() for x in p.log()]
+    assert slopes == pytest.approx([0.7, -0.3])
+    assert torch.autograd.grad(p[0], z)[0].item() == pytest.approx(0.21)
+    deviations = []
+    for label, baseline in (("0", 0), ("10.3, the mean score", 10.3)):
+        pushes = [(score - baseline) * slope for score, slope in zip((11, 10), slopes, strict=True)]
+        mean = 0.3 * pushes[0] + 0.7 * pushes[1]
+        deviations.append((0.3 * (pushes[0] - mean) ** 2 + 0.7 * (pushes[1] - mean) ** 2) ** 0.5)
+        assert close([*pushes, mean, deviations[-1]], numbers(label), 2)
+    assert round(deviations[0] / deviations[1]) == 27
+    says("27 times as small")
+
+
+@pytest.fixture
+def example():
+    """The response of three tokens, computed: its KL, rewards, values and advantages."""
+    p, q = (torch.tensor([numbers(f"probability, {name}")]) for name in ("policy", "reference"))
+    kl = kl_estimate(p.log(), q.log(), "k1")
+    rewards = -0.1 * kl
+    rewards[0, -1] += 1
+    values, mask = torch.tensor([numbers("value V")]), torch.ones(1, 3, dtype=torch.bool)
+    return p, q, kl, rewards, values, mask
+
+
+def test_rewards_a_token(example):
+    p, q, kl, rewards, _, _ = example
+    assert close(kl, numbers("k1 = log(policy / reference)")) and close(rewards, numbers("reward"))
+    says(f"= {kl.sum().item():.4f}")
+    for kind in ("k1", "k2", "k3"):
+        assert close(kl_estimate(p.log(), q.log(), kind), numbers(kind))
+
+
+def test_advantages_a_token(example):
+    _, _, _, rewards, values, mask = example
+    rows = {0.0: "delta = A with lam = 0", 0.95: "A with lam = 0.95", 1.0: "A with lam = 1"}
+    for lam, label in rows.items():
+        assert close(compute_gae(rewards, values, mask, 1.0, lam)[0], numbers(label))
+    advantages, returns = compute_gae(rewards, values, mask, 1.0, 0.95)
+    assert close(returns, numbers("return = A + V, lam = 0.95"))
+    assert close(masked_whiten(advantages, mask), numbers("A with lam = 0.95, whitened"))
+    says("A_2 = 0.2000 + 0.95 * 0.2693 = 0.4558")
+
+
+def slope(loss, x):
+    return torch.autograd.grad(loss, x, retain_graph=True)[0].item()
+
+
+def test_value_loss():
+    value = torch.tensor(0.9, requires_grad=True)
+    kept = 0.5 + (value - 0.5).clamp(-0.2, 0.2)
+    loss = 0.5 * torch.maximum((value - 1.0107) ** 2, (kept - 1.0107) ** 2)
+    says(f"so kept = {kept.item():.1f}", f"max(0.1107^2, 0.3107^2) / 2 = {loss.item():.4f}")
+    assert slope(loss, value) == 0
+
+
+def clipped_loss(advantage, ratio):
+    """PPO's loss of one token, and its slope in the log-prob: the formula of the page, by torch."""
+    logprob = torch.tensor(ratio).log().requires_grad_()
+    loss = torch.maximum(-advantage * logprob.exp(), -advantage * logprob.exp().clamp(0.8, 1.2))
+    return loss.item(), slope(loss, logprob)
+
+
+def test_clip():
+    rows = re.findall(r"^\| (-?1) \| ([\d.]+) \| (.*?) \| (.*?) \| (.*?) \| (gone|stays)", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for advantage, ratio, plain, clipped, loss, gradient in rows:
+        a, r = float(advantage), float(ratio)
+        got, change = clipped_loss(a, r)
+        assert close([-a * r, -a * min(max(r, 0.8), 1.2), got], map(float, (plain, clipped, loss)))
+        assert (change == 0) == (gradient == "gone")
+
+
+def test_adapted_kl_coef():
+    assert adapt_kl_coef(1.0, 3.0, 2.0, 10000, 512) == pytest.approx(1.01024)
+    says("`kl_coef` = 1 becomes 1.01024")
+
+
+def test_pairs():
+    chosen, rejected = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
+    a, b, c = preference_loss(chosen, rejected).tolist()
+    text = " ".join(REWARDS.split())
+    assert f"Scores of 2 and 1 have the loss {a:.4f}, equal scores {b:.4f}, and scores of 1 and 2 have {c:.4f}" in text
+
+
+def test_the_reward_of_ones_own_runs():
+    (source,) = re.findall(r"^    # mine\.py\n((?:    .*\n)+)", REWARDS, re.MULTILINE)
+    namespace = {}
+    exec(textwrap.dedent(source), namespace)
+    assert namespace["brevity"](dict(completions=["ab", ""])) == pytest.approx([1 / 3, 1])
+
+
+def test_the_tests_of_a_row_are_tests():
+    rows = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", REWARDS, re.MULTILINE)]
+    assert len(rows) == 2
+    calls, outputs, scripts = check_tests(rows, "docs")
+    assert (calls, outputs, scripts) == ([("add", [1, 2]), ("add", [3, 4])], [3, 7], [(b"1 2", b"3")])
+
+
+def test_groups():
+    scores = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])
+    assert close(group_advantages(scores, 8, "none")[:2], numbers("score - mean"))
+    assert close(group_advantages(scores, 8)[:2], numbers("A = (score - mean) / deviation"))
+    others = group_advantages(scores, 8, "none", "others")[:2].tolist()
+    says(f"= {scores.std().item():.4f}", f"1 - 1/7 = {others[0]:.4f}", f"0 - 2/7 = {others[1]:.4f}")
+    for right in (1, 4):
+        scores = torch.tensor([1.0] * right + [0.0] * (8 - right))
+        a = group_advantages(scores, 8)[0].item()
+        says(f"{scores.std().item():.4f} and the right answer has A = {a:.4f}" if right == 1 else
+             f"{scores.std().item():.4f} and A = {a:.4f}")
+
+
+def test_what_a_token_counts():
+    mask = torch.arange(40) < torch.tensor([[10], [40]])
+    labels = {"seq-mean-token-mean": "`seq-mean-token-mean` (GRPO)", "token-mean": "`token-mean` (DAPO)",
+              "seq-mean-token-sum-norm": "`seq-mean-token-sum-norm` (Dr. GRPO)"}
+    for aggregation, label in labels.items():
+        weights = token_weights(mask, aggregation, 50)
+        assert close(torch.cat([weights[:, 0], weights.sum(1)]), numbers(label))
+
+
+def test_overlong():
+    says(f"38 tokens score 0, 43 tokens {soft_overlong(torch.tensor([43]), 48, 9.6).item():.4f}, 48 tokens -1")
+    assert soft_overlong(torch.tensor([38, 48]), 48, 9.6).tolist() == [0, -1]
+
+
+def test_ratios():
+    log_ratio = torch.tensor([0.3, -0.1, 0.1])
+    own = log_ratio.exp().tolist()
+    says(f"{own[0]:.4f}, {own[1]:.4f} and {own[2]:.4f}", f"exp(0.1) = {log_ratio.mean().exp().item():.4f}")
+
+
+def test_cispo_keeps_the_gradient():
+    logprob = torch.tensor(1.3).log().requires_grad_()
+    weight = logprob.exp().clamp(max=1.2).detach()
+    assert [clipped_loss(1, 1.3)[1], slope(-weight * logprob, logprob)] == pytest.approx([0, -1.2])
+    says("PPO's gradient is 0, CISPO's is -1.2 times")
+
+
+def test_dual_clip():
+    logprob = torch.tensor(10.0).log().requires_grad_()
+    loss = torch.minimum(torch.maximum(logprob.exp(), logprob.exp().clamp(0.8, 1.2)), torch.tensor(3.0))
+    assert loss.item() == 3 and slope(loss, logprob) == 0
+    says("with `dual_clip` = 3, A = -1 and a ratio of 10 the loss is 3 and not 10")
