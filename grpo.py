@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
 One iteration: take batch_size / group_size prompts;
     1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
-    2) score: policy and reference read the answers;
+    2) read: policy and reference read the answers;
     3) advantages: an answer's score minus the mean of its group, for all of its tokens;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.
@@ -25,7 +25,7 @@ With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its rel
 relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
 and its neighbours.
 """
-import engine  # noqa: F401, first: it notes which CPUs there are, before OpenMP pins this thread
+import engine  # noqa: F401, before torch: it notes which CPUs this process may use
 
 import torch
 
@@ -38,7 +38,7 @@ from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
-from relatives import flat_groups, group_advantages, relatives_loss, token_weights
+from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, reward_terms
 from rollout import sample_and_score
 
@@ -51,28 +51,27 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
-share_base = False  # all are adapters and heads on one trunk, policy_path; so is reward_path
+share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
-# 1) rollout
+# 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory [>= 0]
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
-# 2) score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+# 3) advantages
 missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-# 3) advantages
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 # 4) update
-loss_type = "clip"  # PPO's clipped ratio, or CISPO's REINFORCE with a clipped weight [clip | cispo]
+loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see relatives.cispo_loss [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
 # what a token counts in the loss; see relatives.token_weights
@@ -84,9 +83,9 @@ kl_correction = False  # times the ratio: k1's and k3's gradients are the KL's, 
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
-cliprange = 0.2  # the ratio earns nothing below 1 - this [> 0]
+cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
-dual_clip = 0.0  # bound of a bad token's loss, times its advantage, 0 = none; 3 is usual [>= 0]
+dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizer: AdamW
@@ -100,7 +99,7 @@ beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
-# system; more keys are in engine/keys.py: dtype, device_type, zero_stage, lora, checkpoints ...
+# system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 config = configure(globals(), "engine/keys.py")
 # -------------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin wi
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
-special_loss = relatives_loss(config)  # None: GRPO's own, which is written out in the loop
+relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 run.announce(passes=num_iterations)
 
 # -------------------------------------------------------------------------------------------------
@@ -161,27 +160,26 @@ def read_with_models(batch, minibatches):
     """
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
     readers = {name: model for name, model in readers.items() if model is not None}
-    # (B, R) each; 0 in the rows of other ranks
-    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
+    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
     with no_grad_forwards([policy, ref_policy], device):
         for rows in minibatches:
             for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
                 length = mb["response_mask"].shape[1]
                 for name, model in readers.items():
-                    said[name][mb["index"], :length] = logprobs_of(model, mb)[0]
+                    columns[name][mb["index"], :length] = logprobs_of(model, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE: the rows of all ranks
+    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
     audit.check_finite({name: batch[name] for name in readers}, run.iteration)
 
 
-def shape_scores(batch):
+def shape_scores(scores, finished):
     """
-    What the settings make of a batch's scores, (B,), in this order: missing EOS, clip. A response
-    that never ended gets minus missing_eos_penalty instead of its score.
+    What the settings make of the scores (B,), in this order: missing EOS, clip. A response that
+    never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
     """
-    scores = batch["scores"]
     if missing_eos_penalty > 0:
-        scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
+        scores = torch.where(finished, scores, -missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -189,7 +187,9 @@ def shape_scores(batch):
 
 def compared(batch):
     """What tells the responses of a group apart, (B,): the scores, or the reward refill_by."""
-    return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
+    if refill_by:
+        return batch[f"reward/{refill_by}"]
+    return shape_scores(batch["scores"], batch["finished"])
 
 
 def refill(batch, picked, flat):
@@ -225,7 +225,7 @@ def evaluate():
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    score = shape_scores(batch).mean().item()
+    score = shape_scores(batch["scores"], batch["finished"]).mean().item()
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
@@ -255,13 +255,14 @@ for iteration in range(run.start, max_iters + 1):
         run, policy, scorer, config, [train_rows[i] for i in picked],
         [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
     sampled = report.summarize(batch, "objective", scorer.names)
-    sampled["objective/score_std"] = shape_scores(batch).std().item()
+    scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
+    sampled["objective/score_std"] = scores.std().item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) score: the log-probs of policy and reference before any update.
+    # 2) read: the log-probs of policy and reference before any update.
     # Each epoch goes over the batch in another order
     run.enter("score")
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
@@ -276,20 +277,21 @@ for iteration in range(run.start, max_iters + 1):
 
     # 3) advantages: a score minus its group's mean, over its group's deviation. One number a
     # response, for all of its tokens
-    scores = shape_scores(batch)  # (B,)
+    scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     if ref_policy and kl_in == "reward":  # the KL of the whole response is a part of its score
         kl = kl_estimate(old_logprobs, batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     audit.check_finite(dict(advantages=advantages), iteration)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
-    # which tokens are trained on, (B, R)
+    # three masks: response_mask (B, R), the tokens of the responses; counted (B, R), those of them
+    # that are trained on; learns (B,), the responses that teach something
     batch["counted"] = mask
     if truncated == "mask":
         batch["counted"] = mask & batch["finished"][:, None]
     if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
         batch["counted"] = batch["counted"] & ~flat.repeat_interleave(group_size)[:, None]
-    learns = (advantages != 0) & batch["counted"].any(1)  # (B,): which responses teach something
+    learns = (advantages != 0) & batch["counted"].any(1)
     batch["weights"] = torch.zeros_like(old_logprobs)  # (B, R): filled before each step
 
     # 4) update
@@ -299,7 +301,9 @@ for iteration in range(run.start, max_iters + 1):
                            device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     policy_norm = torch.zeros(())
-    first, stopped, steps = True, False, 0
+    first = True  # no step has been tried in this iteration
+    stopped = False  # by target_kl
+    steps = 0
     for epoch in range(num_iterations):
         for rows in orders[epoch].tensor_split(num_minibatches):
             if stopped or not learns[rows].any():  # momentum and KL alone would move the policy
@@ -310,8 +314,8 @@ for iteration in range(run.start, max_iters + 1):
             weights = token_weights(counted, aggregation, max_new_tokens)
             batch["weights"][rows] = weights.to(batch["weights"])
             before = sums["policy/approx_kl"].clone()
-            for flat_buffer in gradients:
-                flat_buffer.zero_()
+            for buffer in gradients:
+                buffer.zero_()
 
             for mb in my_micro_batches(batch, rows, micro_batch_size):
                 m = mb["counted"]  # (b, R)
@@ -320,8 +324,8 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
                 pg_losses, clipped = torch.max(pg_losses1, pg_losses2), pg_losses2 > pg_losses1
-                if special_loss:  # a relative's: GSPO, CISPO, a dual clip
-                    pg_losses, clipped = special_loss(
+                if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
+                    pg_losses, clipped = relative_loss(
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
@@ -336,8 +340,8 @@ for iteration in range(run.start, max_iters + 1):
                 del pg_loss, entropy
 
                 if first:  # before the first step the ratio must be 1
-                    gap = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
-                    ratio_gap = torch.maximum(ratio_gap, gap)
+                    largest = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
+                    ratio_gap = torch.maximum(ratio_gap, largest)
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
@@ -354,7 +358,9 @@ for iteration in range(run.start, max_iters + 1):
                 continue
             audit.check_gradients(policy_norm, policy, "policy", iteration)
             if target_kl > 0:
-                moved = sums["policy/approx_kl"] - before  # of this minibatch, on this rank
+                # how far the steps so far have moved the policy, on this minibatch. If that is too
+                # far, neither this step is taken nor another one
+                moved = sums["policy/approx_kl"] - before  # (sum, count) of this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
             if not stopped:
@@ -368,7 +374,7 @@ for iteration in range(run.start, max_iters + 1):
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     record |= report.summarize(batch, "objective", scorer.names)
-    record |= sampled  # of all that was sampled first, whatever was replaced then
+    record |= sampled  # the figures before the refills overwrite those after them
     if max_refills > 0:
         record |= report.summarize(batch, "trained", scorer.names)
         record["trained/flat_groups"] = flat.double().mean().item()

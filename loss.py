@@ -1,5 +1,5 @@
 """
-The formulas: log-probs and entropy, KL estimators, clipped losses, and the few numbers that change
+The formulas: log-probs and entropy, KL estimators, whitening, and the few numbers that change
 from iteration to iteration. Tensors in, tensors out: no configuration, no globals.
 
 A loss comes back for each token, (B, R), and is 0 where the mask is False. The script adds the

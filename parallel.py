@@ -25,10 +25,12 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
 grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8.
 grpo.py runs 2 to 5 once more for each refill.
 
-Some settings add calls: a reward model with a tokenizer of its own (a second 3), target_kl (one
-all_reduce of 2 numbers a step). So do some iterations: the first one (a second 8, against the
-reference) and those that audit, evaluate or save. Sharded models (zero_stage 2 and 3) gather their
-weights and reduce their gradients by themselves, within forward and backward.
+Some settings add calls: a reward model with a tokenizer of its own (row 3 once more), target_kl (an
+all_reduce of 2 numbers a step). So do some iterations: the first one (row 8 once more, against the
+reference) and those that audit, evaluate or save. zero_stage 1 sends the new weights around after
+each optimizer step. Models that are sharded (zero_stage 2 and 3) gather their weights and reduce
+their gradients within forward and backward, by themselves; then clip_gradients adds an all_reduce
+of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
 and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that

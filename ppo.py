@@ -9,8 +9,8 @@ torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:
          ppo.py config/llama.py                                 # 16 GPUs on two machines
 
 One iteration: take batch_size prompts;
-    1) rollout: the policy answers each prompt;
-    2) score: all four models read the answers;
+    1) rollout: the policy answers each prompt, and the reward model scores the answers;
+    2) read: policy, reference and value model read the answers;
     3) rewards: scores and KL become a reward for each token, rewards and values become advantages;
     4) update: a few clipped steps on policy and value model;
     5) metrics, and a line in the log.
@@ -25,7 +25,7 @@ B responses of an iteration, P prompt length, R response length, T = P + R. A ba
 tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut
 to the columns that they use. Masks are True where it counts.
 """
-import engine  # noqa: F401, first: it notes which CPUs there are, before OpenMP pins this thread
+import engine  # noqa: F401, before torch: it notes which CPUs this process may use
 
 import torch
 
@@ -54,16 +54,15 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
-share_base = False  # all four are adapters and heads on one trunk, policy_path; so is reward_path
+share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
 eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
-# 1) rollout
+# 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
-rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; only memory [>= 0]
-# 2) score
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 # 3) rewards and advantages
@@ -74,16 +73,16 @@ kl_coef = 0.05  # weight of the KL to the reference; where it begins, if it adap
 kl_in = "reward"  # the KL enters the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's; in the loss k2, whose gradient is the KL's [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
-kl_horizon = 10000  # responses in which an adapting kl_coef changes by 20 % at most [>= 1]
+kl_horizon = 10000  # an adapting kl_coef changes by at most 20 % per this many responses [>= 1]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 # 4) update
 ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
-cliprange = 0.2  # the ratio earns nothing beyond 1 +- this [> 0]
+cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
-vf_coef = 0.1  # weight of the value loss; matters with grad_clip and adam_eps alone [> 0]
+vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizers: AdamW, one for the policy, one for the value model
@@ -100,7 +99,7 @@ beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
-# system; more keys are in engine/keys.py: dtype, device_type, zero_stage, lora, checkpoints ...
+# system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 config = configure(globals(), "engine/keys.py")
 # -------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
 run.announce(passes=ppo_epochs)
-value_range = cliprange_value or torch.inf  # how far a value may move from the old one
+value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -178,17 +177,17 @@ def read_with_models(batch, minibatches):
     epoch's first step the ratio is 1 to the last bit.
     """
     names = ("old_logprobs", "ref_logprobs", "values")
-    # (B, R) each; 0 in the rows of other ranks
-    said = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
+    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
     with no_grad_forwards([policy, ref_policy, value_model], device):
         for rows in minibatches:
             for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
                 length = mb["response_mask"].shape[1]
-                said["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
-                said["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
-                said["values"][mb["index"], :length] = values_of(mb)
+                columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
+                columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
+                columns["values"][mb["index"], :length] = values_of(mb)
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.all_reduce_sum(said)  # COLLECTIVE: the rows of all ranks
+    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
     audit.check_finite({name: batch[name] for name in names}, run.iteration)
 
 
@@ -197,7 +196,8 @@ def shape_scores(scores, finished):
     What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
     that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
     """
-    scores = scores / standard_deviation(state["score_moments"])  # 1 unless scale_scores is on
+    # the deviation of no scores is 1: so it is while scale_scores = "none"
+    scores = scores / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
         scores = torch.where(finished, scores, -missing_eos_penalty)
     if reward_clip > 0:
@@ -211,10 +211,10 @@ def evaluate():
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    # the best policy is the one with the best shaped score, in the units of the raw one: a response
-    # that never ends is no good one
-    spread = standard_deviation(state["score_moments"])
-    score = shape_scores(batch["scores"], batch["finished"]).mean().item() * spread
+    # the best policy has the best shaped score, in the units of the raw one: raw scores alone would
+    # not count that a response never ends
+    score = shape_scores(batch["scores"], batch["finished"]).mean().item()
+    score *= standard_deviation(state["score_moments"])
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
@@ -237,15 +237,15 @@ for iteration in range(run.start, max_iters + 1):
         break
     run.leave_if_asked()  # COLLECTIVE
 
-    # 1) rollout: the policy answers; the rules and the reward model give each answer a score.
-    # Every rank does its share of the prompts, and then holds the whole batch
+    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
+    # rank does its share of the prompts, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size, len(train_rows))
     batch = sample_and_score(  # COLLECTIVE
         run, policy, scorer, config, [train_rows[i] for i in picked],
         [train_prompts[i] for i in picked], "rollout", iteration)
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) score: the log-probs of policy and reference, and the values, before any update.
+    # 2) read: the log-probs of policy and reference, and the values, before any update.
     # Each epoch goes over the batch in another order
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
               for epoch in range(ppo_epochs)]  # (B,) each
@@ -258,7 +258,7 @@ for iteration in range(run.start, max_iters + 1):
         run.must_agree(ref_gap, "the reference")  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
-    if scale_scores == "running":
+    if scale_scores == "running":  # with the scores of this batch
         state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
@@ -279,16 +279,18 @@ for iteration in range(run.start, max_iters + 1):
     sums = report.new_sums(["loss/policy", "loss/value", "loss/kl", "policy/approx_kl",
                             "policy/clipfrac", "val/clipfrac"], device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
-    first, stopped, steps = True, False, 0
+    first = True  # no step has been tried in this iteration
+    stopped = False  # by target_kl
+    steps = 0
     for epoch in range(ppo_epochs):
         for rows in orders[epoch].tensor_split(num_minibatches):
             if stopped:
-                break
+                continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
             before = sums["policy/approx_kl"].clone()
-            for flat in gradients:
-                flat.zero_()
+            for buffer in gradients:
+                buffer.zero_()
 
             for mb in my_micro_batches(batch, rows, micro_batch_size):
                 m = mb["response_mask"]  # (b, R)
@@ -324,6 +326,7 @@ for iteration in range(run.start, max_iters + 1):
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_losses2 > pg_losses1,
+                    # beyond the range, for within it rounding alone may make losses2 the larger
                     "val/clipfrac": (vf_losses2 > vf_losses1) & (change.abs() > value_range)})
 
             # from here on the gradients are the same on all ranks
@@ -339,7 +342,9 @@ for iteration in range(run.start, max_iters + 1):
             audit.check_gradients(policy_norm, policy, "policy", iteration)
             audit.check_gradients(value_norm, value_model, "value_model", iteration)
             if target_kl > 0:
-                moved = sums["policy/approx_kl"] - before  # of this minibatch, on this rank
+                # how far the steps so far have moved the policy, on this minibatch. If that is too
+                # far, neither this step is taken nor another one
+                moved = sums["policy/approx_kl"] - before  # (sum, count) of this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
             if not stopped:

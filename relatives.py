@@ -26,7 +26,6 @@ B responses, G of them (a group) to each prompt, side by side; R the longest res
 import torch
 
 
-
 # --------------------------------------------------------------------------------------------------
 # advantages: one number a response
 
@@ -160,7 +159,7 @@ def clipped_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, c
     return losses, clipped
 
 
-def relatives_loss(config):
+def loss_of_relative(config):
     """
     The loss of a relative: a function of logprobs, old_logprobs, advantages and a mask, (B, R)
     each, which returns the loss of each token and where clipping took its gradient away. None where

@@ -394,13 +394,13 @@ class Scorer:
         self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
         self.autocast = autocast(config, device)
 
-    def start(self, part, share):
+    def start(self, part, fraction):
         """
-        Let the rules begin to work on a part of this rank's responses. share: which share of them
-        it is, from 0 to 1; the rules may take that share of reward_timeout. Returns what `score`
-        waits for.
+        Let the rules begin to work on a part of this rank's responses. fraction: how many of them
+        it is, from 0 to 1; the rules may take that fraction of reward_timeout. Returns what
+        `score` waits for.
         """
-        part = part | dict(seconds=self.timeout * share)
+        part = part | dict(seconds=self.timeout * fraction)
         return self.threads.submit(call_rewards, self.rules, part)
 
     def score(self, mine, pending, rows):

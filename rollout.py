@@ -269,8 +269,8 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     scorer: rewards.Scorer.
 
     Returns a dict of tensors with B = len(rows) * group_size rows, the responses to a prompt side
-    by side: what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy, thinks
-    (B,); index (B,), the number of the row.
+    by side: what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy,
+    thinks (B,); index (B,), the number of the row.
     """
     run.enter(purpose)
     tokenizer, R = scorer.tokenizer, config["max_new_tokens"]
@@ -279,14 +279,14 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
               for row, prompt, slot in zip(rows, prompts, slots, strict=True)
               for sample in range(group_size)]
     width = max(map(len, prompts))  # one P for all ranks
-    share = parallel.my_share(wanted)
-    at_once = config["rollout_batch_size"] or max(len(share), 1)
+    mine = parallel.my_share(wanted)
+    at_once = config["rollout_batch_size"] or max(len(mine), 1)
 
     parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
     decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
-    for i in range(0, max(len(share), 1), at_once):  # once even on a rank without prompts
-        part = share[i:i + at_once]
-        part_rows, ids, part_slots, samples = ([one[k] for one in part] for k in range(4))
+    for i in range(0, max(len(mine), 1), at_once):  # once even on a rank without prompts
+        chunk = mine[i:i + at_once]  # may be empty, so zip(*chunk) would not do here
+        part_rows, ids, part_slots, samples = ([one[k] for one in chunk] for k in range(4))
         uniforms = response_uniforms(
             config["seed"], purpose, iteration, part_slots, R, samples)
         with autocast(config, run.device):
@@ -298,7 +298,8 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
         for name in texts:
             texts[name] += said[name]
         # the rules work on this part while the next one is sampled
-        pending.append(scorer.start(parts[-1] | said, len(part) / max(len(share), 1)))
+        fraction = len(chunk) / max(len(mine), 1)
+        pending.append(scorer.start(parts[-1] | said, fraction))
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     run.leave_if_asked()  # COLLECTIVE

@@ -20,8 +20,8 @@ def summarize(batch, prefix, reward_names=()):
     """
     The figures of a batch, {"prefix/name": number}: means over its responses.
 
-    KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there once
-    the models have read the batch. reward_names: each reward's mean is shown where there are several.
+    KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
+    once the models have read the batch. reward_names: where there are several, each one's mean.
     """
     mask = batch["response_mask"]  # (B, R)
     figures = dict(scores=batch["scores"].mean())
@@ -47,8 +47,8 @@ def new_sums(names, device):
 
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: their sum where the mask
-    (b, R) is True, and how many those are.
+    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: their sum where the
+    mask (b, R) is True, and how many those are.
     """
     for name, x in tensors.items():
         sums[name] += torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
@@ -80,7 +80,7 @@ def peak_memory_mib(device):
 
 
 def print_models(models):
-    """A line for each of {name: model}: its size, whether it is trained, and on whose trunk it is."""
+    """A line for each of {name: model}: its size, whether it is trained, on whose trunk it is."""
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
         trained = any(p.requires_grad for p in model.parameters())

@@ -61,13 +61,14 @@ class Run:
         self.threads = ThreadPoolExecutor(1)  # for rules; slow ones wait for processes of their own
         self.any_sharded = any(map(sharded, models.values()))
 
-        sources = ["policy_path", "prompts_path"]  # whose contents may not change underway
+        # files and folders whose contents may not change before a run resumes
+        sources = ["policy_path", "prompts_path"]
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
         self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
-        first = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
-        self.state = saved if self.checkpoint else first | state
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
+        self.state = saved if self.checkpoint else fresh | state
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
@@ -75,7 +76,7 @@ class Run:
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
             config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
-        self.frozen_sums = {}  # filled by the first audit
+        self.frozen_checksums = {}  # filled by the first audit
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
 
@@ -114,7 +115,7 @@ class Run:
         self.enter("audit")
         self.times.clear()
         if iteration % self.config["sync_check_interval"] == 0 or iteration == self.start:
-            audit(self.models, self.frozen_sums, iteration)  # COLLECTIVE
+            audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
 
     # checkpoints, and requests to stop
 
@@ -131,7 +132,7 @@ class Run:
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        audit(self.models, self.frozen_sums, self.iteration)  # COLLECTIVE
+        audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
                         self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
 
@@ -156,9 +157,9 @@ class Run:
 
     def until_asked(self, items):
         """
-        The items, one by one, until this rank is asked to stop. What is missing then is not needed:
-        all ranks leave at the next leave_if_asked. Where models are sharded all ranks must run the
-        same forwards, so there all items come.
+        The items, one by one, until this rank is asked to stop. The rest may be skipped, for all
+        ranks leave at the next leave_if_asked. But where models are sharded all ranks must run the
+        same forwards: there no item is skipped.
         """
         for item in items:
             if launch.stop_asked() and not self.any_sharded:
@@ -211,7 +212,7 @@ class Run:
     def log(self, record, tokens=0):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds and memory, and
-        print a line of it. tokens: how many it trained on; 0 for the last, which only evaluates.
+        print a line of it. tokens: how many it sampled; 0 for the last, which only evaluates.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | record

@@ -57,7 +57,7 @@ def answer(cases_path, results_path, at_once):
 
 
 def main():
-    campaign.child = child
+    campaign.child, campaign.LONGEST = child, 450
     campaign.warm()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     asked = os.fdopen(os.dup(0), encoding="utf-8")

@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-from test_ppo import succeeded
 from test_reliability import OPEN, contents, forked, is_one_line, one_run
 
 from engine.pretrained import from_pretrained
@@ -96,16 +95,18 @@ def forks(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real(world, tmp_path_factory):
-    """By python, not forked, with rules that the tiny model cannot please and one that it can."""
+    """With rules that the tiny model cannot please and one that it can. (By python, not forked: test_code_task.py.)"""
     out = str(tmp_path_factory.mktemp("real"))
-    rules = f"accuracy,0.1*format,{world.rule('letters')}"
-    return out, succeeded(tiny.run("grpo.py", *world.grpo(f"{out}/out", reward_functions=rules, max_refills=1)))
+    args = world.grpo("out", reward_functions=f"accuracy,0.1*format,{world.rule('letters')}", max_refills=1)
+    result, = forked(out, {"run": [one_run("grpo.py", args)]})["run"]
+    assert result["codes"] == [0], result
+    return f"{out}/run", result
 
 
 def test_a_run_logs_every_phase(real):
     out, result = real
     log = tiny.read_log(f"{out}/out")
-    assert [r["iteration"] for r in log] == [0, 1, 2, 3] and result.stderr == ""
+    assert [r["iteration"] for r in log] == [0, 1, 2, 3] and result["stderr"] == [""]
     evaluation = {"eval/scores", "eval/kl", "eval/entropy", "eval/length", "eval/finished", "eval/accuracy", "eval/thinks",
                   "eval/reward/accuracy", "eval/reward/format", "eval/reward/letters"}
     assert evaluation <= log[0].keys() and evaluation <= log[-1].keys() and not evaluation & log[1].keys()
@@ -119,8 +120,8 @@ def test_a_run_logs_every_phase(real):
         assert all(math.isfinite(v) for v in record.values() if not isinstance(v, str))
         assert record["objective/scores"] == pytest.approx(record["objective/reward/letters"], abs=1e-6)  # the others are 0
     assert log[0]["objective/kl"] == log[0]["eval/kl"] == 0 != log[1]["objective/kl"]
-    assert [line.split()[0] for line in result.stdout.splitlines() if "M parameters" in line] == ["policy", "ref_policy"]
-    assert len(re.findall(r"^iter \d/3 \| score .*flat groups 0\.\d\d", result.stdout, re.M)) == 3
+    assert [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line] == ["policy", "ref_policy"]
+    assert len(re.findall(r"^iter \d/3 \| score .*flat groups 0\.\d\d", result["stdout"][0], re.M)) == 3
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ data.batch_rows = stopped
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
 def test_every_key_is_listed(script):
-    keys = read_keys(os.path.join(tiny.ROOT, script))[0].keys()
+    keys = read_keys(os.path.join(tiny.ROOT, script)).keys()
     listed = [key for listed, _, key in KEYS if listed == script] + list(UNMOVING)
     assert keys == set(listed), "give the new key a place in PPO, GRPO or UNMOVING, and remove the old one"
     assert len(listed) == len(set(listed))

@@ -358,7 +358,7 @@ def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
 def test_a_stopped_job_ends_at_once_with_one_line(stopped):
     """The real thing: the policy changes on rank 1, and the user sees one line and the exit code of a failure."""
     folder, result, seconds = stopped
-    assert result.returncode != 0 and seconds < 60
+    assert result.returncode != 0 and seconds < 120
     lines = [line for line in result.stderr.splitlines() if "ppo.py" in line and "error" in line]
     assert len(lines) == 1, result.stderr
     assert re.search(r"ppo\.py: error: iteration 3: .*: policy, parameter \S+, differs on .*rank 1 ", lines[0])

@@ -357,12 +357,12 @@ def in_a_row(folder, jobs):
     """
     {name: run, as one_run makes it} -> {name: [what came of it on each rank]}. The runs' out_dir is
     "out" in folder/name, or in folder/run["folder"]: a run of the same folder as the one before it goes
-    on where that was left. A row has no more than 24 runs, or 12 of two ranks.
+    on where that was left. A row has about 16 runs, or 8 of two ranks.
     """
     cases, names, row, last = {}, {}, {}, {}  # of each number of ranks: its present row, its last run's folder
     for name, job in jobs.items():
         size, where = len(job["ranks"]), job.get("folder", name)
-        if size not in row or len(names[row[size]]) >= 24 // size and where != last[size]:
+        if size not in row or len(names[row[size]]) >= 16 // size and where != last[size]:
             row[size] = f"row {next(rows)}"
             names[row[size]] = {}
             work = f"{folder}/{row[size]}.json"
