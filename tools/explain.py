@@ -30,7 +30,7 @@ import textwrap
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import engine  # noqa: E402, F401, before torch: it notes which CPUs there are
+import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
@@ -239,8 +239,8 @@ def grpo_columns(names, after):
     if names["importance"] == "sequence":
         log_ratio = gspo_log_ratio(log_ratio, counted)
     given = new, old, batch["advantages"], counted
-    if names["special_loss"]:
-        losses, clipped = names["special_loss"](*given)
+    if names["relative_loss"]:
+        losses, clipped = names["relative_loss"](*given)
     else:
         losses, clipped = clipped_loss(*given, names["cliprange"], names["cliprange_high"])
     tensors = dict(old=old, advantage=batch["advantages"], new=new, ratio=log_ratio.exp(),
@@ -452,7 +452,7 @@ def print_grpo(columns, names):
     step = f"the sum of weight * loss over its tokens, aggregation = {names['aggregation']}"
     if in_loss and "kl" in columns:
         step += f", + kl_coef {kl_coef:g} * the same of their KL"
-    file = "relatives.py" if names["special_loss"] else "grpo.py"
+    file = "relatives.py" if names["relative_loss"] else "grpo.py"
     kl = [LOGPROBS[1], ("KL", "loss.py", KL[names["kl_estimator"]])] if "kl" in columns else []
     print_formulas([
         LOGPROBS[0], *kl, ("advantage", "relatives.py", advantage),
