@@ -323,9 +323,10 @@ for iteration in range(run.start, max_iters + 1):
                 ratio = torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
-                pg_losses, clipped = torch.max(pg_losses1, pg_losses2), pg_losses2 > pg_losses1
+                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
-                    pg_losses, clipped = relative_loss(
+                    pg_losses, pg_clipped = relative_loss(
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
@@ -345,7 +346,7 @@ for iteration in range(run.start, max_iters + 1):
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
-                    "policy/approx_kl": approx_kl, "policy/clipfrac": clipped})
+                    "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
 
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE

@@ -186,7 +186,7 @@ def masked_sum(x, mask):
 
 
 def masked_mean(x, mask):
-    """The mean of x where mask is True; 0 where it never is."""
+    """The mean of x where mask is True; 0 where it never is. A bool x: give it as x.double()."""
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 

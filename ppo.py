@@ -263,7 +263,7 @@ for iteration in range(run.start, max_iters + 1):
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
-    non_score_reward = rewards.sum(1).mean()
+    non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
@@ -301,6 +301,7 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_loss = masked_sum(pg_losses, m) / token_count
                 kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
                 if kl_in == "loss":
@@ -317,6 +318,8 @@ for iteration in range(run.start, max_iters + 1):
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (clipped_values - mb["returns"]) ** 2
                 vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, R)
+                # within the range, rounding alone may make losses2 the larger
+                vf_clipped = (vf_losses2 > vf_losses1) & (change.abs() > value_range)
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
@@ -325,9 +328,8 @@ for iteration in range(run.start, max_iters + 1):
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
-                    "policy/approx_kl": approx_kl, "policy/clipfrac": pg_losses2 > pg_losses1,
-                    # beyond the range, for within it rounding alone may make losses2 the larger
-                    "val/clipfrac": (vf_losses2 > vf_losses1) & (change.abs() > value_range)})
+                    "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,
+                    "val/clipfrac": vf_clipped})
 
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE

@@ -1,6 +1,6 @@
 """
 GRPO and its relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Tensors in, tensors
-out, as in loss.py: no configuration, no globals.
+out, as in loss.py; loss_of_relative alone reads the keys, to choose one of the losses.
 
 Plain GRPO (arXiv 2402.03300, equation 3): a response's advantage is its score minus the mean
 score of its group, divided by the group's standard deviation; all tokens of the response share it;

@@ -17,6 +17,10 @@ from errors import BadInput, first_line
 def find_folder(path):
     """A model's local folder: the path itself, or the hub's copy of that name. Raises BadInput."""
     if os.path.isdir(path):
+        for product in ("policy", "reward_model"):
+            if os.path.isfile(os.path.join(path, product, "config.json")):
+                raise BadInput(f"{path}: this is the folder of a run, not of a model; type "
+                               f"{os.path.join(path, product)}")
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
         return path

@@ -26,7 +26,7 @@ from engine.hf_files import find_folder, read_json
 from engine.placement import sharded, trunk_of
 from engine.run_log import cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
-from errors import BadConfig, BadInput
+from errors import BadConfig, BadInput, one_line
 
 SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
@@ -164,6 +164,8 @@ def begin_or_resume(out_dir, config, must_match, hashes):
     try:
         folder, state = find_checkpoint(out_dir)
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
+        if folder:
+            say_changes(read_json(os.path.join(folder, "config.json")), config)
         if folder and state["iteration"] > config["max_iters"]:
             raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has "
                            f"{state['iteration']} iterations done; type a larger --max_iters, or "
@@ -184,6 +186,14 @@ def begin_or_resume(out_dir, config, must_match, hashes):
         raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
                        "choose another --out_dir") from e
     return folder, state
+
+
+def say_changes(before, config):
+    """Print which keys a run that resumes has been given other values of."""
+    changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
+               if key in before and before[key] != value]
+    if changed:
+        print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
 
 
 def check_same_run(out_dir, folder, config, must_match, hashes):
