@@ -96,8 +96,9 @@ def read_arguments(keys, argv):
         name, equals, text = arg[2:].partition("=")
         check_key(name, keys, arg)
         if not equals:
-            following = [] if arg == argv[-1] else [argv[argv.index(arg) + 1]]
-            example = next((x for x in following if not x.startswith("--")), keys[name].default)
+            following = argv[argv.index(arg) + 1:][:1]  # perhaps the value, behind a blank
+            example = next((x for x in following if not x.startswith("--")),
+                           repr(keys[name].default))
             raise BadConfig(f"{arg}: a value is missing; type --{name}={example}")
         if name in given:
             raise BadConfig(f"--{name} is given twice; keep one")

@@ -155,7 +155,10 @@ def test_duplicates(toy):
 
 @pytest.mark.parametrize("arg, hint", [("--count", "--count=3"), ("--out_dir", "--out_dir='out/toy'")])
 def test_a_missing_value(toy, arg, hint):
-    assert hint in refused(toy, arg, "4")
+    """The default is the example; or what follows, which may have been meant as the value."""
+    assert f"type {hint}" in refused(toy, arg)
+    assert f"type {hint}" in refused(toy, arg, "--rate=1")
+    assert f"type {arg}=4" in refused(toy, arg, "4")
 
 
 @pytest.mark.parametrize("arg", ["nowhere.py", "-count=4", "count=4", "folder"])

@@ -679,7 +679,7 @@ def source_of(script):
         return f.read()
 
 
-@pytest.mark.parametrize("name", ["response_logprobs", "enter", "save", "leave_if_asked", "my_micro_batches"])
+@pytest.mark.parametrize("name", ["logprobs_of"])
 def test_shared_helpers_are_word_for_word_alike(name):
     found = []
     for script in ("ppo.py", "grpo.py"):

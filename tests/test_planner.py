@@ -106,7 +106,7 @@ for script, *args in json.load(open(sys.argv[1])):
     stepped = [engine.optimizers.inner(o).state for o in g["optimizers"].values()]
     results.append(dict(
         parameters=held([p for model in g["models"].values() for p in model.parameters()]),
-        gradients=held([p.grad for model in g["trained"].values() for p in model.parameters() if p.grad is not None]),
+        gradients=held([p.grad for model in g["run"].trained.values() for p in model.parameters() if p.grad is not None]),
         optimizer=held([t for states in stepped for state in states.values() for t in state.values()]),
         average=held(g["ema"].averages) if g["ema"] else 0,
         peak=tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
