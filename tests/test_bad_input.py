@@ -611,3 +611,13 @@ def test_samples_come_batch_by_batch(runs):
     assert result["stdout"][0].count("> ") == 1
     texts = [runs[1][f"in {n}"][0]["stdout"][0].split("batch_size", 1)[1].split("\n", 1)[1] for n in (1, 2, 64)]
     assert texts[0] == texts[1] == texts[2] and texts[0].count("> ") == 3
+
+
+def test_the_folder_of_a_run_is_no_model(tmp_path):
+    """What the run left is one folder further down, and the line says which."""
+    os.makedirs(tmp_path / "out" / "policy")
+    (tmp_path / "out" / "config.json").write_text('{"out_dir": "out"}')
+    (tmp_path / "out" / "policy" / "config.json").write_text("{}")
+    for load in (from_pretrained, load_tokenizer):
+        with pytest.raises(BadInput, match=f"folder of a run, not of a model; type {tmp_path}/out/policy$"):
+            load(str(tmp_path / "out"))

@@ -415,7 +415,7 @@ def log_lines(out_dir):
     return (out_dir / "log.jsonl").read_text().splitlines()
 
 
-def test_open_run_begins_and_resumes(tmp_path):
+def test_open_run_begins_and_resumes(tmp_path, capsys):
     out_dir = tmp_path / "deep" / "run"
     assert open_run(str(out_dir), CONFIG, MATCH) == (None, None)
     assert json.loads((out_dir / "config.json").read_text()) == CONFIG | {"sha256": {}}
@@ -425,6 +425,7 @@ def test_open_run_begins_and_resumes(tmp_path):
     save(out_dir, 4, state={"kl_coef": 0.3})
     changed = dict(CONFIG, learning_rate=0.2)  # may differ
     folder, state = open_run(str(out_dir), changed, MATCH)
+    assert capsys.readouterr().out == "since the checkpoint these keys have changed: learning_rate 0.1 -> 0.2\n"
     assert (folder, state) == (str(out_dir / "checkpoint-000004"), {"iteration": 4, "kl_coef": 0.3})
     assert json.loads((out_dir / "config.json").read_text()) == changed | {"sha256": {}}
     load_checkpoint(folder, {"policy": tiny()}, {"policy": adamw(tiny())})
