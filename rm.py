@@ -7,8 +7,8 @@ python rm.py config/arithmetic_rm.py                      # the toy, on a laptop
 torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPUs
 
 Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and
-out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py;
-`diff sft.py rm.py` shows what a reward model changes.
+out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
+same order.
 
 b sequences of a micro-batch (two for each pair), T tokens of the longest of them. Masks are True
 where it counts.
