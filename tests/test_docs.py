@@ -1,5 +1,6 @@
 """The worked examples of docs/algorithms.md and docs/rewards.md, computed by the code; and the lines of code quoted there."""
 import json
+import math
 import os
 import re
 import textwrap
@@ -224,3 +225,24 @@ def test_dual_clip():
     loss = torch.minimum(torch.maximum(logprob.exp(), logprob.exp().clamp(0.8, 1.2)), torch.tensor(3.0))
     assert loss.item() == 3 and slope(loss, logprob) == 0
     says("with `dual_clip` = 3, A = -1 and a ratio of 10 the loss is 3 and not 10")
+
+
+def test_the_table_of_one_response_adds_up():
+    """Of tokens that follow each other: delta, GAE's recurrence, return, KL, ratio, and the sums in the text."""
+    with open(os.path.join(ROOT, "docs", "algorithms.md"), encoding="utf-8") as f:
+        text = f.read()
+    rows = {}
+    for line in re.findall(r"^ ?(\d+ (?:'.*'|EOS) .*)$", text, re.MULTILINE):
+        number, _, *numbers, clipped, loss = line.split()
+        rows[int(number)] = [float(x) for x in (*numbers, loss)], clipped
+    assert len(rows) == 7
+    for n, ((old, ref, kl, reward, value, delta, raw, white, target, new, ratio, loss), clipped) in rows.items():
+        assert abs(old - ref - kl) < 1.1e-3 and abs(raw + value - target) < 1.1e-3
+        assert abs(math.exp(new - old) - ratio) < 2e-3 and (clipped == "yes") == (n == 1)
+        surrogate = max(-white * ratio, -white * min(max(ratio, 0.8), 1.2))
+        assert abs(surrogate - loss) < 3e-3
+        if n + 1 in rows:
+            following = rows[n + 1][0]
+            assert abs(reward + following[4] - value - delta) < 1.6e-3
+            assert abs(delta + 0.95 * following[6] - raw) < 1.6e-3
+    assert abs(rows[32][0][3] - rows[32][0][4] - rows[32][0][5]) < 1.1e-3  # behind the last token the value is 0
