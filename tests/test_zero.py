@@ -110,7 +110,7 @@ ROWS = [  # stage, offload, gradient_checkpointing, head_chunk. (In float64, wit
 # The bias of gpt2's keys has a gradient of 0 on paper: it shifts all scores of a query alike. What Adam sees there is rounding,
 # which it scales up to whole steps. So float32 is compared at a small rate: at 3e-3 that bias is 4e-6 apart, and nothing else.
 SMALL = dict(batch_size=5, ppo_epochs=1)  # minibatches of 3 and 2 rows, on 2 ranks
-SINGLE = SMALL | dict(dtype="float32", learning_rate=1e-4, value_learning_rate=1e-4)
+SINGLE = SMALL | dict(dtype="float32", max_iters=2, learning_rate=1e-4, value_learning_rate=1e-4)
 UNEVEN = {  # in float64: rows and prompts that ranks do not share evenly, or of which some have none
     "two rows": dict(batch_size=2, num_minibatches=2, eval_size=1),
     "five minibatches": dict(batch_size=5, num_minibatches=5, ppo_epochs=1, eval_size=1, micro_batch_size=1, grad_clip=0.3)}
@@ -128,7 +128,7 @@ def stages(world, tmp_path_factory):
     for row in ROWS:
         cases[f"single {row[0]}"] = ppo(world, **SINGLE, **settings(*row))
     for name, keys in UNEVEN.items():
-        keys = dict(dtype="float64", max_iters=2) | keys
+        keys = dict(dtype="float64", max_iters=1) | keys
         cases[name] = ppo(world, ranks=1, **keys)
         cases[f"{name} split"] = ppo(world, zero_stage=STAGES[name], **keys)
     for ranks, stage in ((1, ""), (3, "3")):
@@ -208,7 +208,7 @@ def test_folders_are_alike_at_all_stages(stages):
         return {n: (t.shape, t.dtype) for n, t in tiny.read_weights(folder).items()}, open(f"{folder}/config.json").read()
 
     for stage in (1, 2, 3):
-        for model in (*TRAINED, "checkpoint-000003/policy"):
+        for model in (*TRAINED, "checkpoint-000002/policy"):
             ours, theirs = (f"{stages[0]}/{name}/out/{model}" for name in (f"single {stage}", "single"))
             assert shapes(ours) == shapes(theirs)
 
@@ -478,7 +478,8 @@ GOES_ON = {  # name -> (first: zero_stage and offload, ranks; then the same), an
     "3 to 0 on one": (("3", 2), ("", 1)), "3 to 1": (("3 policy=optimizer,value=params", 2), ("1", 2)),
     "0 to 3": (("", 2), ("3", 2))}
 WITH_ADAPTERS = {"adapters, 1 to 3": (("1", 2), ("3", 2))}
-CONSTANT = dict(dtype="float64", lr_decay="constant", value_lr_decay="constant", ema_decay=0.7, weight_decay=0.1)
+CONSTANT = dict(dtype="float64", lr_decay="constant", value_lr_decay="constant", ema_decay=0.7, weight_decay=0.1,
+                ppo_epochs=1, micro_batch_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -517,7 +518,7 @@ def test_runs_go_on_at_another_stage(resumed, name):
 
 
 def test_the_average_lags_behind(resumed, world):
-    """After 2 x 4 steps with 0.7 it is near the policy, and not it."""
+    """After 2 x 2 steps with 0.7 it is near the policy, and not it."""
     out = f"{resumed[0]}/whole/out"
     assert 1e-5 < tiny.distance(f"{out}/ema_policy", f"{out}/policy") < tiny.distance(world.policy, f"{out}/policy")
 
@@ -525,7 +526,7 @@ def test_the_average_lags_behind(resumed, world):
 # ---------------------------------------------------------------------------------------------------------------------
 # one trunk
 
-BASE = dict(dtype="float64", value_init="policy", lora="2:4")
+BASE = dict(dtype="float64", value_init="policy", lora="2:4", max_iters=2, micro_batch_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -590,7 +591,7 @@ def test_the_value_model_starts_as_the_reward_adapter(trunk):
     start, end = (load_file(f"{trunk[0]}/{f}/adapter_model.safetensors") for f in (
         "rm policy/out/reward_model_adapter", "valued/out/value_model_adapter"))
     assert start.keys() == end.keys()
-    assert 0 < max((start[n] - end[n]).abs().max().item() for n in start) < 12 * 6e-3  # 12 steps of Adam
+    assert 0 < max((start[n] - end[n]).abs().max().item() for n in start) < 8 * 6e-3  # 8 steps of Adam
 
 
 # ---------------------------------------------------------------------------------------------------------------------
