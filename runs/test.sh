@@ -9,7 +9,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 
 # Two halves, which take about as long, beside one another where there are two cores. What the second one
 # says is printed when both are done.
-first=(tests/test_{knobs,ppo,by_hand,reliability,tools}.py)
+first=(tests/test_{knobs,ppo,by_hand,reliability,tools,zero,code_task,sft_rm}.py)
 second=()
 for file in tests/test_*.py; do
     case " ${first[*]} " in *" $file "*) ;; *) second+=("$file") ;; esac

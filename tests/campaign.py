@@ -820,10 +820,11 @@ def damages(content, older, rng):
     return [(what, new) for what, new in [*found, ("that of the older checkpoint", older)] if new != content]
 
 
-def corrupt(out_dir, seed=0):
+def corrupt(out_dir, seed=0, step=1):
     """
     Damage each file of out_dir's newest checkpoint in many ways, one at a time. find_checkpoint must return the one before
-    it, and say one line that names the damaged one. Returns how many ways, and [what went wrong].
+    it, and say one line that names the damaged one. Returns how many ways, and [what went wrong]. step: of
+    each file's ways only every so many.
     """
     rng, tried, wrong = random.Random(seed), 0, []
     *_, older, folder = checkpoint.list_checkpoints(out_dir)
@@ -840,7 +841,7 @@ def corrupt(out_dir, seed=0):
             entries = json.loads(content)
             ways += [(f"without {key}", json.dumps({k: v for k, v in entries.items() if k != key}, indent=2).encode())
                      for key in entries]
-        for what, new in ways:
+        for what, new in ways[seed % step::step]:
             tried += 1
             if new is None:
                 os.remove(path)
@@ -969,7 +970,7 @@ def campaign(options, work):
         job = (options.corrupt, 1)
         run = Run(job, command(world, options.corrupt, keep_checkpoints=2), folder).wait()
         assert run.codes == {0: 0}, run.output()
-        tried, wrong = corrupt(os.path.join(folder, "out"), options.seed)
+        tried, wrong = corrupt(os.path.join(folder, "out"), options.seed, options.corrupt_step)
         report |= dict(damages=tried, accepted=wrong)
         by_file = collections.Counter(w.split(",")[0] for w in wrong)
         print(f"{tried} ways to damage a checkpoint of {options.corrupt}, {tried - len(wrong)} refused; "
@@ -989,6 +990,7 @@ def main():
     parser.add_argument("--list", default="", help="list the points of this job, for instance --list=ppo.py:2")
     parser.add_argument("--signals", type=int, default=0, help="how many runs to stop by SIGTERM or SIGINT")
     parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
+    parser.add_argument("--corrupt-step", type=int, default=1, help="only every so many of these ways")
     parser.add_argument("--real", action="store_true", help="check the uninterrupted runs against python's and torchrun's")
     parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
