@@ -29,7 +29,8 @@ def all_kinds(report):
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
-    return campaign(str(tmp_path_factory.mktemp("sample")), "--kills=12", "--seed=27", "--corrupt=sft.py", "--corrupt-step=4", timeout=600)
+    options = "--kills=12", "--seed=27", "--corrupt=sft.py", "--corrupt-step=4"
+    return campaign(str(tmp_path_factory.mktemp("sample")), *options, timeout=600)
 
 
 def test_killed_runs_end_in_the_same_bits(sample):
