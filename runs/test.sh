@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: no network after the install, no GPU, about 5 minutes
+# The whole test suite, in an environment of its own: no network after the install, no GPU, five and a half minutes
 # on two cores.
 #   bash runs/test.sh [pytest options]
 more_requirements=requirements-dev.txt
