@@ -99,7 +99,10 @@ def check_ours(out_dir):
                            "choose another --out_dir")
     elif not list_checkpoints(out_dir):
         for name in ("policy", "value_model", "reward_model", "log.jsonl"):
-            if os.path.exists(os.path.join(out_dir, name)):
+            path = os.path.join(out_dir, name)
+            if name == "log.jsonl" and os.path.isfile(path) and os.path.getsize(path) == 0:
+                continue  # of a start that was killed just before it wrote config.json
+            if os.path.exists(path):
                 raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "
                                "it, and this one would replace it; choose another --out_dir")
 

@@ -683,3 +683,14 @@ def test_no_pickle_anywhere():
             assert {name for name in called if "marshal" in name} == {"marshal.dumps"}
             source = source.replace("import marshal\n", "")
         assert pickles(source) == [], os.path.basename(script)
+
+
+def test_a_start_that_was_killed_before_its_config_is_begun_again(tmp_path):
+    """The empty log comes first, then config.json: in between there is nothing to lose."""
+    (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "config.json.tmp").write_text("{")
+    assert open_run(str(tmp_path), CONFIG, MATCH) == (None, None)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "log.jsonl").write_text('{"iteration": 0}\n')
+    with pytest.raises(BadInput, match="holds 'log.jsonl' but no config.json"):
+        open_run(str(tmp_path), CONFIG, MATCH)
