@@ -33,6 +33,7 @@ from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
+from parallel import even_micro_batches
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,17 +183,6 @@ if master:
 # loss and evaluation
 
 
-def my_micro_batches(pairs, total):
-    """
-    This rank's pairs, micro_batch_size at a time. total: how many pairs all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [pairs[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
-
-
 def completion_logprobs(pairs):
     """
     Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
@@ -215,7 +205,8 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
+        mine = parallel.my_share(eval_pairs)
+        for pairs in even_micro_batches(mine, len(eval_pairs), micro_batch_size):
             logprobs, mask = completion_logprobs(pairs)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
@@ -268,7 +259,7 @@ for iteration in range(start, max_iters + 1):
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in my_micro_batches(pairs, batch_size):
+    for part in even_micro_batches(pairs, batch_size, micro_batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
