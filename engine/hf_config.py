@@ -51,9 +51,9 @@ ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ADAPTER_FIELDS = dict(  # of adapter_config.json, see adapters.py
+ADAPTER_FIELDS = dict(  # of adapter_config.json
     r=(int, 0, 10**6), lora_alpha=(float, 1e-6, 1e6), target_modules=LIST,
-    base_model_name_or_path=NAME)
+    base_model_name_or_path=NAME, use_rslora=FLAG)
 
 # In these fields null means "not given". In any other it is refused: transformers would not take
 # null for the default there, but parse_config does.
@@ -222,6 +222,7 @@ def parse_rope(hf, where):
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if hf["model_type"] == "gemma3_text":  # one for each kind of layer; local_rope is the other
+        check_fields(rope, dict(full_attention=OBJECT, sliding_attention=OBJECT), where)
         rope = rope.get("full_attention", rope)
         hf = {"rope_theta": 1e6} | hf
     rope = dict(rope)

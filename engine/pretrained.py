@@ -3,6 +3,7 @@ A Transformer from a Hugging Face directory, and back into one. In this file, do
 
     from_pretrained, load_weights    read a model
     find_tensors                     which file has which of our parameters
+    read_lora, with_lora             an adapter, and a weight with its changes
     from_scratch                     a new model with random weights
     save_pretrained                  write a model
     hf_name, from_hf, to_hf          what our tensors are called on disk, and how they lie there
@@ -13,10 +14,10 @@ import os
 
 import torch
 
-from engine.hf_config import FAMILIES, parse_config
+from engine.hf_config import ADAPTER_FIELDS, FAMILIES, FINITE, check_fields, parse_config
 from engine.hf_files import (
-    check_dtype, check_numbers, find_folder, open_bin, read_json, read_tensors, tensor_files)
-from errors import BadInput
+    check_dtype, check_numbers, model_folders, open_bin, read_json, read_tensors, tensor_files)
+from errors import BadInput, shorten
 from model import Transformer
 
 
@@ -27,7 +28,8 @@ from model import Transformer
 def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None,
                     prepare=None):
     """
-    The Transformer in a Hugging Face directory, or of that name on the hub.
+    The Transformer in a Hugging Face directory, or of that name on the hub. A directory with only
+    an adapter is its base model with the adapter merged into the weights.
 
     head: "lm", or "scalar", which reads the sequence-classification format (num_labels = 1); of a
     plain language model it draws a new scalar head from seed, and sets model.new_head.
@@ -36,10 +38,11 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the
     architecture is unknown.
     """
-    folder = find_folder(path)
+    *adapters, folder = model_folders(path)
     file = os.path.join(folder, "config.json")
     config = parse_config(read_json(file), file)
     find_tensors(path, folder, config, head)  # raises, if one is missing, before the model is made
+    loras = [read_lora(adapter, config, head) for adapter in reversed(adapters)]
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):  # parameters without memory
         model = Transformer(config, head).to(dtype)
@@ -49,18 +52,22 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     if prepare:
         prepare(model)
     model = model.to_empty(device=device)
-    load_weights(model, path, folder, seed)
+    load_weights(model, path, folder, seed, loras)
     return model
 
 
-def load_weights(model, path, folder, seed=0):
+def load_weights(model, path, folder, seed=0, loras=()):
     """
     Fill all parameters of a model from the weights in a folder. path: what the errors call the
-    folder. Raises BadInput.
+    folder. loras: adapters to merge into them, one after the other (read_lora). Raises BadInput.
     """
     found = find_tensors(path, folder, model.config, model.head)
     for name, p in model.named_parameters():
         file, name_there, part = found[name]
+        heads = [lora.tensors["score.weight"] for lora in loras if "score.weight" in lora.tensors]
+        if name == "score.weight" and heads:
+            fill(p, heads[-1])
+            continue
         if file is None:
             draw_score_head(model, seed)
             continue
@@ -69,7 +76,10 @@ def load_weights(model, path, folder, seed=0):
         if part in (None, 0):  # of q, k and v in one tensor: once is enough
             check_numbers(tensor, p.dtype, file, name_there)
         disk_name, _ = hf_name(model.config.family, name)
-        fill(p, from_hf(model.config, disk_name, part, tensor))
+        tensor = from_hf(model.config, disk_name, part, tensor)
+        for lora in loras:
+            tensor = with_lora(lora, model.config, disk_name, part, tensor, p.dtype)
+        fill(p, tensor)
         del tensor
     open_bin.cache_clear()
 
@@ -120,6 +130,9 @@ def find_tensors(path, folder, c, head):
             shape = (3 * shape[0], *shape[1:])
         if is_transposed(c, disk_name, shape):
             shape = shape[::-1]
+        if name == "score.weight" and shape_there != shape:
+            raise BadInput(f"{path}: its score head has {shape_there[0]} labels, and a reward model "
+                           "has one; train one with rm.py")
         if shape_there != shape:
             raise BadInput(f"{path}: tensor {disk_name!r} is {shape_there} in the file, but "
                            f"config.json says {shape}")
@@ -154,6 +167,124 @@ def parameter_shapes(c, head):
         for name, shape in shapes.items():
             if name.startswith(first):
                 yield name.replace(first, f"layers.{i}."), shape
+
+
+# --------------------------------------------------------------------------------------------------
+# an adapter that is merged into the weights as they are read
+
+# settings of adapters that change the scale, the base or more than B A does
+UNSUPPORTED_LORA = (
+    "use_dora", "alpha_pattern", "rank_pattern", "lora_bias", "use_qalora", "use_bdlora",
+    "layer_replication", "target_parameters", "trainable_token_indices", "monteclora_config",
+    "arrow_config", "alora_invocation_tokens", "velora_config")
+
+
+@dataclasses.dataclass
+class Lora:
+    """A LoRA adapter as read from its files, ours or peft's."""
+
+    tensors: dict  # {name on disk of the weight, or with lora_A or lora_B in it: tensor}
+    scale: float  # of B A
+
+
+def check_lora(settings, file):
+    """Raise BadInput where adapter_config.json announces what quartet does not know."""
+    kind, bias, init = (settings.get(key) for key in ("peft_type", "bias", "init_lora_weights"))
+    if kind not in (None, "LORA"):
+        raise BadInput(f"{file}: peft_type = {shorten(kind)} is not supported, only LORA")
+    for key in UNSUPPORTED_LORA:
+        if settings.get(key):
+            raise BadInput(f"{file}: {key} = {shorten(settings[key])} is not supported; its scale "
+                           "or its weights would be others")
+    if bias not in (None, "none"):
+        raise BadInput(f"{file}: bias = {shorten(bias)} is not supported; only 'none'")
+    if init not in (None, True, False, "gaussian", "eva", "orthogonal"):
+        raise BadInput(f"{file}: init_lora_weights = {shorten(init)} has changed the base model, "
+                       "too; merge the adapter with peft, and give the merged model")
+
+
+def read_lora(folder, c, head):
+    """
+    The Lora in a folder, for a model of config c with this head; sets c.score_shift where the
+    adapter has one. Each of its tensors must fit one of the model's weights. Raises BadInput.
+    """
+    file = os.path.join(folder, "adapter_config.json")
+    settings = read_json(file)
+    fields = {name: rule for name, rule in ADAPTER_FIELDS.items() if name != "target_modules"}
+    check_fields(settings, fields, file)  # which modules it has, its tensors say
+    check_lora(settings, file)
+    rank, alpha = settings.get("r", 0), settings.get("lora_alpha", 8)
+    scale = alpha / max(rank, 1) ** (0.5 if settings.get("use_rslora") else 1.0)
+
+    file = os.path.join(folder, "adapter_model.safetensors")
+    names, notes = read_tensors(file, lambda f: (list(f.keys()), f.metadata() or {}))
+    shapes = {}  # of the model's weights on disk, {name: shape}, not transposed
+    for name, shape in parameter_shapes(c, head):
+        disk_name, part = hf_name(c.family, name)
+        shapes[disk_name] = shape if part is None else (3 * shape[0], *shape[1:])
+    tensors = {}
+    for name in names:
+        short = name.removeprefix("base_model.model.")
+        weight, _, kind = short.removesuffix(".weight").rpartition(".")
+        if kind in ("lora_A", "lora_B"):
+            wanted = shapes.get(f"{weight}.weight")
+            if wanted and len(wanted) == 2:
+                wanted = (rank, wanted[1]) if kind == "lora_A" else (wanted[0], rank)
+        else:
+            wanted = shapes.get(short)
+        transposed = "lora_" not in short and wanted and is_transposed(c, short, wanted)
+        wanted = wanted[::-1] if transposed else wanted
+        if short == "score.weight" and head == "lm":
+            raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not "
+                           "a language model")
+        tensor = read_tensors(file, lambda f, name=name: f.get_tensor(name))
+        if short == "score.weight" and tensor.dim() == 2 and len(tensor) != 1:
+            raise BadInput(f"{file}: its score head has {len(tensor)} labels, and a reward model "
+                           "has one; train one with rm.py")
+        if wanted is None or tuple(tensor.shape) != wanted:
+            wanted = f"would be {wanted}" if wanted else "it has no such weight"
+            raise BadInput(f"{file}: {name} is {tuple(tensor.shape)}, but in this base model "
+                           f"{wanted}; was the adapter trained on it, with r = {rank}?")
+        check_dtype(str(tensor.dtype), file, name)
+        check_numbers(tensor, torch.float32, file, name)
+        tensors[short] = tensor.t() if transposed else tensor
+    halves = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    for module in sorted(halves):
+        for kind in "AB":
+            if f"{module}.lora_{kind}.weight" not in tensors:
+                raise BadInput(f"{file}: {module}.lora_{kind}.weight is missing; save the adapter "
+                               "again")
+    if "score_shift" in notes:
+        c.score_shift = parse_shift(notes, file)
+        c.hf = {**c.hf, "score_shift": c.score_shift}
+    return Lora(tensors, scale)
+
+
+def parse_shift(notes, file):
+    """The score_shift in the metadata of an adapter's file, 0.0 where there is none. BadInput."""
+    try:
+        shift = {"score_shift": float(notes.get("score_shift", 0.0))}
+    except ValueError:
+        shift = notes  # not a number: check_fields says so
+    check_fields(shift, {"score_shift": FINITE}, file)
+    return shift["score_shift"]
+
+
+def with_lora(lora, c, disk_name, part, W, dtype):
+    """
+    A weight W, as our model has it, with what an adapter makes of it: W + scale B A (arXiv
+    2106.09685, eq. 3), computed in at least 32 bits for a model of this dtype; or the weight that
+    was saved in its place.
+    """
+    if disk_name in lora.tensors:  # peft's modules_to_save
+        return from_hf(c, "", part, lora.tensors[disk_name])
+    module = disk_name.removesuffix(".weight")
+    A = lora.tensors.get(f"{module}.lora_A.weight")  # (r, in)
+    if A is None or disk_name == module:  # a bias has no adapter
+        return W
+    B = from_hf(c, "", part, lora.tensors[f"{module}.lora_B.weight"])  # (out, r)
+    dtype = torch.promote_types(torch.promote_types(W.dtype, torch.float32), dtype)
+    return W.to(dtype) + lora.scale * (B.to(dtype) @ A.to(dtype))
 
 
 # --------------------------------------------------------------------------------------------------

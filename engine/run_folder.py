@@ -22,7 +22,7 @@ import time
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
-from engine.hf_files import find_folder, read_json
+from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
 from engine.run_log import cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
@@ -249,10 +249,17 @@ def content_hash(path):
     """
     if os.path.isfile(path):
         return sha256(path)
-    folder = path if os.path.isdir(path) else find_folder(path)
+    folders = [path]
+    if not os.path.isdir(path):
+        folders = model_folders(path)
+    elif is_adapter(path):
+        with contextlib.suppress(BadInput):  # with share_base the base is policy_path, wherever it is
+            folders = model_folders(path)
     kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
-    listed = "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
+    listed = ""
+    for folder in folders:
+        files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+        listed += "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
     return hashlib.sha256(listed.encode()).hexdigest()
 
 

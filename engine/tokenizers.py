@@ -14,13 +14,14 @@ import os
 import re
 
 from data import is_surrogate
-from engine.hf_files import find_folder, read_json
+from engine.hf_files import read_json, tokenizer_folders
 from errors import BadInput, first_line, one_line, shorten, warn
 
 
 # --------------------------------------------------------------------------------------------------
 # which tokenizer a folder holds
 
+MODEL_FILES = ("config.json", "generation_config.json")
 JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json",
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -32,9 +33,10 @@ def load_tokenizer(path):
     where all ends that one of the model's files names are plain text to the tokenizer: then the
     two are of different models.
     """
-    folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
-    settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
-                if os.path.isfile(os.path.join(folder, name))}
+    folder, model_folder = tokenizer_folders(path)  # two, where an adapter has a tokenizer
+    files = {name: os.path.join(model_folder if name in MODEL_FILES else folder, name)
+             for name in JSON_FILES}
+    settings = {name: read_json(file) for name, file in files.items() if os.path.isfile(file)}
     family = settings.get("config.json", {}).get("model_type")
     if "tiktoken.json" in settings:
         file = os.path.join(folder, "tiktoken.json")
@@ -55,7 +57,7 @@ def load_tokenizer(path):
         if not wrong and all(map(tokenizer.is_plain_text, ids)):
             wrong = ids  # one of several ends may be plain text, such as a newline, but not all
         if wrong:
-            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is "
+            raise BadInput(f"{files[file]}: eos_token_id = {shorten(wrong[0])} is "
                            "no special token of the tokenizer beside it, which has "
                            f"{tokenizer.vocab_size} tokens and ends with {tokenizer.eos_id}; do "
                            "they belong together?")

@@ -135,7 +135,7 @@ def test_values_that_are_no_text_or_cannot_be_printed():
 # ---------------------------------------------------------------------------------------------------------------------
 # model folders: every field of every JSON bent. `FUZZ=all pytest tests/test_bad_input.py` takes all mutants, not some
 
-ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3"]
+ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3", "olmo2", "gemma3"]
 MISSING = object()
 VALUES = [MISSING, None, True, False, "", "x", "\ud800", [], [1], {}, {"x": 1}, 0, 1, -1, 2, 3, 10**6, 10**12, 10**400, 0.0, 0.5,
           -1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, "default", ["full_attention"] * 3, [[]] * 3]
