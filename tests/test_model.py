@@ -266,7 +266,7 @@ def test_only_what_is_read_is_downloaded(hub, tmp_path):
     torch.save(tensors, hub.root / "old/pytorch_model.bin")
     os.remove(hub.root / "old/model.safetensors")
     for name in ("org/shards", "org/one"):
-        for more in ("consolidated.safetensors", "original/params.json", "original/model.safetensors", "onnx/model.onnx", "a.gguf",
+        for more in ("consolidated.safetensors", "original/params.json", "original/model.safetensors", "onnx/x.onnx", "a.gguf",
                      "pytorch_model.bin", "model.fp16.safetensors", "flax_model.msgpack", "README.md", "tokenizer.json"):
             (hub.root / name / more).parent.mkdir(exist_ok=True)
             (hub.root / name / more).write_text("{}")
@@ -303,11 +303,11 @@ def test_an_adapter_of_the_hub_brings_its_base(hub, tmp_path):
 
 
 @pytest.mark.parametrize("config, said", [
-    (dict(model_type="mixtral", num_local_experts=8), "model_type 'mixtral' is not supported, it is a Mixture of Experts; quartet"),
+    (dict(model_type="mixtral", num_local_experts=8), "'mixtral' is not supported, it is a Mixture of Experts; quartet knows"),
     (dict(model_type="qwen3_moe", num_experts=128), "'qwen3_moe' is not supported, it is a Mixture of Experts"),
     (dict(model_type="deepseek_v3", n_routed_experts=256), "it is a Mixture of Experts"),
     (dict(model_type="gemma3", text_config=dict(model_type="gemma3_text"), vision_config={"x": 1}), "a model that reads images"),
-    (dict(model_type="llama4", text_config=dict(num_local_experts=16)), "'llama4' is not supported, it is a model of several parts"),
+    (dict(model_type="llama4", text_config=dict(num_local_experts=16)), "'llama4' is not supported, it is a model of several"),
     (dict(model_type="t5", is_encoder_decoder=True), "'t5' is not supported, it is an encoder and a decoder"),
     (dict(model_type="mamba"), "'mamba' is not supported; quartet knows gpt2"), (dict(), "model_type None is not supported"),
     (dict(model_type="llama", hidden_size=8), "'num_attention_heads' is missing")])
