@@ -32,6 +32,7 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
+from parallel import even_micro_batches
 from rewards import last_real
 
 
@@ -165,17 +166,6 @@ if master:
 # scores and evaluation
 
 
-def my_micro_batches(items, total):
-    """
-    This rank's items, micro_batch_size at a time. total: how many items all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [items[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
-
-
 def scores_of(sequences):
     """
     The scalar at the last real token of each of b sequences of ids, (b,). That token is the EOS,
@@ -203,7 +193,8 @@ def evaluate():
     """
     loss_sum, right, count = 0.0, 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
+        mine = parallel.my_share(eval_pairs)
+        for pairs in even_micro_batches(mine, len(eval_pairs), micro_batch_size):
             chosen, rejected = pair_scores(pairs)
             loss_sum += preference_loss(chosen, rejected).sum().item()
             right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
@@ -216,7 +207,8 @@ def demonstration_mean():
     """Mean score of the demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for part in my_micro_batches(parallel.my_share(demonstrations), len(demonstrations)):
+        mine = parallel.my_share(demonstrations)
+        for part in even_micro_batches(mine, len(demonstrations), micro_batch_size):
             total += scores_of(part).sum().item()
             count += len(part)
     return parallel.all_reduce_metrics({"score": [total, count]})["score"]
@@ -268,7 +260,7 @@ for iteration in range(start, max_iters + 1):
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in my_micro_batches(pairs, batch_size):
+    for part in even_micro_batches(pairs, batch_size, micro_batch_size):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()

@@ -16,7 +16,6 @@ import sys
 import time
 from array import array
 
-
 import parallel
 from configurator import configure
 from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
@@ -32,6 +31,7 @@ from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
+from parallel import even_micro_batches
 
 
 # -------------------------------------------------------------------------------------------------
@@ -180,17 +180,6 @@ if master:
 # loss and evaluation
 
 
-def my_micro_batches(examples, total):
-    """
-    This rank's examples, micro_batch_size at a time. total: how many all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [examples[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
-
-
 def completion_logprobs(examples):
     """
     Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
@@ -212,7 +201,8 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for part in my_micro_batches(parallel.my_share(eval_examples), len(eval_examples)):
+        mine = parallel.my_share(eval_examples)
+        for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
             logprobs, mask = completion_logprobs(part)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
@@ -265,7 +255,7 @@ for iteration in range(start, max_iters + 1):
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in my_micro_batches(examples, batch_size):
+    for part in even_micro_batches(examples, batch_size, micro_batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
