@@ -225,7 +225,7 @@ def evaluate():
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    score = shape_scores(batch["scores"], batch["finished"]).mean().item()
+    score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
@@ -256,7 +256,7 @@ for iteration in range(run.start, max_iters + 1):
         [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
     sampled = report.summarize(batch, "objective", scorer.names)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    sampled["objective/score_std"] = scores.std().item()
+    sampled["objective/score_std"] = report.deviation_of(scores).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
@@ -382,7 +382,7 @@ for iteration in range(run.start, max_iters + 1):
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/texts": report.hash_of(batch["tokens"]),
-        "objective/rlhf_reward": scores.mean().item(),
+        "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": float(ratio_gap),
         "policy/grad_norm": policy_norm.item(),

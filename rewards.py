@@ -393,6 +393,7 @@ class Scorer:
         self.threads, self.device = threads, device
         self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
         self.autocast = autocast(config, device)
+        self.said = set()  # what need not be said again
 
     def start(self, part, fraction):
         """
@@ -427,8 +428,29 @@ class Scorer:
         return said
 
     def add_up(self, batch):
-        """Add the scores (B,) of a gathered batch: the weighted sum of its rewards."""
+        """
+        Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is
+        NaN does not apply to the response (its function gave None) and adds nothing. Where no
+        reward applies, but such of weight 0, the score is NaN: the response has none.
+        """
         if self.reward_model is not None:
             learned = batch["reward/reward_model"]
             batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
-        batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in self.terms)
+            if len(learned) > 1 and (learned == learned[0]).all():
+                self.say_once("the reward model gives all responses of this batch the score "
+                              f"{learned[0]:.4g}: nothing can be learned from it")
+        for name in self.names:
+            none = int(batch[f"reward/{name}"].isnan().sum())
+            if none:
+                self.say_once(f"the reward {name!r} gives None for {none} of "
+                              f"{len(batch['tokens'])} responses: it does not apply to them", name)
+        rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in self.terms]
+        scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
+        counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
+        batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
+
+    def say_once(self, message, key="reward_model"):
+        """Print a line on rank 0, unless one of the same key was printed before."""
+        if key not in self.said and parallel.rank_and_size()[0] == 0:
+            print(message, flush=True)
+        self.said.add(key)
