@@ -53,6 +53,7 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured

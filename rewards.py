@@ -292,14 +292,16 @@ def last_real(mask):
 
 
 @torch.no_grad()
-def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
+def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0,
+                    skipped_id=None):
     """
     The reward model's scores, (B,) in at least float32: its output at the last real token of each
     row, plus its score_shift.
 
     tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
     this many forward passes. A model that is sharded over the ranks needs all of them in each
-    pass; so a rank with fewer rows adds passes without rows.
+    pass; so a rank with fewer rows adds passes without rows. skipped_id: read at the last token
+    that is not this one, as transformers does with pad_token_id; at the first if all are.
     """
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
@@ -311,8 +313,10 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
         if len(rows) == 0:
             used[:2] = True  # a model needs some columns
         mask = mask[:, used]
-        outputs = reward_model(tokens[rows][:, used], mask)  # (b, columns)
-        scores[rows] = outputs.gather(1, last_real(mask)[:, None]).squeeze(1).to(dtype)
+        ids = tokens[rows][:, used]  # (b, columns)
+        outputs = reward_model(ids, mask)  # (b, columns)
+        read_at = last_real(mask if skipped_id is None else mask & (ids != skipped_id))  # (b,)
+        scores[rows] = outputs.gather(1, read_at[:, None]).squeeze(1).to(dtype)
     return scores + reward_model.config.score_shift
 
 
@@ -321,8 +325,9 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     """
     The reward model's score of each response, (B,), read at its last token (N+ detail 12).
 
-    A reward model with the policy's tokenizer reads the very ids that were sampled. With another
-    tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with EOS.
+    A reward model of rm.py with the policy's tokenizer reads the very ids that were sampled. With
+    another tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with
+    EOS. A reward model of others also reads the text, in their way: see engine/reading.py.
     The text of a response may then be longer than the reward model's context, though all prompts
     were checked: the reward model reads as much of it as fits, as if the response had never ended.
     One odd response must not stop a run.
@@ -337,9 +342,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         sequences = []
         for row, completion, finished in zip(batch["rows"], batch["completions"],
                                              batch["finished"].tolist(), strict=True):
-            ids = reward_tokenizer.encode_prompt(row["prompt"])
-            ids = ids + reward_tokenizer.encode_completion(completion)  # the last one is EOS
-            ids = ids if finished else ids[:-1]
+            ids = reward_tokenizer.encode_response(row["prompt"], completion, finished)
             sequences.append(ids[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
@@ -347,7 +350,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     tokens, mask = together.together(encode)  # COLLECTIVE
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
-                           count)
+                           count, reward_tokenizer.skipped_id)
 
 
 def alike_for_equal_texts(scores, batch):

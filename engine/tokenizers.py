@@ -90,6 +90,7 @@ class Tokenizer:
     """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
     eos_id = pad_id = vocab_size = 0
+    skipped_id = None  # a reward model is read at the last token that is not this: see reading.py
     eos_ids = frozenset()  # a response ends with any of them
     special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
@@ -111,6 +112,16 @@ class Tokenizer:
     def encode_chat(self, messages):
         raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
                        "write prompts as strings")
+
+    @property
+    def vocabulary(self):
+        """What is equal where ids mean the same."""
+        return self.fingerprint
+
+    def encode_response(self, prompt, completion, finished):
+        """Ids of a prompt and a response, as a reward model of rm.py reads them."""
+        ids = self.encode_prompt(prompt) + self.encode_completion(completion)  # the last is EOS
+        return ids if finished else ids[:-1]
 
     def encode_completion(self, completion):
         """Ids of a completion and EOS. It is a string, or a list with one assistant message."""
@@ -294,6 +305,8 @@ class HFTokenizer(Tokenizer):
         added = self.backend.added_tokens_decoder
         self.specials = {i: t.content for i, t in added.items()}
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
+        if vocab.get("[PAD]") == self.vocab_size - 1:
+            vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
         written = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or "")))
         if written - vocab.keys():
@@ -333,6 +346,14 @@ class HFTokenizer(Tokenizer):
                                "moves messages; remove the special tokens from the prompt")
             ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
         return ids + self.backend.encode(text, add_special_tokens=False)
+
+    def encode_whole(self, messages):
+        """
+        Ids of all that the chat template makes of the messages, to the last character. A message
+        that spells a special token gets its letters. Raises BadInput.
+        """
+        filled, hidden = self.hide(messages)
+        return self.encode_text(self.render(filled), hidden)[0]
 
     def render(self, messages):
         """
