@@ -82,7 +82,8 @@ tokenizer = load_tokenizer(init_from)
 
 def encode(rows, field, path, longest):
     """
-    [ids of a prompt and its completion, row[field], ...] of all rows. The completion ends with EOS.
+    [ids of a prompt and its completion, row[field], ...] of all rows. They end with EOS, or with the
+    end-of-turn token of a chat.
 
     Every row is encoded before the first step: a row that does not fit must not end a run that has
     computed for days. longest: how many tokens the model has room for. Raises BadInput.
@@ -90,13 +91,11 @@ def encode(rows, field, path, longest):
     sequences = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row[field])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: prompt and {field} make {length} tokens, more "
+            ids, _ = tokenizer.encode_example(row["prompt"], row[field])
+        if len(ids) > longest:
+            raise BadInput(f"{path}, row {number}: prompt and {field} make {len(ids)} tokens, more "
                            f"than the model's context of {longest}; shorten or drop the row")
-        sequences.append(array("i", prompt + completion))  # a tenth of a list's memory
+        sequences.append(array("i", ids))  # a tenth of a list's memory
     return sequences
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from array import array
 
-import torch
 
 import parallel
 from configurator import configure
@@ -92,26 +91,25 @@ tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_fr
 
 def encode(rows, path, longest):
     """
-    [(prompt ids, completion ids), ...] of all rows. The completion ends with EOS.
+    [(ids, trained), ...] of all rows: the ids of prompt and completion, and which of them the loss
+    counts, 0 or 1 each: the completion with its EOS; of messages the assistant's turns.
 
     Every row is encoded before the first step: a row that does not fit must not end a run that has
     computed for days. longest: how many tokens the model has room for. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
-    pairs = []
+    examples = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row["completion"])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: a demonstration of {length} tokens exceeds the "
+            ids, trained = tokenizer.encode_example(row["prompt"], row["completion"])
+        if len(ids) > longest:
+            raise BadInput(f"{path}, row {number}: a demonstration of {len(ids)} tokens exceeds the "
                            f"model's context of {longest}; shorten or drop it")
-        if not prompt:
+        if trained[0]:
             raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is "
                            "nothing to predict the answer from")
-        pairs.append((array("i", prompt), array("i", completion)))  # a tenth of a list's memory
-    return pairs
+        examples.append((array("i", ids), array("b", trained)))  # a tenth of a list's memory
+    return examples
 
 
 # -------------------------------------------------------------------------------------------------
@@ -138,9 +136,9 @@ else:
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 
-train_pairs = encode(train_rows, train_path, policy.config.max_positions)
-val_pairs = encode(val_rows, val_path, policy.config.max_positions)
-eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+train_examples = encode(train_rows, train_path, policy.config.max_positions)
+val_examples = encode(val_rows, val_path, policy.config.max_positions)
+eval_examples = val_examples[:eval_size or len(val_examples)]
 
 # all ranks start from the same, or none does
 contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
@@ -182,26 +180,25 @@ if master:
 # loss and evaluation
 
 
-def my_micro_batches(pairs, total):
+def my_micro_batches(examples, total):
     """
-    This rank's pairs, micro_batch_size at a time. total: how many pairs all ranks have together.
+    This rank's examples, micro_batch_size at a time. total: how many all ranks have together.
 
     Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
     sharded, each forward gathers weights from all ranks, so all must compute equally many.
     """
     count = parallel.most_micro_batches(total, micro_batch_size)
-    return [pairs[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
+    return [examples[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
 
 
-def completion_logprobs(pairs):
+def completion_logprobs(examples):
     """
     Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
-    belongs to a completion. pairs: b of (prompt ids, completion ids).
+    is trained. examples: b of (ids, trained).
     """
-    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T) each
-    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])  # (b,)
-    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])  # (b, T)
-    tokens, mask = tokens.to(device), mask.to(device)
+    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
+    trained, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
+    tokens, mask = tokens.to(device), trained.bool().to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
         hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
@@ -215,8 +212,8 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
-            logprobs, mask = completion_logprobs(pairs)
+        for part in my_micro_batches(parallel.my_share(eval_examples), len(eval_examples)):
+            logprobs, mask = completion_logprobs(part)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
     return parallel.all_reduce_metrics({"eval/loss": [total, count]})
@@ -258,17 +255,17 @@ for iteration in range(start, max_iters + 1):
     # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
-    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
-    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: len(pair[0] + pair[1]))
-    token_count = sum(len(c) for _, c in pairs)  # of all ranks: the loss is the mean over these
-    pairs = pairs[rank::world_size]
+    rows = batch_rows(seed, iteration, batch_size, len(train_examples))
+    examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
+    token_count = sum(sum(trained) for _, trained in examples)  # of all ranks: what the mean is over
+    examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
     for flat in gradients:
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in my_micro_batches(pairs, batch_size):
+    for part in my_micro_batches(examples, batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()

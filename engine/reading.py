@@ -57,7 +57,7 @@ class Reader(Tokenizer):
         """Ids of a prompt with an empty response, for checks of what will fit. Raises BadInput."""
         return self.encode_response(prompt, "", True)
 
-    def encode_response(self, prompt, completion, finished):
+    def encode_response(self, prompt, completion, finished=True):
         """
         In a chat a string is a user's (prompt) or the assistant's message (completion), and the ids
         are all that the template writes, also behind the end of the last turn. As plain text: the
