@@ -53,6 +53,7 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
@@ -194,8 +195,10 @@ def read_with_models(batch, minibatches):
 def shape_scores(scores, finished):
     """
     What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
-    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score; one to
+    which no reward applies has the score 0.
     """
+    scores = torch.where(scores.isnan(), 0, scores)
     # the deviation of no scores is 1: so it is while scale_scores = "none"
     scores = scores / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
@@ -259,7 +262,8 @@ for iteration in range(run.start, max_iters + 1):
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":  # with the scores of this batch
-        state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
+        given = batch["scores"][~batch["scores"].isnan()]  # where a reward applies
+        state["score_moments"] = update_moments(state["score_moments"], given)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)

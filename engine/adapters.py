@@ -347,4 +347,6 @@ def load_adapter(model, folder):
         shift = notes  # not a number: check_fields says so
     check_fields(shift, {"score_shift": FINITE}, file)
     model.config.score_shift = shift["score_shift"]
+    if "score_shift" in notes:  # a reward model of rm.py's
+        model.config.hf = {**model.config.hf, "score_shift": shift["score_shift"]}
     model.new_head = False

@@ -3,6 +3,7 @@ What a run says of itself: the figures of a batch, a few samples, the models, a 
 Nothing here decides anything.
 """
 import hashlib
+import math
 import os
 import resource
 import time
@@ -22,9 +23,13 @@ def summarize(batch, prefix, reward_names=()):
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
     once the models have read the batch. reward_names: where there are several, each one's mean.
+    Responses to which a reward does not apply are left out of its mean; how many of all have a
+    score at all is "scored", if not all have one.
     """
     mask = batch["response_mask"]  # (B, R)
-    figures = dict(scores=batch["scores"].mean())
+    figures = dict(scores=mean_of(batch["scores"]))
+    if batch["scores"].isnan().any():
+        figures["scored"] = (~batch["scores"].isnan()).double().mean()
     if "ref_logprobs" in batch:
         figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
     if "old_logprobs" in batch:
@@ -36,8 +41,20 @@ def summarize(batch, prefix, reward_names=()):
         figures["thinks"] = batch["thinks"].mean()
     if len(reward_names) > 1:
         for name in reward_names:
-            figures[f"reward/{name}"] = batch[f"reward/{name}"].mean()
+            figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
     return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+
+
+def mean_of(scores):
+    """The mean of the scores (B,) that are there: NaN is no score. 0 where none is there."""
+    there = scores[~scores.isnan()]
+    return there.mean() if len(there) else torch.zeros(())
+
+
+def deviation_of(scores):
+    """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
+    there = scores[~scores.isnan()]
+    return there.std() if len(there) > 1 else torch.zeros(())
 
 
 def new_sums(names, device):
@@ -99,7 +116,9 @@ def print_samples(batch, rows, tokenizer, n=2):
     for i in range(min(n, len(rows))):
         response = batch["tokens"][i, -R:][batch["response_mask"][i]]
         text = tokenizer.decode(response.tolist())
-        print(f"    {rows[i]['prompt']!r} -> {text!r}  score {batch['scores'][i].item():.2f}")
+        score = batch["scores"][i].item()
+        said = "no score" if math.isnan(score) else f"score {score:.2f}"
+        print(f"    {rows[i]['prompt']!r} -> {text!r}  {said}")
 
 
 COLUMNS = {  # of an iteration's line: name -> metric, format

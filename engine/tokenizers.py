@@ -95,6 +95,7 @@ class Tokenizer:
     """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
     eos_id = pad_id = vocab_size = 0
+    skipped_id = None  # a reward model is read at the last token that is not this: see reading.py
     eos_ids = frozenset()  # a response ends with any of them
     special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
@@ -116,6 +117,16 @@ class Tokenizer:
     def encode_chat(self, messages):
         raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
                        "write prompts as strings, or give one with --chat_template=FILE")
+
+    @property
+    def vocabulary(self):
+        """What is equal where ids mean the same."""
+        return self.fingerprint
+
+    def encode_response(self, prompt, completion, finished=True):
+        """Ids of a prompt and a response, as a reward model of rm.py reads them."""
+        ids, _ = self.encode_example(prompt, completion)  # the last is EOS, or the end of the turn
+        return ids if finished else ids[:-1]
 
     def encode_completion(self, completion):
         """Ids of a completion, a string, and EOS."""
@@ -325,6 +336,8 @@ class HFTokenizer(Tokenizer):
         added = self.backend.added_tokens_decoder
         self.specials = {i: t.content for i, t in added.items()}
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
+        if vocab.get("[PAD]") == self.vocab_size - 1:
+            vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
         self.special_ids = {i for i, t in added.items() if t.special}
         self.said_no_turn_end = False
@@ -354,6 +367,14 @@ class HFTokenizer(Tokenizer):
             return super().encode_chat(messages)
         filled, hidden = self.hide(messages)
         return self.encode_text(self.render_open(filled), hidden)[0]
+
+    def encode_whole(self, messages):
+        """
+        Ids of all that the chat template makes of the messages, to the last character. A message
+        that spells a special token gets its letters. Raises BadInput.
+        """
+        filled, hidden = self.hide(messages)
+        return self.encode_text(self.render(filled), hidden)[0]
 
     def encode_dialogue(self, prompt, completion):
         """
