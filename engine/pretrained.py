@@ -195,7 +195,8 @@ def from_scratch(hf, head="lm", seed=0, dtype=torch.float32, device="cpu"):
     for name, p in model.named_parameters():
         with torch.no_grad():
             if p.dim() == 1:
-                p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                ones = "norm" in name and name.endswith("weight") and not model.config.norm_offset
+                p.fill_(1.0 if ones else 0.0)
             else:
                 # what writes to the residual stream is smaller, the deeper the model is, by
                 # 1 / sqrt(number of writes) (GPT-2, section 2.3)
@@ -239,8 +240,8 @@ def write_pretrained(folder, config, head, weights):
 
     os.makedirs(folder, exist_ok=True)
     hf = dict(config.hf)
-    if config.family == "gpt2" and head == "lm":
-        hf["architectures"] = ["GPT2LMHeadModel"]
+    if head == "lm" and config.family in ("gpt2", "gemma3_text"):
+        hf["architectures"] = [{"gpt2": "GPT2LMHeadModel"}.get(config.family, "Gemma3ForCausalLM")]
     else:
         kind = "ForCausalLM" if head == "lm" else "ForSequenceClassification"
         hf["architectures"] = [HF_CLASSES[config.family] + kind]
@@ -300,10 +301,17 @@ _NEOX = {
     "layers.#.up": "gpt_neox.layers.#.mlp.dense_h_to_4h",
     "layers.#.down": "gpt_neox.layers.#.mlp.dense_4h_to_h",
 }
-HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, **dict.fromkeys(FAMILIES[2:], _LLAMA)}
+_OLMO2 = {
+    **_LLAMA,
+    "layers.#.norm1_after": "model.layers.#.post_attention_layernorm",
+    "layers.#.norm2_after": "model.layers.#.post_feedforward_layernorm",
+}
+_GEMMA3 = {**_OLMO2, "layers.#.norm2": "model.layers.#.pre_feedforward_layernorm"}
+HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, **dict.fromkeys(FAMILIES[2:], _LLAMA),
+            "olmo2": _OLMO2, "gemma3_text": _GEMMA3}
 HF_BASE = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", **dict.fromkeys(FAMILIES[2:], "model.")}
 HF_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral",
-              "qwen2": "Qwen2", "qwen3": "Qwen3"}
+              "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3_text": "Gemma3Text"}
 
 
 def hf_name(family, name):
