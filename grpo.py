@@ -47,6 +47,7 @@ from rollout import sample_and_score
 out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
@@ -230,7 +231,7 @@ def evaluate():
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -390,6 +391,6 @@ for iteration in range(run.start, max_iters + 1):
         "policy/steps": steps,
         "policy/lr": policy_lr,
     }
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

@@ -49,6 +49,7 @@ from rollout import sample_and_score
 out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
@@ -221,7 +222,7 @@ def evaluate():
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -381,6 +382,6 @@ for iteration in range(run.start, max_iters + 1):
     if kl_coef_target > 0:
         state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
                                          kl_horizon, batch_size)
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

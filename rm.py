@@ -21,7 +21,7 @@ from array import array
 import parallel
 from configurator import configure
 from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import make_optimizer, overflowed, step
@@ -29,6 +29,7 @@ from engine.placement import in_memory, load, no_grad_forwards, place_of_one, pr
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from errors import BadInput
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
@@ -151,6 +152,9 @@ models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and wha
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(reward_model, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -253,6 +257,7 @@ for iteration in range(start, max_iters + 1):
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
     pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
+    all_tokens = sum(len(chosen) + len(rejected) for chosen, rejected in pairs)
     pairs = pairs[rank::world_size]
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
@@ -284,13 +289,15 @@ for iteration in range(start, max_iters + 1):
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
                "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
               f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
-              f"eta {eta:.0f}s", flush=True)
+              f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same

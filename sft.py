@@ -19,7 +19,7 @@ from array import array
 import parallel
 from configurator import configure
 from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import make_optimizer, overflowed, step
@@ -29,6 +29,7 @@ from engine.pretrained import from_scratch
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from parallel import even_micro_batches
@@ -165,6 +166,9 @@ models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(policy, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -248,6 +252,7 @@ for iteration in range(start, max_iters + 1):
     rows = batch_rows(seed, iteration, batch_size, len(train_examples))
     examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
     token_count = sum(sum(trained) for _, trained in examples)  # of all ranks: what the mean is over
+    all_tokens = sum(len(ids) for ids, _ in examples)
     examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
@@ -276,12 +281,14 @@ for iteration in range(start, max_iters + 1):
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)

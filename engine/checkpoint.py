@@ -31,7 +31,7 @@ from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.padding import give_padding
 from engine.placement import trunk_of, whole_weights
 from engine.pretrained import load_weights, save_pretrained
-from engine.run_log import cut_log
+from engine.run_log import LOG_FILES, cut_log
 from engine.together import alone, together
 from errors import BadInput
 from parallel import rank_and_size
@@ -66,7 +66,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
         write_manifest(folder)
-        sync(os.path.join(out_dir, "log.jsonl"))  # the log of these iterations must last as well
+        for file in (os.path.join(out_dir, name) for name in LOG_FILES):
+            if os.path.exists(file):
+                sync(file)  # the log of these iterations must last as well
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
