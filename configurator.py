@@ -66,9 +66,12 @@ def configure(script_globals, shared="", argv=None, **defaults):
     argv = sys.argv[1:] if argv is None else argv
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        if speaks:
-            print_help(script, script_globals.get("__doc__"), keys)
-            sys.stdout.flush()  # now: report_and_exit handles a closed pipe (--help | head)
+        try:
+            if speaks:
+                print_help(script, script_globals.get("__doc__"), keys)
+                sys.stdout.flush()
+        except BrokenPipeError:  # --help | head: who has asked has read enough
+            os._exit(0)  # sys.exit would write out the rest, and complain
         sys.exit(0)
 
     overrides = read_arguments(keys, argv)

@@ -21,7 +21,7 @@ from array import array
 import parallel
 from configurator import configure
 from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import make_optimizer, overflowed, step
@@ -29,9 +29,11 @@ from engine.placement import in_memory, load, no_grad_forwards, place_of_one, pr
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from errors import BadInput
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
+from parallel import even_micro_batches
 from rewards import last_real
 
 
@@ -82,7 +84,8 @@ tokenizer = load_tokenizer(init_from)
 
 def encode(rows, field, path, longest):
     """
-    [ids of a prompt and its completion, row[field], ...] of all rows. The completion ends with EOS.
+    [ids of a prompt and its completion, row[field], ...] of all rows. They end with EOS, or with the
+    end-of-turn token of a chat.
 
     Every row is encoded before the first step: a row that does not fit must not end a run that has
     computed for days. longest: how many tokens the model has room for. Raises BadInput.
@@ -90,13 +93,11 @@ def encode(rows, field, path, longest):
     sequences = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row[field])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: prompt and {field} make {length} tokens, more "
+            ids, _ = tokenizer.encode_example(row["prompt"], row[field])
+        if len(ids) > longest:
+            raise BadInput(f"{path}, row {number}: prompt and {field} make {len(ids)} tokens, more "
                            f"than the model's context of {longest}; shorten or drop the row")
-        sequences.append(array("i", prompt + completion))  # a tenth of a list's memory
+        sequences.append(array("i", ids))  # a tenth of a list's memory
     return sequences
 
 
@@ -151,6 +152,9 @@ models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and wha
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(reward_model, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -164,17 +168,6 @@ if master:
 
 # -------------------------------------------------------------------------------------------------
 # scores and evaluation
-
-
-def my_micro_batches(items, total):
-    """
-    This rank's items, micro_batch_size at a time. total: how many items all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [items[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
 
 
 def scores_of(sequences):
@@ -204,7 +197,8 @@ def evaluate():
     """
     loss_sum, right, count = 0.0, 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
+        mine = parallel.my_share(eval_pairs)
+        for pairs in even_micro_batches(mine, len(eval_pairs), micro_batch_size):
             chosen, rejected = pair_scores(pairs)
             loss_sum += preference_loss(chosen, rejected).sum().item()
             right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
@@ -217,7 +211,8 @@ def demonstration_mean():
     """Mean score of the demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for part in my_micro_batches(parallel.my_share(demonstrations), len(demonstrations)):
+        mine = parallel.my_share(demonstrations)
+        for part in even_micro_batches(mine, len(demonstrations), micro_batch_size):
             total += scores_of(part).sum().item()
             count += len(part)
     return parallel.all_reduce_metrics({"score": [total, count]})["score"]
@@ -262,6 +257,7 @@ for iteration in range(start, max_iters + 1):
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
     pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
+    all_tokens = sum(len(chosen) + len(rejected) for chosen, rejected in pairs)
     pairs = pairs[rank::world_size]
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
@@ -269,7 +265,7 @@ for iteration in range(start, max_iters + 1):
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in my_micro_batches(pairs, batch_size):
+    for part in even_micro_batches(pairs, batch_size, micro_batch_size):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()
@@ -293,20 +289,22 @@ for iteration in range(start, max_iters + 1):
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
                "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
               f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
-              f"eta {eta:.0f}s", flush=True)
+              f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
 mean = demonstration_mean()
 reward_model.config.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer)
+save_final(out_dir, "reward_model", reward_model, tokenizer, padding=True)
 if master:
     print(f"demonstrations scored {mean:.3f} on average; scores are shifted so that this is 0")
     print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")

@@ -16,12 +16,10 @@ import sys
 import time
 from array import array
 
-import torch
-
 import parallel
 from configurator import configure
 from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import make_optimizer, overflowed, step
@@ -31,8 +29,10 @@ from engine.pretrained import from_scratch
 from engine.run_folder import fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from errors import BadConfig, BadInput
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
+from parallel import even_micro_batches
 
 
 # -------------------------------------------------------------------------------------------------
@@ -92,26 +92,25 @@ tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_fr
 
 def encode(rows, path, longest):
     """
-    [(prompt ids, completion ids), ...] of all rows. The completion ends with EOS.
+    [(ids, trained), ...] of all rows: the ids of prompt and completion, and which of them the loss
+    counts, 0 or 1 each: the completion with its EOS; of messages the assistant's turns.
 
     Every row is encoded before the first step: a row that does not fit must not end a run that has
     computed for days. longest: how many tokens the model has room for. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
-    pairs = []
+    examples = []
     for number, row in enumerate(rows, 1):
         with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row["completion"])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: a demonstration of {length} tokens exceeds the "
+            ids, trained = tokenizer.encode_example(row["prompt"], row["completion"])
+        if len(ids) > longest:
+            raise BadInput(f"{path}, row {number}: a demonstration of {len(ids)} tokens exceeds the "
                            f"model's context of {longest}; shorten or drop it")
-        if not prompt:
+        if trained[0]:
             raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is "
                            "nothing to predict the answer from")
-        pairs.append((array("i", prompt), array("i", completion)))  # a tenth of a list's memory
-    return pairs
+        examples.append((array("i", ids), array("b", trained)))  # a tenth of a list's memory
+    return examples
 
 
 # -------------------------------------------------------------------------------------------------
@@ -138,9 +137,9 @@ else:
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 
-train_pairs = encode(train_rows, train_path, policy.config.max_positions)
-val_pairs = encode(val_rows, val_path, policy.config.max_positions)
-eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+train_examples = encode(train_rows, train_path, policy.config.max_positions)
+val_examples = encode(val_rows, val_path, policy.config.max_positions)
+eval_examples = val_examples[:eval_size or len(val_examples)]
 
 # all ranks start from the same, or none does
 contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
@@ -167,6 +166,9 @@ models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(policy, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -182,26 +184,14 @@ if master:
 # loss and evaluation
 
 
-def my_micro_batches(pairs, total):
-    """
-    This rank's pairs, micro_batch_size at a time. total: how many pairs all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [pairs[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
-
-
-def completion_logprobs(pairs):
+def completion_logprobs(examples):
     """
     Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
-    belongs to a completion. pairs: b of (prompt ids, completion ids).
+    is trained. examples: b of (ids, trained).
     """
-    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T) each
-    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])  # (b,)
-    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])  # (b, T)
-    tokens, mask = tokens.to(device), mask.to(device)
+    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
+    trained, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
+    tokens, mask = tokens.to(device), trained.bool().to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
         hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
@@ -215,8 +205,9 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for pairs in my_micro_batches(parallel.my_share(eval_pairs), len(eval_pairs)):
-            logprobs, mask = completion_logprobs(pairs)
+        mine = parallel.my_share(eval_examples)
+        for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
+            logprobs, mask = completion_logprobs(part)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
     return parallel.all_reduce_metrics({"eval/loss": [total, count]})
@@ -258,17 +249,18 @@ for iteration in range(start, max_iters + 1):
     # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
-    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
-    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: len(pair[0] + pair[1]))
-    token_count = sum(len(c) for _, c in pairs)  # of all ranks: the loss is the mean over these
-    pairs = pairs[rank::world_size]
+    rows = batch_rows(seed, iteration, batch_size, len(train_examples))
+    examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
+    token_count = sum(sum(trained) for _, trained in examples)  # of all ranks: what the mean is over
+    all_tokens = sum(len(ids) for ids, _ in examples)
+    examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
     for flat in gradients:
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in my_micro_batches(pairs, batch_size):
+    for part in even_micro_batches(examples, batch_size, micro_batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
@@ -289,12 +281,14 @@ for iteration in range(start, max_iters + 1):
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
 save_final(out_dir, "policy", policy, tokenizer)

@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from engine.hf_config import ADAPTER_FIELDS, check_fields
 from engine.hf_files import check_dtype, check_numbers, read_headers, read_json, read_tensors
 from engine.pretrained import (
-    check_lora, draw_score_head, fill, from_hf, hf_name, parse_shift, to_hf)
+    check_lora, draw_score_head, fill, from_hf, hf_name, read_shift, to_hf)
 from errors import BadInput, shorten
 from model import freeze, scalar_output
 
@@ -342,5 +342,5 @@ def load_adapter(model, folder):
                 raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is "
                                "its rank the same?")
             fill(p, t)
-    model.config.score_shift = parse_shift(notes, file)
+    read_shift(model.config, notes, file)
     model.new_head = False

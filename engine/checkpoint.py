@@ -28,9 +28,10 @@ from safetensors.torch import save_file
 from engine.adapters import Adapted, load_adapter, save_adapter
 from engine.disk import patiently, put_in_place, read_bytes, remove, sha256, sync, write_json
 from engine.optimizers import fill_optimizer, optimizer_tensors
+from engine.padding import give_padding
 from engine.placement import trunk_of, whole_weights
 from engine.pretrained import load_weights, save_pretrained
-from engine.run_log import cut_log
+from engine.run_log import LOG_FILES, cut_log
 from engine.together import alone, together
 from errors import BadInput
 from parallel import rank_and_size
@@ -65,7 +66,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
         write_manifest(folder)
-        sync(os.path.join(out_dir, "log.jsonl"))  # the log of these iterations must last as well
+        for file in (os.path.join(out_dir, name) for name in LOG_FILES):
+            if os.path.exists(file):
+                sync(file)  # the log of these iterations must last as well
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
@@ -231,16 +234,19 @@ def use_tensors(file, use):
 # the finished models
 
 
-def save_final(out_dir, name, model, tokenizer):
+def save_final(out_dir, name, model, tokenizer, padding=False):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. Rank 0 writes. A
-    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. Raises
-    Stop, on all ranks, when the disk is full.
+    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. padding:
+    it is a reward model, whose folder needs a padding token (engine/padding.py). Raises Stop, on
+    all ranks, when the disk is full.
     """
     final = os.path.join(out_dir, name)
 
     def write_merged(folder, weights):
         save_model(folder, model, tokenizer, weights)
+        if padding:
+            give_padding(folder, tokenizer)
 
     def write_adapter(folder, _):
         save_adapter(model, folder, getattr(trunk_of(model), "path", ""))

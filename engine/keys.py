@@ -13,6 +13,9 @@ A keyword gives the script's own default of a key; None says that the script has
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+# where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
+report_to = ""  # empty = log.jsonl alone; each must be installed
+peak_tflops = 0.0  # of one GPU, for time/mfu; 0 = as known of it, if it is known [>= 0]
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]

@@ -110,6 +110,8 @@ def find_tensors(path, folder, c, head):
     hold is found before it takes any memory. Raises BadInput.
     """
     files = tensor_files(folder)  # name on disk -> file, shape, dtype
+    if head == "scalar":
+        check_one_score(path, c, files)
     bare, prefix = {}, HF_BASE[c.family]
     if not any(name.startswith(prefix) for name in files):
         # a trunk without a head, such as the hub's gpt2, has names without the prefix
@@ -149,6 +151,29 @@ def find_tensors(path, folder, c, head):
                        "config.json does not announce; the model would not be the one that was "
                        "saved")
     return found
+
+
+def check_one_score(path, c, files):
+    """
+    Raise BadInput for a model with another head than one score a token: a classifier of several
+    labels, of tokens, and so on. A language model is fine: it gets a new head.
+    """
+    kind, wanted = c.hf.get("architectures"), "a reward model gives one score (num_labels = 1)"
+    kind = str(kind[0]) if isinstance(kind, list) and kind else ""
+    good = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")
+    if kind and not kind.endswith(good):
+        raise BadInput(f"{path}: it is a {shorten(kind)}; {wanted}, as a "
+                       "...ForSequenceClassification does")
+    _, shape, _ = files.get("score.weight", (None, (1,), None))
+    if shape[:1] != (1,):
+        labels = c.hf.get("id2label")
+        labels = list(labels.values()) if isinstance(labels, dict) else []
+        named = f" ({', '.join(map(str, labels[:3]))})" if labels else ""
+        raise BadInput(f"{path}: its head gives {shape[0] if shape else 'no'} labels{named}: it is a "
+                       f"classifier; {wanted}. rm.py or TRL's RewardTrainer makes one")
+    if "score.bias" in files:
+        raise BadInput(f"{path}: its head has a bias, 'score.bias', as a token classifier's has; "
+                       f"{wanted}, from score.weight alone")
 
 
 def parameter_shapes(c, head):
@@ -254,20 +279,24 @@ def read_lora(folder, c, head):
             if f"{module}.lora_{kind}.weight" not in tensors:
                 raise BadInput(f"{file}: {module}.lora_{kind}.weight is missing; save the adapter "
                                "again")
-    if "score_shift" in notes:
-        c.score_shift = parse_shift(notes, file)
-        c.hf = {**c.hf, "score_shift": c.score_shift}
+    if "score.weight" in tensors:
+        read_shift(c, notes, file)
     return Lora(tensors, scale)
 
 
-def parse_shift(notes, file):
-    """The score_shift in the metadata of an adapter's file, 0.0 where there is none. BadInput."""
+def read_shift(c, notes, file):
+    """
+    Take the score_shift of an adapter's file into a ModelConfig. notes: the file's metadata, which
+    has one where rm.py has trained the adapter. Raises BadInput.
+    """
     try:
         shift = {"score_shift": float(notes.get("score_shift", 0.0))}
     except ValueError:
         shift = notes  # not a number: check_fields says so
     check_fields(shift, {"score_shift": FINITE}, file)
-    return shift["score_shift"]
+    c.score_shift = shift["score_shift"]
+    if "score_shift" in notes:
+        c.hf = {**c.hf, "score_shift": c.score_shift}
 
 
 def with_lora(lora, c, disk_name, part, W, dtype):

@@ -24,7 +24,7 @@ from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
 from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
-from engine.run_log import cut_log, read_log
+from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
 
@@ -98,9 +98,9 @@ def check_ours(out_dir):
             raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; "
                            "choose another --out_dir")
     elif not list_checkpoints(out_dir):
-        for name in ("policy", "value_model", "reward_model", "log.jsonl"):
+        for name in ("policy", "value_model", "reward_model", *LOG_FILES):
             path = os.path.join(out_dir, name)
-            if name == "log.jsonl" and os.path.isfile(path) and os.path.getsize(path) == 0:
+            if name in LOG_FILES and os.path.isfile(path) and os.path.getsize(path) == 0:
                 continue  # of a start that was killed just before it wrote config.json
             if os.path.exists(path):
                 raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "

@@ -37,9 +37,18 @@ VARIANTS = {
 LM_CLASS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
+def in_4(family, rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25, **scaling):
+    """The fields of a transformers 4 config.json that say what rope_parameters says in 5."""
+    if family == "GPTNeoX":
+        return dict(rotary_emb_base=rope_theta, rotary_pct=partial_rotary_factor)
+    return dict(rope_theta=rope_theta, rope_scaling=dict(scaling, rope_type=rope_type))
+
+
 def make(variant, head="lm", seed=0):
     """A random transformers model in fp32 with large weights, biases and norms too, so that nothing is invisible."""
     family, kwargs = VARIANTS[variant]
+    if hf.__version__.startswith("4.") and "rope_parameters" in kwargs:
+        kwargs = {k: v for k, v in kwargs.items() if k != "rope_parameters"} | in_4(family, **kwargs["rope_parameters"])
     config = getattr(hf, f"{family}Config")(**kwargs)
     if head == "lm":
         cls = getattr(hf, LM_CLASS.get(family, f"{family}ForCausalLM"))

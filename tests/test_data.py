@@ -214,9 +214,11 @@ def test_byte_markers_and_look_alikes():
     assert tokenizer.decode([256, *b"7", 257]) == "<think>7</think>"
     assert tokenizer.encode_prompt("1+2=") == [49, 43, 50, 61]
     assert tokenizer.encode_completion("3<eos>") == [51, *b"<eos>", 258]
-    assert tokenizer.encode_completion([{"role": "assistant", "content": "3"}]) == [51, 258]
-    with pytest.raises(BadInput, match="no chat template"):
-        tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
+    assert tokenizer.encode_example("1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
+    chat = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "3"}]
+    for refuses in (lambda: tokenizer.encode_prompt(chat[0]), lambda: tokenizer.encode_example(*chat)):
+        with pytest.raises(BadInput, match="no chat template"):
+            refuses()
 
 
 def test_byte_tokenizer_saved_for_us_and_for_transformers(bytes_folder):
@@ -349,7 +351,7 @@ def edit(file, **changes):
 def test_hf_strings(hf_base, plain):
     tokenizer = load_tokenizer(str(hf_base))
     assert type(tokenizer) is HFTokenizer and tokenizer.vocab_size == 330
-    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.bos_ids) == (EOS, {EOS}, [BOS])
+    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.bos_ids) == (EOS, {EOS, END}, [BOS])  # END: the template's
     for text in TRICKY + random_texts(50) + ["<s>", "</s> and <|start|>user<|end|>", "<|turn|><s>x"]:
         ids = plain(text)
         assert not set(ids) & set(range(5))
@@ -419,7 +421,7 @@ def test_a_prefill_stays_open(hf_folder, name):
     for prefill in PREFILLS:
         user, assistant = dict(role="user", content="the"), dict(role="assistant", content=prefill)
         for before in ([user], [user, assistant, dict(role="user", content="go on")]):
-            messages = [*before, assistant]
+            messages = [*before, dict(assistant)]  # a dict of its own: transformers 4.57 marks the last one
             got = tokenizer.encode_prompt(messages)
             assert got == theirs.apply_chat_template(messages, continue_final_message=True,
                                                      return_dict=False)
@@ -495,11 +497,15 @@ def test_special_tokens_in_strings_are_said_once(hf_base, bytes_folder, gpt2_fol
         assert capsys.readouterr().out == ""
 
 
-def test_hf_template_that_drops_messages(hf_folder):
+def test_hf_template_that_drops_or_changes_messages(hf_folder, plain):
+    """What spells special tokens may be dropped, as transformers drops it; changed, it could become a token."""
+    messages = [dict(role="system", content="</s>"), dict(role="user", content="hi")]
     edit(hf_folder / "tokenizer_config.json", chat_template="{{ messages[-1]['content'] }}")
-    tokenizer = load_tokenizer(str(hf_folder))
+    assert load_tokenizer(str(hf_folder)).encode_prompt(messages) == plain("hi")
+    assert load_tokenizer(str(hf_folder)).encode_prompt(messages[::-1]) == plain("</s>")
+    edit(hf_folder / "tokenizer_config.json", chat_template="{{ messages[0]['content'][:2] }}")
     with pytest.raises(BadInput, match="special tokens"):
-        tokenizer.encode_prompt([dict(role="system", content="</s>"), dict(role="user", content="hi")])
+        load_tokenizer(str(hf_folder)).encode_prompt(messages)
 
 
 def test_hf_without_bos_and_template(hf_folder, plain):
@@ -512,7 +518,10 @@ def test_hf_without_bos_and_template(hf_folder, plain):
         tokenizer.encode_prompt([dict(role="user", content="hi")])
 
 
-def test_eos_is_all_that_the_files_name(hf_folder):
+def test_eos_is_all_that_the_files_and_the_template_name(hf_folder):
+    """TEMPLATE ends a turn with END; so a model that is taught with it must be able to stop there."""
+    assert load_tokenizer(str(hf_folder)).eos_ids == {EOS, END}
+    edit(hf_folder / "tokenizer_config.json", chat_template=None)
     assert load_tokenizer(str(hf_folder)).eos_ids == {EOS}
     edit(hf_folder / "config.json", eos_token_id=END)
     assert load_tokenizer(str(hf_folder)).eos_ids == {EOS, END}
