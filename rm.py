@@ -304,7 +304,7 @@ for iteration in range(start, max_iters + 1):
 # for every reward model.
 mean = demonstration_mean()
 reward_model.config.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer, padding=True)
+save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
 if master:
     print(f"demonstrations scored {mean:.3f} on average; scores are shifted so that this is 0")
     print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")

@@ -291,7 +291,7 @@ for iteration in range(start, max_iters + 1):
               f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "policy", policy, tokenizer, config)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (tools/sample.py), or "
           "train a reward model (rm.py)")

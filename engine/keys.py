@@ -12,6 +12,9 @@ A keyword gives the script's own default of a key; None says that the script has
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+# in which dtype finished models are saved; auto = 16 bits where the model that a run starts from
+# was saved so, else float32. Checkpoints keep every bit
+save_dtype = "auto"  # of the files [auto | float32 | bfloat16 | float16]
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = log.jsonl alone; each must be installed

@@ -355,24 +355,27 @@ def draw_score_head(model, seed):
 # writing
 
 
-def save_pretrained(model, folder, weights=None):
+FILE_BYTES = 5 * 10**9  # the most that a file of weights has, unless a single tensor has more
+
+
+def save_pretrained(model, folder, weights=None, dtype=None):
     """
     Write a Transformer or an Adapted, whose adapters are merged into the weights. weights: what
-    model.weights() gives, with whole tensors; a sharded model needs them.
+    model.weights() gives, with whole tensors; a sharded model needs them. dtype: of the saved
+    tensors; None: as they are.
     """
     weights = weights or model.weights()
     if hasattr(model, "merge"):  # an Adapted
         weights = model.merge(weights)
-    write_pretrained(folder, model.config, model.head, weights)
+    write_pretrained(folder, model.config, model.head, weights, dtype)
 
 
-def write_pretrained(folder, config, head, weights):
+def write_pretrained(folder, config, head, weights, dtype=None):
     """
-    Write config.json and model.safetensors, as transformers would, from {our name: whole tensor}.
-    A scalar head is written as sequence classification with one label.
+    Write config.json and the weights, as transformers would, from {our name: whole tensor}: in
+    model.safetensors, or in files of up to FILE_BYTES and an index of them. A scalar head is
+    written as sequence classification with one label. dtype: of the tensors; None: as they are.
     """
-    from safetensors.torch import save_file
-
     os.makedirs(folder, exist_ok=True)
     hf = dict(config.hf)
     if head == "lm" and config.family in ("gpt2", "gemma3_text"):
@@ -384,7 +387,7 @@ def write_pretrained(folder, config, head, weights):
         # one label; num_labels is not written, because transformers derives it from id2label
         hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         hf["score_shift"] = config.score_shift
-    hf["dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
+    hf["dtype"] = str(dtype or weights["embed.weight"].dtype).removeprefix("torch.")
     hf.pop("torch_dtype", None)  # the older name of dtype
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
         json.dump(hf, f, indent=2, sort_keys=True)
@@ -392,9 +395,35 @@ def write_pretrained(folder, config, head, weights):
     for name, t in weights.items():
         disk_name, part = hf_name(config.family, name)
         groups.setdefault(disk_name, {})[part] = t
-    tensors = {name: to_hf(config, name, parts).cpu().contiguous()
-               for name, parts in groups.items()}
-    save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    write_tensors(folder, config, groups, dtype)
+
+
+def write_tensors(folder, config, groups, dtype):
+    """The weights' part of write_pretrained, one file at a time. groups: {name on disk: parts}."""
+    from safetensors.torch import save_file
+
+    sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for t in parts.values())
+             for name, parts in groups.items()}
+    files, room = [[]], FILE_BYTES
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    index = {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: to_hf(config, name, groups[name]).cpu().to(dtype).contiguous()
+                   for name in names}
+        save_file(tensors, os.path.join(folder, file), metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        total = {"total_size": sum(sizes.values())}
+        with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
+            json.dump({"metadata": total, "weight_map": index}, f, indent=2, sort_keys=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -141,7 +141,8 @@ class Run:
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
-        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)  # COLLECTIVE
+        save_final(self.out_dir, name, self.models["policy"], self.tokenizer,
+                   self.config)  # COLLECTIVE
 
     def leave_if_asked(self):
         """
@@ -260,8 +261,8 @@ class Run:
             with self.ema.in_place():
                 self.save_as("ema_policy")  # COLLECTIVE
         if "value_model" in self.models:
-            save_final(self.out_dir, "value_model", self.models["value_model"],
-                       self.tokenizer)  # COLLECTIVE
+            save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer,
+                       self.config)  # COLLECTIVE
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
                   "it, tools/plot.py to draw the run")
