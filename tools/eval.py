@@ -221,14 +221,13 @@ for (name, mode), prompts in by_prompt.items():
         each = [scores_of(prompt, score) for prompt in prompts]
         numbers[score] = [sum(values) / len(values) for values in each if values]
     judged = [prompt for prompt in prompts if len(scores_of(prompt, right_by)) == len(prompt)]
+    right = [[float(value == 1.0) for value in scores_of(prompt, right_by)] for prompt in judged]
     for x in ks if mode == "sampled" else ():
-        right = [[float(value == 1.0) for value in scores_of(prompt, right_by)]
-                 for prompt in judged]
         numbers[f"pass@{x}"] = [pass_at_k(samples, int(sum(values)), x) for values in right]
-        if right_by == "accuracy" and x > 1:
-            numbers[f"majority@{x}"] = [
-                majority_at_k([record["answer"] for record in prompt], values, x)
-                for prompt, values in zip(judged, right, strict=True)]
+    for x in ks if mode == "sampled" and right_by == "accuracy" else ():
+        numbers[f"majority@{x}"] = [
+            majority_at_k([record["answer"] for record in prompt], values, x)
+            for prompt, values in zip(judged, right, strict=True)]
     numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
     numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
     figures[name] |= {f"{mode} {metric}": mean_and_error(values)
