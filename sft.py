@@ -168,7 +168,7 @@ gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
 flops_a_token = report.flops_a_token(policy, trained=True)
 peak_flops = report.peak_flops(config, device)
-start_trackers(config, start)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")

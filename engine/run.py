@@ -74,7 +74,7 @@ class Run:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(config, self.start)  # COLLECTIVE
+        start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(

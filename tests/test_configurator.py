@@ -504,7 +504,7 @@ def script_of(config):
 
 
 def test_the_scripts_are_found():
-    assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/plot.py", "tools/sample.py"}
+    assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/eval.py", "tools/page.py", "tools/plot.py", "tools/sample.py"}
     assert CONFIGS
 
 
