@@ -113,7 +113,7 @@ check_grpo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms) for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None

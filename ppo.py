@@ -113,7 +113,7 @@ check_ppo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms) for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong

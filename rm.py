@@ -26,7 +26,7 @@ from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
@@ -79,7 +79,8 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 train_rows = read_jsonl(train_path, ["prompt", "chosen", "rejected"])
 val_rows = read_jsonl(val_path, ["prompt", "chosen", "rejected"])
 demonstrations = read_jsonl(demonstrations_path, ["prompt", "completion"])
-tokenizer = load_tokenizer(init_from)
+fix_chat_date(config)
+tokenizer = load_tokenizer(init_from, config)
 
 
 def encode(rows, field, path, longest):
@@ -128,7 +129,7 @@ demonstrations = encode(demonstrations, "completion", demonstrations_path, longe
 # all ranks start from the same, or none does
 paths = train_path, val_path, demonstrations_path
 contents = {f"the content of {path}": sha256(path) for path in paths}
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -141,7 +142,8 @@ optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), a
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources,
+    token_ids=[ids for pair in train_pairs for ids in pair])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:

@@ -26,7 +26,7 @@ from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
                               precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
@@ -87,7 +87,8 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 
 train_rows = read_jsonl(train_path, ["prompt", "completion"])
 val_rows = read_jsonl(val_path, ["prompt", "completion"])
-tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
+fix_chat_date(config)
+tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
 
 
 def encode(rows, path, longest):
@@ -143,7 +144,7 @@ eval_examples = val_examples[:eval_size or len(val_examples)]
 
 # all ranks start from the same, or none does
 contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -155,7 +156,8 @@ optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_ep
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources,
+    token_ids=[part for example in train_examples for part in example])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:

@@ -12,6 +12,7 @@ from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
+from engine.run_folder import fix_chat_date
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from model import freeze
 
@@ -48,9 +49,13 @@ def read_prompts(path, terms):
 
 
 def load_policy(config, device):
-    """The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead."""
+    """
+    A collective: the SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained
+    instead.
+    """
     path = config["policy_path"]
-    tokenizer = load_tokenizer(path)
+    fix_chat_date(config)  # COLLECTIVE
+    tokenizer = load_tokenizer(path, config)
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
@@ -77,7 +82,7 @@ def load_reward_model(config, device, policy, tokenizer, terms):
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
     else:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
         reward_model = load(path, place, head="scalar", **settings(config, device))
     check_tokenizer_fits(tokenizer, reward_model, path)

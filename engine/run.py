@@ -41,7 +41,7 @@ def ranks_agree(config, models, tokenizers):
     contents = {f"the content of {path}": sha256(path) for path in paths}
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
+        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
 
 
 class Run:
@@ -68,7 +68,8 @@ class Run:
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
-        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
+        self.checkpoint, saved = open_run(  # COLLECTIVE
+            self.out_dir, config, must_match, sources, token_ids=prompts[0])
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = saved if self.checkpoint else fresh | state
         if self.checkpoint:

@@ -10,6 +10,7 @@ A run must not begin in a folder
 Each of these ends the program with one line, and no file in the folder is changed.
 """
 import contextlib
+import datetime
 import fcntl
 import glob
 import hashlib
@@ -18,6 +19,7 @@ import os
 import shutil
 import socket
 import time
+from array import array
 
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
@@ -25,7 +27,7 @@ from engine.disk import sha256, write_json
 from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, name_ranks, ranks_where
+from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
 
 SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
@@ -33,16 +35,17 @@ LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to sa
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=()):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
-    among them that name a file or a model folder; its content must be the same, too. Returns
-    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
-    ranks. Raises BadInput.
+    among them that name a file or a model folder; its content must be the same, too. token_ids: all
+    sequences of ids that the run trains on, which must be the same as well: a chat template or a
+    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
+    (None, None) to begin, the same on all ranks. Raises BadInput.
     """
-    hashes, made, token = alone(lambda: take(out_dir, config, sources))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     for _ in range(SEEN_WAIT):
@@ -62,7 +65,7 @@ def open_run(out_dir, config, must_match, sources=()):
 # taking the folder
 
 
-def take(out_dir, config, sources):
+def take(out_dir, config, sources, token_ids):
     """
     On rank 0: make out_dir and lock it. Raises BadInput. Returns
     hashes: {key: hash of the content} of what the run starts from;
@@ -70,6 +73,7 @@ def take(out_dir, config, sources):
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
     hashes = {key: content_hash(config[key]) for key in sources}
+    hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
@@ -223,7 +227,13 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
     known = before["sha256"] if isinstance(before.get("sha256"), dict) else {}
     for key, sha in hashes.items():
         old = known.get(key, "unknown")
-        if old != sha:
+        if key == "token_ids":
+            if sha and known.get(key, sha) != sha:
+                raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
+                               "become now: its chat template, template_kwargs, system_prompt, "
+                               "chat_date or libraries were other ones; restore them, or choose "
+                               "another --out_dir")
+        elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
                            "choose another --out_dir")
@@ -261,6 +271,39 @@ def content_hash(path):
         files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
         listed += "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
     return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def hash_of_ids(sequences):
+    """sha256 of sequences of token ids, and of where each of them ends."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(array("q", [len(ids), *ids]).tobytes())
+    return digest.hexdigest()
+
+
+def fix_chat_date(config):
+    """
+    A collective: set config["chat_date"], if it is empty, to the date of the run's first start,
+    which config.json in its folder has kept. Today, if this is the first one.
+    """
+    if config["chat_date"]:
+        return
+    folders = [config["out_dir"], *reversed(list_checkpoints(config["out_dir"]))]
+
+    def find():
+        for folder in folders:
+            with contextlib.suppress(BadInput):
+                date = read_json(os.path.join(folder, "config.json")).get("chat_date")
+                if date and isinstance(date, str):
+                    return date
+        return today()
+
+    config["chat_date"] = from_rank(find)
+
+
+def today():
+    """The date of this day, as "2026-01-31"."""
+    return datetime.date.today().isoformat()
 
 
 def fingerprint(model):

@@ -206,7 +206,7 @@ def measure_prompts(config, policy):
 
     if not os.path.isdir(config["policy_path"]):
         raise BadInput(f"no folder {config['policy_path']}")
-    tokenizer, lengths = load_tokenizer(config["policy_path"]), []
+    tokenizer, lengths = load_tokenizer(config["policy_path"], config), []
     for path in (config["prompts_path"], config["eval_path"]):
         rows = read_jsonl(path, ["prompt"])
         some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th is enough
