@@ -21,7 +21,7 @@ from engine.optimizers import overflowed
 from engine.placement import sharded
 from engine.report import peak_memory_mib, print_models, print_samples, progress
 from engine.reward_mix import files_of
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log
 from engine.together import agree
 from loss import gap, gap_limit
@@ -35,8 +35,9 @@ def ranks_agree(config, models, tokenizers):
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
     tokenizers and weights. models: {name: model}.
     """
-    paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
-    contents = {f"the content of {path}": sha256(path) for path in paths}
+    files = files_of(config["reward_functions"])
+    contents = {f"the content of {path}": sha256(path) for path in files}
+    contents |= data_hashes(config["prompts_path"], config["eval_path"])
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
         config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)

@@ -13,9 +13,9 @@ import json
 import os
 import re
 
-from data import is_surrogate
 from engine.hf_files import find_folder, read_json
 from errors import BadInput, first_line, one_line, shorten, warn
+from formats import is_surrogate
 
 
 # --------------------------------------------------------------------------------------------------
