@@ -7,7 +7,8 @@ The formats of data: whatever people have -> the three kinds of rows that the sc
 
 A prompt and its completions are either all strings or all lists of messages {"role", "content"}.
 The list of a completion goes on where the list of the prompt ends. It begins and ends with the
-assistant, and may hold several turns.
+assistant, and may hold several turns. If the prompt ends with the assistant, too, the completion
+goes on with that very message.
 
 read_rows(spec, shape, fields) reads files and gives each row to one of the three functions. A row
 that makes no sense as such a dialogue is refused with its file and its number: what is wrong in the
@@ -391,9 +392,6 @@ def dialogue(row, *completions):
     made = {field: clean(row[field], field) for field in fields}
     if not any(m["role"] == "user" for m in made["prompt"]):
         raise BadInput("the prompt has no user message, so there is nothing to answer")
-    if made["prompt"][-1]["role"] == "assistant":
-        raise BadInput("the prompt ends with the assistant, and the completion is a new message of "
-                       "its; join the two, or end the prompt with the user's message")
     for field in completions:
         roles = [m["role"] for m in made[field]]
         if "system" in roles:

@@ -55,7 +55,7 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
     """
     For sft.py and rm.py: for each of the fields, such as "completion", or "chosen" and "rejected",
     a list with (ids, trained) of each row's prompt and that completion. ids is an array of token
-    ids; trained, as long, has 1 for the tokens that SFT trains and 0 for all others.
+    ids; trained, bytes of the same length, has 1 for the tokens that SFT trains, else 0.
 
     An example of more tokens than max_tokens, or than `longest`, the model's context, is an error.
     With too_long = "drop" its row is left out, and taken out of `rows`; with "cut" it loses its
@@ -97,12 +97,10 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
 
 def encode_row(row, tokenizer, field):
     """(ids, trained) of a row: of its prompt if field is None, or of the prompt and row[field]."""
-    prompt = tokenizer.encode_prompt(row["prompt"])
     if field is None:
-        return array("i", prompt), b""
-    completion = tokenizer.encode_completion(row[field])
-    trained = [False] * len(prompt) + [True] * len(completion)
-    return array("i", prompt + completion), bytes(trained)  # a tenth of a list's memory
+        return array("i", tokenizer.encode_prompt(row["prompt"])), b""
+    ids, trained = tokenizer.encode_example(row["prompt"], row[field])
+    return array("i", ids), bytes(trained)  # a tenth of a list's memory
 
 
 def encode_all(rows, path, tokenizer, field, folder):

@@ -8,6 +8,8 @@ Text -> ids and back. There are three kinds of tokenizer with one interface (cla
 load_tokenizer chooses by the files in a model's folder. Text that looks like a special token is
 plain text to all three: nobody who writes a prompt can end a turn or a response.
 """
+import bisect
+import contextlib
 import hashlib
 import json
 import os
@@ -86,6 +88,9 @@ def check_tokenizer_fits(tokenizer, model, path):
 # the interface
 
 
+MARK = "\ue000"  # the first of Unicode's private area, whose characters texts hardly ever hold
+
+
 class Tokenizer:
     """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
@@ -110,13 +115,39 @@ class Tokenizer:
 
     def encode_chat(self, messages):
         raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
-                       "write prompts as strings")
+                       "write prompts as strings, or give one with --chat_template=FILE")
 
     def encode_completion(self, completion):
-        """Ids of a completion and EOS. It is a string, or a list with one assistant message."""
-        if not isinstance(completion, str):
-            completion = "".join(m["content"] for m in completion)
+        """Ids of a completion, a string, and EOS."""
         return self.encode(completion) + [self.eos_id]
+
+    def encode_example(self, prompt, completion):
+        """
+        (ids, trained) of a prompt and its completion, which both are strings, or both lists of
+        messages of one dialogue: the ids, and for each of them whether SFT trains it. That is the
+        completion with its EOS, or the assistant's turns of the completion with their end-of-turn
+        tokens. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and [F, F, F, F, T, T].
+
+        Messages are encoded as apply_chat_template would, up to the last end-of-turn token. A
+        string beside a list is taken for a message of the user's or the assistant's. If the last
+        message of the prompt and the first one of the completion are both the assistant's, they
+        are one message, of which the second part is trained. Raises BadInput.
+        """
+        if isinstance(prompt, str) and isinstance(completion, str):
+            ids, more = self.encode_prompt(prompt), self.encode_completion(completion)
+            return ids + more, [False] * len(ids) + [True] * len(more)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if completion[-1]["role"] != "assistant":
+            raise BadInput(f"the completion ends with a message of {completion[-1]['role']!r}; the "
+                           "last message must be the assistant's, for it is what is learned")
+        return self.encode_dialogue(prompt, completion)
+
+    def encode_dialogue(self, prompt, completion):
+        """encode_example for lists of messages. A tokenizer without a chat template refuses them."""
+        return self.encode_chat(prompt)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,6 +326,10 @@ class HFTokenizer(Tokenizer):
         self.specials = {i: t.content for i, t in added.items()}
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
+        self.special_ids = {i for i, t in added.items() if t.special}
+        self.said_no_turn_end = False
+        self.turn_end = self.find_turn_end()
+        self.eos_ids |= {self.turn_end} - {None}
         written = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or "")))
         if written - vocab.keys():
             warn(f"{folder}: its chat template writes {min(written - vocab.keys())}, which to its "
@@ -317,47 +352,200 @@ class HFTokenizer(Tokenizer):
         """
         if not self.backend.chat_template:
             return super().encode_chat(messages)
-        # A message that spells a special token is replaced by a placeholder before the template is
-        # rendered. The blanks around the message stay, because the template may strip them.
-        filled, hidden = [dict(m) for m in messages], {}
-        for i, m in enumerate(filled):
-            if self.specials_in(m["content"]):
-                mark, content = f"\ue000{i}\ue001", m["content"].strip()
-                m["content"], hidden[mark] = m["content"].replace(content, mark), content
-        text, ids = self.render(filled), []
-        # the template's own text is encoded with special tokens, the hidden messages without
-        for mark, content in hidden.items():
-            before, found, text = text.partition(mark)
-            if not found:
-                raise BadInput("a message contains special tokens and the chat template drops or "
-                               "moves messages; remove the special tokens from the prompt")
-            ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
-        return ids + self.backend.encode(text, add_special_tokens=False)
+        filled, hidden = self.hide(messages)
+        return self.encode_text(self.render_open(filled), hidden)[0]
 
-    def render(self, messages):
+    def encode_dialogue(self, prompt, completion):
         """
-        The text that the chat template makes of the messages. It ends in an open turn of the
-        assistant: the last message, if that is the assistant's, or an empty one. Raises BadInput
-        if the template does not keep that last message, and with the template's own words where it
-        refuses the messages.
+        encode_example for lists of messages. What is trained of a turn begins where the prompt that
+        the policy would answer ends, and ends with the first end-of-turn token. Raises BadInput.
         """
-        last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
-        how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
+        if not self.backend.chat_template:
+            return super().encode_dialogue(prompt, completion)
+        filled, hidden = self.hide([*prompt, *completion])
+        first = len(prompt)  # the first message that may be trained
+        opened = None  # the text in front of it, where it goes on with the prompt's last message
+        if first and filled[first - 1]["role"] == filled[first]["role"] == "assistant":
+            opened = self.render_open(filled[:first])
+            whole = content_of(filled[first - 1]) + content_of(filled[first])
+            first -= 1
+            filled[first:first + 2] = [{**filled[first], **filled[first + 1], "content": whole}]
+        text = self.render(filled)
+        ids, ends = self.encode_text(text, hidden)
+        trained = [False] * len(ids)
+
+        begins = [self.turn_begin(text, filled, i) for i in range(first, len(filled))
+                  if filled[i]["role"] == "assistant"]
+        if opened is not None:
+            begins[0] = common_prefix(text, opened)
+        begins = [self.token_at(begin, text, ids, ends, hidden) for begin in begins]
+        turn_ends = {i for i in self.eos_ids if not self.is_plain_text(i)}
+        for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
+            end = next((j for j in range(begin, limit) if ids[j] in turn_ends), None)
+            if limit < len(ids) and (end is None or self.turn_end is None):
+                raise BadInput(f"the chat template of {self.folder} writes no end of turn behind "
+                               "the assistant's messages, so several of them cannot be told apart; "
+                               "leave one in each row, or give another --chat_template")
+            if end is None:  # the last turn, and the template does not end it
+                self.say_no_turn_end()
+                end, ids, trained = len(ids), [*ids, self.eos_id], [*trained, True]
+            trained[begin:end + 1] = [True] * (end + 1 - begin)
+        return ids[:end + 1], trained[:end + 1]
+
+    def turn_begin(self, text, messages, i):
+        """
+        Where in the text of a whole dialogue the turn of message i, the assistant's, begins: behind
+        the template's generation prompt. Some templates do not write all of that prompt in a turn
+        that is there already, such as Qwen3's empty thoughts: then it begins where they stop.
+        """
+        before = prompt = None
+        if i > 0:  # transformers refuses to render no messages at all
+            with contextlib.suppress(BadInput):  # the template may want more messages than these
+                prompt = self.render(messages[:i], add_generation_prompt=True)
+                if text.startswith(prompt) and len(prompt) < len(text):
+                    return len(prompt)
+                before = self.render(messages[:i])
+        other = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1:]]
+        content = common_prefix(text, self.render(other))  # where the message itself begins
+        if content == len(text):
+            raise BadInput(f"the chat template of {self.folder} drops the assistant's message, so "
+                           "there is nothing to learn; give another --chat_template")
+        if before is None:
+            return content
+        if text.startswith(before):
+            return min(content, common_prefix(text, prompt))
+        # the template writes earlier messages in another way when they are the last ones
+        header = prompt[common_prefix(prompt, before):]
+        at = text.rfind(header, 0, content) if header else -1
+        return content if at < 0 else at + len(header)
+
+    def say_no_turn_end(self):
+        """Print once that the template does not end the assistant's turn."""
+        if not self.said_no_turn_end:
+            warn(f"{self.folder}: its chat template writes no end of turn behind the assistant's "
+                 "message; EOS is put there")
+        self.said_no_turn_end = True
+
+    def hide(self, messages):
+        """
+        (messages, hidden): the messages, in which a content that spells a special token is replaced
+        by a mark, and {mark: content}. A template would make a token of it. The blanks around the
+        content stay, because the template may strip them. Raises BadInput where something else
+        than the content spells one, such as a role.
+        """
+        filled, hidden = [dict(m) for m in messages], {}
+        contents = [content_of(m) for m in messages]
+        # a character of Unicode's private area that no message has
+        sign = next(chr(c) for c in range(ord(MARK), 0xF900)
+                    if not any(chr(c) in content for content in contents))
+        for i, (m, content) in enumerate(zip(filled, contents, strict=True)):
+            if self.specials_in(content):
+                mark, content = f"{sign}{i}{sign}", content.strip()
+                m["content"], hidden[mark] = m["content"].replace(content, mark), content
+            rest = json.dumps({k: v for k, v in m.items() if k != "content"}, ensure_ascii=False)
+            if self.specials_in(rest):
+                raise BadInput(f"a message spells the special token {self.specials_in(rest)[0]!r} "
+                               "in another field than its content; remove it")
+        return filled, hidden
+
+    def encode_text(self, text, hidden):
+        """
+        (ids, ends) of a template's text, in which special tokens are tokens; the hidden contents
+        are encoded without any. ends: where in the text each token ends; None where the tokenizer
+        does not know.
+        """
+        ids, ends, at, fast = [], [], 0, self.backend.is_fast
+        pattern = "|".join(map(re.escape, hidden))
+        for piece in re.split(f"({pattern})", text) if hidden else [text]:
+            if piece in hidden:
+                new = self.encode(hidden[piece])
+                new_ends = [len(piece)] * len(new)
+            else:
+                if hidden and pattern[0] in piece:
+                    raise BadInput("a message spells special tokens and the chat template changes "
+                                   "its text; remove the special tokens from it")
+                found = self.backend(piece, add_special_tokens=False, verbose=False,
+                                     return_offsets_mapping=fast)
+                new = found["input_ids"]
+                new_ends = [end for _, end in found["offset_mapping"]] if fast else []
+            ids, ends = ids + new, ends + [at + end for end in new_ends]
+            at += len(piece)
+        return ids, ends if fast else None
+
+    def token_at(self, at, text, ids, ends, hidden):
+        """
+        The number of the first token that reaches beyond the first `at` characters of the text.
+        Without offsets: the first one that differs from the tokens of these characters alone.
+        """
+        if ends is None:
+            return common_prefix(ids, self.encode_text(text[:at], hidden)[0])
+        return bisect.bisect_right(ends, at)
+
+    def render(self, messages, **how):
+        """
+        The text that the chat template makes of the messages. how: arguments for transformers.
+        Raises BadInput with the template's own words where it refuses the messages.
+        """
         try:
-            text = self.backend.apply_chat_template(messages, tokenize=False, **how)
+            return self.backend.apply_chat_template(messages, tokenize=False, **how)
         except Exception as e:  # a template is a program of its author, and may raise anything
-            if last is None or "continue_final_message" not in str(e):
-                raise BadInput(f"the chat template of {self.folder} refuses the messages: "
-                               f"{one_line(first_line(e), 300)}") from e
-            text = ""  # transformers has not found the last message in the template's text
-        if last is not None and not (last and text.rstrip().endswith(last)):
+            if "continue_final_message" in how and "continue_final_message" in str(e):
+                return ""  # transformers has not found the last message in the template's text
+            raise BadInput(f"the chat template of {self.folder} refuses the messages: "
+                           f"{one_line(first_line(e), 300)}") from e
+
+    def render_open(self, messages):
+        """
+        The template's text of the messages that ends in an open turn of the assistant: the last
+        message, if that is the assistant's, or an empty one. Raises BadInput if the template does
+        not keep that last message.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, add_generation_prompt=True)
+        last = content_of(messages[-1]).strip()
+        text = self.render(messages, continue_final_message=True)
+        if not (last and text.rstrip().endswith(last)):
             raise BadInput("the last message is the assistant's, for the response to go on with, "
                            "but the chat template drops or changes a part of it, or it is blank; "
                            "end the prompt with another role's message, or write it as a string")
         return text
 
+    def find_turn_end(self):
+        """
+        The id of the template's end-of-turn token: the first special token behind the message of an
+        assistant who answers a user. None if there is no template, or no such token.
+        """
+        if not self.backend.chat_template:
+            return None
+        question = [{"role": "user", "content": f"{MARK}0"}]
+        answer = [{"role": "assistant", "content": f"{MARK}1"}]
+        try:
+            text, before = self.render(question + answer), self.render(question)
+            prompt = self.render_open(question)
+        except BadInput:
+            return None  # it is said where a message is to be encoded
+        _, answered, rest = text.rpartition(f"{MARK}1")
+        opening = prompt[common_prefix(prompt, before):]
+        opens, behind = ([i for i in self.backend.encode(piece, add_special_tokens=False)
+                          if i in self.special_ids] for piece in (opening, rest))
+        # a template that always opens the next turn writes that behind the answer, too
+        return next((i for i in behind if answered and i not in opens), None)
+
     def save(self, folder):
         self.backend.save_pretrained(folder)
+
+
+def content_of(message):
+    """The content of a message, a string; "" where there is none, as beside a call of a tool."""
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise BadInput(f"the content of a message must be a string, found {shorten(content)}")
+    return content or ""
+
+
+def common_prefix(a, b):
+    """How many characters, or ids, two strings or lists have in common at their beginning."""
+    return len(os.path.commonprefix([a, b]))
 
 
 def attempt(read):
