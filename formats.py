@@ -449,9 +449,11 @@ def whole_dialogue(row):
     if row.get("system") and messages[0]["role"] != "system":
         check_text(row["system"], "system")
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    if row.get("prompt") and not is_in(row["prompt"], messages):
-        raise BadInput("the prompt is not in the messages; drop one of the two with fields, such "
-                       "as prompt>unused")
+    if row.get("prompt"):
+        check_text(row["prompt"], "prompt")
+        if not is_in(row["prompt"], messages):
+            raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
+                           "such as prompt>unused")
     return messages
 
 
@@ -480,16 +482,16 @@ def is_in(prompt, messages):
 
 def alpaca_prompt(row):
     """Alpaca's instruction, and its input if there is one, under headings."""
-    for field in ("instruction", "output"):
-        check_text(row[field], "completion" if field == "output" else field)
+    given = row.get("input") or ""
+    for field, text in (("instruction", row["instruction"]), ("input", given),
+                        ("output", row["output"])):
+        if not isinstance(text, str) or field == "instruction" and not text:
+            raise BadInput(f"field {field!r} must be a string with text, found {shorten(text)}")
     if row.get("history") or row.get("system"):
         raise BadInput("an instruction with a history or a system text is not supported; write "
                        "messages instead")
-    given = row.get("input")
-    if given:
-        check_text(given, "input")
-        given = f"### Input:\n{given}\n\n"
-    return f"### Instruction:\n{row['instruction']}\n\n{given or ''}### Response:\n"
+    given = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{row['instruction']}\n\n{given}### Response:\n"
 
 
 def split_dialogues(row):
