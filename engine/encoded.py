@@ -11,6 +11,7 @@ anew.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -55,7 +56,7 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
     """
     For sft.py and rm.py: for each of the fields, such as "completion", or "chosen" and "rejected",
     a list with (ids, trained) of each row's prompt and that completion. ids is an array of token
-    ids; trained, bytes of the same length, has 1 for the tokens that SFT trains, else 0.
+    ids; trained, an array of the same length, has 1 for the tokens that SFT trains, else 0.
 
     An example of more tokens than max_tokens, or than `longest`, the model's context, is an error.
     With too_long = "drop" its row is left out, and taken out of `rows`; with "cut" it loses its
@@ -68,7 +69,7 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
         limit, whose = config["max_tokens"], "max_tokens"
     kept, cut = [], 0
     for number, examples in enumerate(zip(*lists, strict=True)):
-        lengths, first = [len(ids) for ids, _ in examples], examples[0][1].find(1)
+        lengths, first = [len(ids) for ids, _ in examples], examples[0][1].index(1)
         if first == 0:
             raise BadInput("{}, row {}: the prompt encodes to no token at all; there is nothing to "
                            "predict the answer from".format(*where_is(rows, path, number)))
@@ -98,9 +99,9 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
 def encode_row(row, tokenizer, field):
     """(ids, trained) of a row: of its prompt if field is None, or of the prompt and row[field]."""
     if field is None:
-        return array("i", tokenizer.encode_prompt(row["prompt"])), b""
+        return array("i", tokenizer.encode_prompt(row["prompt"])), array("b")
     ids, trained = tokenizer.encode_example(row["prompt"], row[field])
-    return array("i", ids), bytes(trained)  # a tenth of a list's memory
+    return array("i", ids), array("b", trained)  # a tenth of a list's memory
 
 
 def encode_all(rows, path, tokenizer, field, folder):
@@ -193,7 +194,7 @@ def name_of(rows, path, tokenizer, field):
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())
     for ids, trained in encode_slice(rows, path, tokenizer, field,
                                      range(0, len(rows), -(-len(rows) // 100))):
-        hashed.update(ids.tobytes() + trained)
+        hashed.update(ids.tobytes() + trained.tobytes())
     return hashed.hexdigest()[:32]
 
 
@@ -213,11 +214,9 @@ def locked(folder):
 def write(file, examples):
     """Write examples, [(ids, trained), ...], under a name that is only there when all is."""
     tensors = dict(
-        lengths=torch.tensor([len(ids) for ids, _ in examples], dtype=torch.int32),
-        ids=torch.frombuffer(bytearray(b"".join(ids.tobytes() for ids, _ in examples)),
-                             dtype=torch.int32),
-        trained=torch.tensor(list(b"".join(trained for _, trained in examples)),
-                             dtype=torch.uint8))
+        lengths=torch.tensor([[len(part) for part in example] for example in examples]),  # (n, 2)
+        ids=joined([ids for ids, _ in examples], torch.int32),
+        trained=joined([trained for _, trained in examples], torch.int8))
     part = f"{file}.{os.getpid()}.part"
     try:
         save_file(tensors, part, {"sha256": sha256_of(tensors)})
@@ -238,12 +237,18 @@ def read(file, count):
         return None
     if not good or len(tensors["lengths"]) != count:
         return None
-    ids, trained = array("i", tensors["ids"].numpy().tobytes()), tensors["trained"].numpy()
-    trained, found, end = trained.tobytes(), [], 0
-    for length in tensors["lengths"].tolist():
-        found.append((ids[end:end + length], trained[end:end + length]))
-        end += length
-    return found
+    columns = []
+    for lengths, kind, name in zip(tensors["lengths"].T.tolist(), "ib", ("ids", "trained"),
+                                   strict=True):
+        flat, ends = array(kind, tensors[name].numpy().tobytes()), [0, *itertools.accumulate(lengths)]
+        columns.append([flat[begin:end] for begin, end in itertools.pairwise(ends)])
+    return list(zip(*columns, strict=True))
+
+
+def joined(arrays, dtype):
+    """Arrays one behind the other, as a tensor."""
+    content = b"".join(part.tobytes() for part in arrays)
+    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0).to(dtype)
 
 
 def sha256_of(tensors):

@@ -230,8 +230,10 @@ PAIR = {"prompt": SHARED, "chosen": [A], "rejected": [B]}
      {"prompt": SHARED, "completion": [A]}),
     ({"instruction": "Add.", "input": "1 2", "output": "3"},
      {"prompt": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "completion": "3"}),
-    ({"instruction": "Add.", "input": "", "output": ""}, {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "completion": ""}),
-    ({"instruction": "Add.", "input": None, "output": "3"}, {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "completion": "3"}),
+    ({"instruction": "Add.", "input": "", "output": ""},
+     {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "completion": ""}),
+    ({"instruction": "Add.", "input": None, "output": "3"},
+     {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "completion": "3"}),
 ])
 def test_sft_rows(row, want):
     before = json.dumps(row)
@@ -267,12 +269,14 @@ VERL = [{"data_source": "openai/gsm8k", "prompt": [{"content": "2+2? End with ##
     ({"question": "q", "answer": "6*12 = 72\n#### 72"}, {"prompt": "q", "answer": "72"}),
     ({"question": "q", "answer": "#### -1,234.5"}, {"prompt": "q", "answer": "-1234.5"}),
     ({"question": "q", "answer": "#### x, y"}, {"prompt": "q", "answer": "x, y"}),
-    ({"problem": "q", "answer": 72}, {"prompt": "q", "answer": "72"}), ({"problem": "q", "answer": 72.0}, {"prompt": "q", "answer": "72"}),
-    ({"prompt": "q", "answer": 0.1}, {"prompt": "q", "answer": "0.1"}), ({"prompt": "q", "answer": -1e-9}, {"prompt": "q", "answer": "-1e-09"}),
+    ({"problem": "q", "answer": 72}, {"prompt": "q", "answer": "72"}),
+    ({"problem": "q", "answer": 72.0}, {"prompt": "q", "answer": "72"}),
+    ({"prompt": "q", "answer": 0.1}, {"prompt": "q", "answer": "0.1"}),
+    ({"prompt": "q", "answer": -1e-9}, {"prompt": "q", "answer": "-1e-09"}),
     ({"question": "q", "final_answer": r"\frac{1}{2}", "difficulty": 3.5},
      {"prompt": "q", "final_answer": r"\frac{1}{2}", "difficulty": 3.5, "answer": r"\frac{1}{2}"}),
-    (VERL[0], {**VERL[0], "answer": "4"}), ({"prompt": "p", "reward_model": {"ground_truth": ["x"]}}, {"prompt": "p", "reward_model":
-     {"ground_truth": ["x"]}}),
+    (VERL[0], {**VERL[0], "answer": "4"}),
+    ({"prompt": "p", "reward_model": {"ground_truth": ["x"]}}, {"prompt": "p", "reward_model": {"ground_truth": ["x"]}}),
     ({"messages": DIALOGUE, "id": 1}, {"id": 1, "prompt": DIALOGUE[:1]}),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, {"prompt": SHARED}),
     ({"prompt": [user("x"), assistant("<think>")]}, {"prompt": [user("x"), assistant("<think>")]}),
@@ -300,7 +304,8 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"messages": [U, {**C, "tool_calls": [{"name": "f"}]}]}, "a call of a tool"),
     (sft_row, {"messages": [U, C], "tools": [{"name": "f"}]}, "with tools are not supported"),
     (sft_row, {"messages": [U, C], "prompt": "another"}, "the prompt is not in the messages"),
-    (sft_row, {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "x"}]}, "'function_call'; there are"),
+    (sft_row, {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "x"}]},
+     "'function_call'; there are"),
     (sft_row, {"conversations": [{"from": "human"}, {"from": "gpt", "value": "x"}]}, "must be a string, found NoneType"),
     (sft_row, {"conversations": "x"}, "'conversations' must be a list"), (sft_row, {"conversations": []}, "'messages' must be"),
     (sft_row, {"instruction": "a", "output": "b", "history": [["x", "y"]]}, "a history"),
@@ -350,7 +355,8 @@ def test_nothing_is_glued_whatever_comes():
     names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output", "answer",
              "question", "system", "tools", "label", "reward_model"]
     for _ in range(6000):
-        row = {name: messages() if rng.random() < 0.5 else rng.choice(texts) for name in rng.sample(names, rng.randrange(1, 5))}
+        row = {name: messages() if rng.random() < 0.5 else rng.choice(texts)
+               for name in rng.sample(names, rng.randrange(1, 5))}
         if rng.random() < 0.4:
             start = messages()
             row |= {"chosen": start + messages(), "rejected": start + messages()}
@@ -406,11 +412,12 @@ HUB = {  # name: (rows, what the command says, the first row of our file)
         "1 rows; dropped 1: the dialogue has no assistant message behind a user's, so there is nothing to learn",
         {"prompt": [S, U], "completion": [C]}),
     "HuggingFaceH4/ultrachat_200k": ([{"prompt": "hi", "prompt_id": "x", "messages": DIALOGUE}], "1 rows", SPLIT),
-    "zwhe99/DeepMath-103K": ([{"question": "q", "final_answer": "12", "difficulty": 5.0, "topic": "Algebra", "r1_solution_1": "..."}],
-                             "1 rows", {"prompt": "q", "answer": "12"}),
+    "zwhe99/DeepMath-103K": ([{"question": "q", "final_answer": "12", "difficulty": 5.0, "topic": "Algebra",
+                               "r1_solution_1": "..."}], "1 rows", {"prompt": "q", "answer": "12"}),
     "verl-gsm8k": (VERL, "1 rows", {"prompt": VERL[0]["prompt"], "answer": "4"}),
     "allenai/tulu-3-sft-mixture": ([{"id": "x", "messages": DIALOGUE, "source": "y"}], "1 rows", SPLIT),
-    "trl-lib/kto-mix-14k": ([{"prompt": [U], "completion": [C], "label": True}], None, "no row is left for .*: a completion with a label"),
+    "trl-lib/kto-mix-14k": ([{"prompt": [U], "completion": [C], "label": True}], None,
+                            "no row is left for .*: a completion with a label"),
     "Salesforce/xlam-tools": ([{"messages": [U, C], "tools": "[{}]"}], None, "no row is left for .*: field 'tools'"),
 }
 
@@ -458,9 +465,10 @@ def test_convert_holds_rows_out_and_limits(tmp_path, convert):
     assert 30 < len(val) < 90 and not {row["answer"] for row in train} & {row["answer"] for row in val}
     assert all(row == {"prompt": [user(row["answer"] + "?")], "answer": row["answer"]} for row in train + val)
     assert convert(*options, "--limit=5")[1] == "train.jsonl: 5 rows\n"
-    for more, said in ((["--val=1"], "--val=1.0 is out of range"), (["--kind=x"], "invalid choice"), (["--fields=a"], "fields = 'a'"),
-                       (["--out=/dev/null/x/y.jsonl"], "Not a directory"), (["--out=x.csv"], "must end with .jsonl"),
-                       ([f"--source={tmp_path}/none.json"], "No such file"), (["--kind=sft"], "no row is left for .*'completion' is")):
+    for more, said in ((["--val=1"], "--val=1.0 is out of range"), (["--kind=x"], "invalid choice"),
+                       (["--fields=a"], "fields = 'a'"), (["--out=/dev/null/x/y.jsonl"], "Not a directory"),
+                       (["--out=x.csv"], "must end with .jsonl"), ([f"--source={tmp_path}/none.json"], "No such file"),
+                       (["--kind=sft"], "no row is left for .*'completion' is")):
         code, stdout, stderr = convert(*options, *more)
         import re
         assert (code, stdout) == (2, "") and re.fullmatch(f"convert.py: error: .*{said}.*\n", stderr), stderr
@@ -500,3 +508,146 @@ def test_prompts_that_are_too_long(capsys):
     for how in ("cut", "drop", "error"):
         with pytest.raises(BadInput, match="from 1 to 0 fit|no row is left|row 1: the prompt has 7 tokens; from 1 to -1"):
             encode_prompts(rows(), tokenizer, -1, "f", too_long=how)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripts' keys
+
+# with ids on disk, however small the data; "encoding" is said where they are made
+ON_DISK = "import engine.encoded\nengine.encoded.LARGE, engine.encoded.SLICE = 0, 7\n"
+HELD = dict(dtype="float64", eval_interval=1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory):
+    """(folder, {name: [what came of each run in it]})."""
+    folder = tmp_path_factory.mktemp("runs")
+    numbers = [dict(q=f"{i}+{i}=", a=2 * i) for i in range(1, 60)]
+    (folder / "numbers.json").write_text(json.dumps(numbers))
+    jsonl(folder / "more.jsonl", [dict(prompt="a long prompt, of 30 letters: ", answer="1"),
+                                  *(dict(prompt=f"{i}=", answer=i) for i in range(9))])
+    jsonl(folder / "hh.jsonl", [dict(chosen=f"\n\nHuman: {i}\n\nAssistant: {i}", rejected=f"\n\nHuman: {i}\n\nAssistant: {i + 7}")
+                                for i in range(20)])
+    sft = dict(eval_size=0, init_from=world.policy) | HELD
+
+    def job(script, keys, ranks=1, code=""):
+        arguments = getattr(world, script)(**(dict(out_dir="out") | keys))
+        return one_run(f"{script}.py", *[(arguments, code)] * ranks)
+
+    plain, mix = job("sft", sft), f"{world.sft_train},0.25*{world.sft_val}"
+    return folder, forked(str(folder), {
+        "plain": [plain],
+        "on disk": [job("sft", sft, 2, ON_DISK), job("sft", sft | dict(out_dir="other"), 2, ON_DISK)],
+        "mix": [job("sft", sft | dict(train_path=mix, val_path="", epochs=0.5, max_iters=99)),
+                job("sft", sft | dict(train_path=mix.replace("0.25", "0.5"), val_path="", epochs=0.5))],
+        "drop": [job("sft", sft | dict(max_tokens=10, too_long="drop", train_path=mix))],
+        "cut": [job("sft", sft | dict(max_tokens=10, too_long="cut"))],
+        "too long": [job("sft", sft | dict(max_tokens=10))],
+        "rm": [job("rm", dict(val_path="", demonstrations_path="", epochs=1) | HELD)],
+        "hh": [job("rm", dict(train_path=f"{folder}/hh.jsonl", val_path="", max_tokens=31, too_long="drop") | HELD)],
+        "rm cut": [job("rm", dict(too_long="cut"))],
+        "ppo": [job("ppo", dict(prompts_path=f"{folder}/numbers.json", fields="q>prompt,a>answer", eval_path="", epochs=0.2,
+                                reward_functions="accuracy", value_init="policy", max_prompt_tokens=5, too_long="drop") | HELD)],
+        "grpo": [job("grpo", dict(prompts_path=f"{folder}/numbers.json,2*{folder}/more.jsonl", fields="", eval_path="", **HELD))],
+        "grpo mix": [job("grpo", dict(prompts_path=f"{world.rl_train},2*{folder}/more.jsonl", eval_path="", max_prompt_tokens=6,
+                                      reward_functions=world.rule("prompts"), too_long="cut", max_refills=1, **HELD))],
+        "best": [job("grpo", dict(eval_path="", keep_best=True))]})
+
+
+def good(runs, name, part=0):
+    result = runs[1][name][part]
+    assert set(result["codes"]) == {0}, result["stderr"]
+    return result["stdout"][0]
+
+
+def bad(runs, name, said, part=0):
+    result = runs[1][name][part]
+    assert set(result["codes"]) == {2} and re.fullmatch(rf"\w+.py: error: .*{said}.*\n", result["stderr"][0]), result
+
+
+def test_ids_on_disk_change_nothing(runs):
+    """Made once by one of two ranks for both files, and read by the next run; the same model to the last bit."""
+    folder = runs[0]
+    good(runs, "plain"), good(runs, "on disk"), good(runs, "on disk", 1)
+    files = sorted(os.listdir(folder / "on disk" / "encoded"))
+    assert len(files) == 3 and files[0] == ".lock" and all(file.endswith(".safetensors") for file in files[1:])
+    said = ["".join(result["stdout"]) for result in runs[1]["on disk"]]
+    assert said[0].count("encoding ") == 2 and f"{40} of 40 rows" in said[0] and "encoding" not in said[1]
+    for out in ("out", "other"):
+        assert tiny.distance(folder / "plain" / "out" / "policy", folder / "on disk" / out / "policy") < 1e-9
+
+
+def test_a_mix_and_epochs(runs, world):
+    out = runs[0] / "mix" / "out"
+    said = good(runs, "mix")
+    assert "52 demonstrations, 0 held out; 4 steps of 7 are 0.5 epochs" in said  # ceil(0.5 * 52 / 7)
+    log = tiny.read_log(out)
+    assert len(log) == 5 and not any("eval/loss" in record for record in log)
+    assert json.load(open(out / "config.json"))["max_iters"] == 4
+    bad(runs, "mix", "holds a run with train_path", 1)
+
+
+def test_too_long_for_sft(runs, world):
+    rows = [json.loads(line) for path in (world.sft_train, world.sft_val) for line in open(path)]
+    tokenizer = ByteTokenizer({"markers": tiny.MARKERS, "eos": "<eos>", "pad": "<pad>"})
+    lengths = [len(tokenizer.encode(row["prompt"] + row["completion"])) + 1 for row in rows]
+    over = sum(length > 10 for length in lengths)
+    assert f"{over} dropped of 52 rows, as they have more tokens than max_tokens of 10" in good(runs, "drop")
+    assert f"{52 - over} demonstrations" in good(runs, "drop")
+    assert f"{sum(length > 10 for length in lengths[:40])} cut of 40 rows" in good(runs, "cut")
+    assert "40 demonstrations" in good(runs, "cut")
+    first = next(i for i, length in enumerate(lengths) if length > 10)
+    bad(runs, "too long", rf"row {first + 1}: prompt and completion make {lengths[first]} tokens, more than max_tokens of 10; "
+                          ".*drop")
+    bad(runs, "rm cut", r"too_long = 'cut' .* \[error \| drop\]")
+
+
+def test_reward_models_without_held_out_pairs_and_demonstrations(runs):
+    said = good(runs, "rm")
+    assert "40 pairs, 0 held out; 6 steps of 7" in said and "chosen completions scored" in said
+    with open(runs[0] / "rm" / "out" / "reward_model" / "config.json") as f:
+        assert json.load(f)["score_shift"] != 0
+    assert "eval/loss" not in tiny.read_log(runs[0] / "rm" / "out")[0]
+    # "\n\nHuman: 3\n\nAssistant: 3" and EOS are 26 tokens, with two digits thrice 29; all fit
+    assert "20 pairs, 0 held out" in good(runs, "hh")
+
+
+def test_prompts_with_other_names_and_no_evaluation(runs):
+    said = good(runs, "ppo")
+    assert "50 dropped of 59 rows" in said  # 10+10= has six tokens
+    log = tiny.read_log(runs[0] / "ppo" / "out")
+    assert len(log) == 2 and not any(key.startswith("eval/") for record in log for key in record)  # ceil(0.2 * 9 / 7) iterations
+    assert "objective/accuracy" in log[0]
+    bad(runs, "grpo", "numbers.json, row 1: field 'prompt' is missing; it has 'q', 'a'")
+    assert re.search(r"more.jsonl: \d+ cut of 50 rows", good(runs, "grpo mix"))
+    bad(runs, "best", "keep_best needs held-out prompts")
+
+
+def test_a_damaged_file_of_ids_is_made_anew(world, tmp_path):
+    """Cut off, or with a bit changed, or of another version: it is as if it were not there; and another template's is another."""
+    import engine.encoded as encoded
+    from engine.tokenizers import load_tokenizer
+
+    rows, tokenizer = read_rows(world.sft_train, sft_row), load_tokenizer(world.policy)
+    want = encoded.encode_slice(rows, "", tokenizer, "completion", range(40))
+    name = encoded.name_of(rows, "", tokenizer, "completion")
+    assert name == encoded.name_of(rows, "", tokenizer, "completion")
+    file = tmp_path / f"{name}.safetensors"
+    encoded.write(str(file), want)
+    content = file.read_bytes()
+    assert encoded.read(str(file), 40) == want and encoded.read(str(file), 39) is None and encoded.read("nowhere", 40) is None
+    ids = content.rindex(want[3][0].tobytes())  # in the middle of the data
+    for damaged in (content[:-1], content[:100], b"", content[:ids] + b"\x07" + content[ids + 1:],
+                    content.replace(b"sha256", b"sha512")):
+        file.write_bytes(damaged)
+        assert encoded.read(str(file), 40) is None
+    other = [dict(rows[0], completion="?"), *rows[1:]]
+    names = {name, encoded.name_of(other, "", tokenizer, "completion"), encoded.name_of(rows, "", tokenizer, None),
+             encoded.name_of(rows, "", load_tokenizer(world.other_reward), "completion")}
+    tokenizer.encode_completion = lambda text: [1]  # as if something else in the encoding had changed
+    assert len(names | {encoded.name_of(rows, "", tokenizer, "completion")}) == 5

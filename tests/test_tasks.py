@@ -180,7 +180,8 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, prep
 
 
 @pytest.mark.parametrize("number, line, message", [
-    (2, '{"question": "a", ', "not JSON "), (1, "[1]", "wanted an object, found list"), (3, '{"answer": "a"}', "field 'prompt' is missing"),
+    (2, '{"question": "a", ', "not JSON "), (1, "[1]", "wanted an object, found list"),
+    (3, '{"answer": "a"}', "field 'prompt' is missing"),
     (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string, found int"),
     (1, '{"question": "\\ud83d", "answer": "#### 5"}', "field 'prompt' holds half a surrogate pair")])
 def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, message):
@@ -190,7 +191,8 @@ def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, me
     out = tmp_path / "out"
     code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
     assert code == 2
-    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}") and stderr.count("\n") == 1
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}")
+    assert stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
 
 
