@@ -9,6 +9,9 @@ global of the script, as if its line stood there:
 
 A keyword gives the script's own default of a key; None says that the script has no such key.
 """
+# data
+fields = ""  # the data's names for ours: "question>prompt,solution>answer"; a.b is b within a
+epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]

@@ -22,7 +22,7 @@ from engine.placement import sharded
 from engine.report import (flops_a_token, peak_flops, print_models, print_samples, progress,
                            samples_of, speed)
 from engine.reward_mix import files_of
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
@@ -37,8 +37,9 @@ def ranks_agree(config, models, tokenizers):
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
     tokenizers and weights. models: {name: model}.
     """
-    paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
-    contents = {f"the content of {path}": sha256(path) for path in paths}
+    files = files_of(config["reward_functions"])
+    contents = {f"the content of {path}": sha256(path) for path in files}
+    contents |= data_hashes(config["prompts_path"], config["eval_path"])
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
         config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)

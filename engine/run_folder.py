@@ -14,6 +14,7 @@ import datetime
 import fcntl
 import glob
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -29,6 +30,7 @@ from engine.placement import sharded, trunk_of
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
+from formats import raw_rows, sources_of
 
 SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
@@ -72,7 +74,8 @@ def take(out_dir, config, sources, token_ids):
     made: the folders that did not exist before, the deepest one first;
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes = {key: content_hash(config[key]) for key in sources}
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+              for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:
@@ -250,6 +253,28 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
 
 # --------------------------------------------------------------------------------------------------
 # what a run starts from
+
+
+DATA_KEYS = "train_path", "prompts_path"  # they may name several files, or data sets of the hub
+
+
+def data_hashes(*specs):
+    """{what: hash} of the data files of some keys, for the ranks to compare; "" is no file."""
+    return {f"the content of {spec}": data_hash(spec) for spec in specs if spec}
+
+
+def data_hash(spec):
+    """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
+    hashes = []
+    for path, _ in sources_of(spec):
+        if path.startswith("hf:"):
+            rows = hashlib.sha256()
+            for _, row in raw_rows(path):
+                rows.update(json.dumps(row, default=str).encode())
+            hashes.append(rows.hexdigest())
+        else:
+            hashes.append(sha256(path))
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def content_hash(path):

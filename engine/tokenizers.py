@@ -17,9 +17,9 @@ import os
 import re
 from datetime import datetime
 
-from data import is_surrogate
 from engine.hf_files import read_json, tokenizer_folders
 from errors import BadConfig, BadInput, first_line, one_line, say, shorten, warn
+from formats import is_surrogate
 
 
 # --------------------------------------------------------------------------------------------------

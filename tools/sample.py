@@ -22,11 +22,12 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from data import check_text, encode_for_all, read_jsonl  # noqa: E402
+from data import encode_for_all  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
+from formats import check_text, prompt_row, read_rows  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
@@ -129,7 +130,7 @@ def as_row(text, where):
 
 
 if prompts:
-    rows = read_jsonl(prompts, ["prompt"])
+    rows = read_rows(prompts, prompt_row)
     answer(rows[:limit or len(rows)], prompts)
 elif prompt:
     answer([as_row(prompt, "command line")], "command line")
