@@ -51,6 +51,7 @@ pages = []
 for name, (folder, records) in read.items():
     curves = {metric: thinned(points(records, metric))
               for metric in metrics_in({name: (folder, records)})}
+    curves = {metric: curve for metric, curve in curves.items() if curve}
     samples_file, config_file = (os.path.join(folder, x) for x in ("samples.jsonl", "config.json"))
     samples = []
     if os.path.exists(samples_file) and os.path.getsize(samples_file):
