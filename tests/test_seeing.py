@@ -266,7 +266,7 @@ def drawn(done):
 
 def test_panels_are_chosen_by_what_is_in_the_log(drawn):
     titles = {name: [panel["title"] for panel in panels] for name, (_, panels) in drawn.items()}
-    common = ["learned score", "true accuracy", "KL to the reference (nats a response)", "response length (tokens)",
+    common = ["learned score", "accuracy", "KL to the reference (nats a response)", "response length (tokens)",
               "policy loss"]
     assert titles["ppo"] == [*common, "value loss, or supervised loss"]
     assert titles["grpo"] == [*common, "groups with nothing to learn"]
@@ -395,8 +395,12 @@ def test_the_page_in_a_browser(done, page, tmp_path):
 
 
 def test_bad_folders_are_one_line(tmp_path):
-    (tmp_path / "log.jsonl").write_text("[1]\n")
-    for script, argument, words in (("plot", f"--runs={tmp_path}", "line 1: no record of a run"),
+    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=0, a=1)])
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
+    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1: no record of a run (TypeError"),
+                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1: no record of a run (KeyError: 'row')"),
                                     ("page", "--run=nowhere", "No such file")):
         done = subprocess.run([sys.executable, f"{tiny.ROOT}/tools/{script}.py", argument], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
