@@ -338,7 +338,7 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
 
 def test_long_curves_are_thinned_and_many_samples_cut(done, tmp_path):
     tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=i, a=float(i)) for i in range(10)])
-    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", scores={})
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", length=1, scores={})
                                             for i in (0, 5) for row in range(9)])
     (tmp_path / "config.json").write_text("{}")
     args = [f"--run={tmp_path}", f"--out={tmp_path}/x.html", "--max_points=4", "--max_samples=6"]
