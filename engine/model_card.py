@@ -54,7 +54,8 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
               f'model = AutoModelFor{kind}.from_pretrained("{public(folder)}")',
               f'tokenizer = AutoTokenizer.from_pretrained("{public(folder)}")']
     if name == "reward_model":
-        lines += ["score = model(**inputs).logits[:, 0] + model.config.score_shift"]
+        lines += ['inputs = tokenizer(text, return_tensors="pt")  # prompt, response and its end',
+                  "score = model(**inputs).logits[:, 0] + model.config.score_shift"]
     lines += ["```"]
     if name == "reward_model":
         lines += ["", f"`score_shift` ({model_config.score_shift:.6g}, in config.json) is what "
