@@ -40,7 +40,7 @@ checkpoint.save_model = save_model
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """{name: results}: a chain of adapters as a user makes it, runs from a bfloat16 model, and a rank 0 that dies as it saves."""
+    """{name: results}: a chain of adapters as a user makes it, runs from a bfloat16 model, a rank 0 that dies as it saves."""
     folder = str(tmp_path_factory.mktemp("saving"))
     world = tiny.build(folder)
     short = from_pretrained(world.policy)
@@ -58,7 +58,8 @@ def runs(tmp_path_factory):
                   one_run("sft.py", world.sft("out/long", init_from=f"{folder}/in 16 bits", save_dtype="float32")),
                   one_run("sft.py", world.sft("out/lora", init_from=f"{folder}/in 16 bits", lora="2:4"))],
         "dies": [one_run("sft.py", (dies, DIES_SLOWLY), dies)],
-        "sharded": [one_run("rm.py", *[world.rm(f"out/{lora}", max_iters=1, zero_stage="3", lora=lora)] * 2) for lora in ("", "2")]}
+        "sharded": [one_run("rm.py", *[world.rm(f"out/{lora}", max_iters=1, zero_stage="3", lora=lora)] * 2)
+                    for lora in ("", "2")]}
     return folder, forked(folder, cases, at_once=4)
 
 
@@ -243,9 +244,9 @@ def test_the_card_of_a_reward_model_scores_demonstrations_0(runs):
 
 def test_cards_name_the_base_model_of_the_hub_and_nobodys_folders(tmp_path):
     config = from_pretrained_config("llama")
-    text = model_card("policy", "out/x/policy", dict(n_layer=2, train_path="hf:openai/gsm8k:main:train", val_path="/home/me/x.jsonl",
-                                                     reward_functions="0.5*/home/me/r.py:f,length"),
-                      "org/base-1B", config, 1, "float32", {})
+    settings = dict(n_layer=2, train_path="hf:openai/gsm8k:main:train", val_path="/home/me/x.jsonl",
+                    reward_functions="0.5*/home/me/r.py:f,length")
+    text = model_card("policy", "out/x/policy", settings, "org/base-1B", config, 1, "float32", {})
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["base_model"] == "org/base-1B" and head["datasets"] == ["openai/gsm8k"]
     assert "/home" not in text and "`x.jsonl`" in text and "0.5*r.py:f,length" in text
@@ -265,6 +266,15 @@ def from_pretrained_config(variant):
 
     family, kwargs = VARIANTS[variant]
     return parse_config(getattr(hf, f"{family}Config")(**kwargs).to_dict())
+
+
+def test_the_card_of_an_adapter(runs):
+    out = f"{runs[0]}/adapters/out"
+    for run, name, kind in (("sft", "policy", "CausalLM"), ("rm", "reward_model", "SequenceClassification")):
+        head, text = card_of(f"{out}/{run}/{name}_adapter")
+        assert head["library_name"] == "peft" and "lora" in head["tags"]
+        assert f'AutoPeftModelFor{kind}.from_pretrained("out/{run}/{name}_adapter"' in text and f"# {name}_adapter" in text
+    assert "in adapter_model.safetensors) is what quartet adds" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
