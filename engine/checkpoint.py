@@ -321,6 +321,7 @@ def save_model(folder, model, tokenizer, weights=None, dtype=None):
     save_pretrained(model, folder, weights, dtype)
     tokenizer.save(folder)
     if model.head == "lm":
+        ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
         write_json(os.path.join(folder, "generation_config.json"),
-                   {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})
+                   {**tokenizer.generation_config, **ends})
     return elements

@@ -22,7 +22,7 @@ from engine.placement import sharded
 from engine.report import (flops_a_token, peak_flops, print_models, print_samples, progress,
                            samples_of, speed)
 from engine.reward_mix import files_of
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
@@ -37,11 +37,12 @@ def ranks_agree(config, models, tokenizers):
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
     tokenizers and weights. models: {name: model}.
     """
-    paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
-    contents = {f"the content of {path}": sha256(path) for path in paths}
+    files = files_of(config["reward_functions"])
+    contents = {f"the content of {path}": sha256(path) for path in files}
+    contents |= data_hashes(config["prompts_path"], config["eval_path"])
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
+        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
 
 
 class Run:
@@ -68,13 +69,14 @@ class Run:
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
-        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
+        self.checkpoint, saved = open_run(  # COLLECTIVE
+            self.out_dir, config, must_match, sources, token_ids=prompts[0])
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = saved if self.checkpoint else fresh | state
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(config, self.start)  # COLLECTIVE
+        start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(

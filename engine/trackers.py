@@ -16,12 +16,13 @@ from errors import BadConfig, first_line, warn
 open_trackers = {}  # {name: (send, close)}, on rank 0
 
 
-def start_trackers(config, iteration):
+def start_trackers(report_to, config, iteration):
     """
-    A collective: begin to report to the trackers of the key report_to, from this iteration on. Rank
-    0 alone reports. Raises BadConfig, on all ranks, where one is unknown or cannot start.
+    A collective: begin to report to the trackers that report_to names, such as "wandb,tensorboard",
+    from this iteration on. Rank 0 alone reports. config: the run's, which is shown with it. Raises
+    BadConfig, on all ranks, where one is unknown or cannot start.
     """
-    names = [name.strip() for name in config["report_to"].split(",") if name.strip()]
+    names = [name.strip() for name in report_to.split(",") if name.strip()]
     if names:
         alone(lambda: open_all(names, config, iteration))
 
@@ -34,7 +35,7 @@ def open_all(names, config, iteration):
         if name not in STARTS:
             near = difflib.get_close_matches(name, STARTS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STARTS)}"
-            raise BadConfig(f"report_to = {config['report_to']!r}: unknown name {name!r}; {hint}")
+            raise BadConfig(f"report_to: unknown name {name!r}; {hint}")
         try:
             open_trackers[name] = STARTS[name](config, iteration, name_of_run)
         except ImportError as e:
