@@ -95,7 +95,8 @@ def test_others_score_as_transformers(name, folders):
     """Prompts as strings and as messages; with pad = EOS, with another pad (read at EOS, or behind it), and without one."""
     folder, chat = folders[name], name in world.CHATS
     tokenizer, own = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
-    theirs, reward_model = AutoModelForSequenceClassification.from_pretrained(folder).eval(), freeze(from_pretrained(folder, "scalar"))
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    reward_model = freeze(from_pretrained(folder, "scalar"))
     texts = texts_of(tokenizer, PAIRS)
     ids = [tokenizer(text, add_special_tokens=not chat, return_tensors="pt")["input_ids"] for text in texts]
     seen = []
@@ -180,14 +181,17 @@ def test_other_heads_are_named(folders, tmp_path):
         tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
 
     cases = [
-        (spoilt("two", several, id2label={"0": "bad", "1": "good"}), "two: its head gives 2 labels .bad, good.: it is a classifier; a "),
-        (spoilt("three", lambda t: t.update({"score.weight": torch.ones(3, 32)}), id2label=None), "its head gives 3 labels: it is "),
+        (spoilt("two", several, id2label={"0": "bad", "1": "good"}),
+         "two: its head gives 2 labels .bad, good.: it is a classifier; a "),
+        (spoilt("three", lambda t: t.update({"score.weight": torch.ones(3, 32)}), id2label=None),
+         "three: its head gives 3 labels: it is a classifier"),
         (spoilt("tokens", lambda t: t.update({"score.bias": torch.ones(1)}), architectures=["Qwen2ForTokenClassification"]),
          "tokens: it is a 'Qwen2ForTokenClassification'; a reward model gives one score .num_labels = 1., as a ...ForSeq"),
         (spoilt("bias", lambda t: t.update({"score.bias": torch.ones(1)})), "bias: its head has a bias, 'score.bias'"),
         (spoilt("zeros", lambda t: t.update({"score.weight": torch.zeros(1, 32)})), "zeros' has a score head of zeros"),
         (spoilt("nan", lambda t: t.update({"score.weight": torch.full((1, 32), torch.nan)})), "tensor 'score.weight' holds NaN"),
-        (spoilt("plain", lambda t: t.pop("score.weight") is None or t, architectures=["Qwen2ForCausalLM"]), "has no score head, it is a"),
+        (spoilt("plain", lambda t: {n: x for n, x in t.items() if n != "score.weight"}, architectures=["Qwen2ForCausalLM"]),
+         "plain' has no score head, it is a plain language model"),
     ]
     keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True, gradient_checkpointing=False,
                 zero_stage="", offload="", lora="", optim="adamw", reward_format="auto")
@@ -221,12 +225,13 @@ def trained(tmp_path_factory):
             edit(policy, "config.json", vocab_size=401)
         found[name] = f"{root}/{name}/rm/reward_model", policy
         keys = ["--batch_size=5", "--micro_batch_size=5", "--device_type=cpu"]
+        pairs, demos = (f"{root}/{kind}{chat}.jsonl" for kind in ("pairs", "demos"))
         jobs[name] = one_run("rm.py", [
-            f"--init_from={policy}", "--out_dir=rm", f"--train_path={root}/pairs{chat}.jsonl", f"--val_path={root}/pairs{chat}.jsonl",
-            f"--demonstrations_path={root}/demos{chat}.jsonl", "--max_iters=3", "--learning_rate=3e-3", *keys])
+            f"--init_from={policy}", "--out_dir=rm", f"--train_path={pairs}", f"--val_path={pairs}", "--max_iters=3",
+            f"--demonstrations_path={demos}", "--learning_rate=3e-3", *keys])
     jobs["ppo"] = one_run("ppo.py", [
-        f"--policy_path={policy}", f"--reward_path={found['small'][0]}", "--out_dir=ppo", f"--prompts_path={root}/demosFalse.jsonl",
-        f"--eval_path={root}/demosFalse.jsonl", "--max_iters=1", "--max_new_tokens=6", "--eval_size=3", "--value_init=reward", *keys])
+        f"--policy_path={policy}", f"--reward_path={found['small'][0]}", "--out_dir=ppo", f"--prompts_path={demos}",
+        f"--eval_path={demos}", "--max_iters=1", "--max_new_tokens=6", "--eval_size=3", "--value_init=reward", *keys])
     for name, (done,) in in_a_row(root, jobs).items():
         assert not done["kind"], (name, done)
     return found
@@ -265,7 +270,8 @@ def test_a_new_padding_token_is_no_other_tokenizer(trained):
         config, tokenizer = json.load(open(f"{folder}/config.json")), AutoTokenizer.from_pretrained(folder)
         after = load_file(f"{folder}/model.safetensors")["transformer.wte.weight"]
         assert config["pad_token_id"] == tokenizer.pad_token_id == 401 == len(tokenizer) - 1
-        assert config["vocab_size"] == rows == len(after) and load_tokenizer(folder).fingerprint == load_tokenizer(policy).fingerprint
+        assert config["vocab_size"] == rows == len(after)
+        assert load_tokenizer(folder).fingerprint == load_tokenizer(policy).fingerprint
         before = load_file(f"{policy}/model.safetensors")["transformer.wte.weight"]
         assert (after[:len(before)] - before).abs().max() < 0.05 and not after[len(before):].any()
 
