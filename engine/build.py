@@ -6,13 +6,14 @@ in the building is decided here, so that the scripts need no switch for it.
 import parallel
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
-from data import read_jsonl
 from engine.checks import uses_reward_model
 from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
+from engine.run_folder import fix_chat_date
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from formats import Rows, prompt_row, read_rows
 from model import freeze
 
 
@@ -40,17 +41,27 @@ def settings(config, device):
                 recompute=config["gradient_checkpointing"])
 
 
-def read_prompts(path, terms):
-    """The rows of a JSONL file of prompts, which have what the rewards need. Raises BadInput."""
-    rows = read_jsonl(path, ["prompt"])
-    check_rows([term for term in terms if term[1] != "reward_model"], rows, path)
+def read_prompts(path, terms, fields=""):
+    """
+    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
+    BadInput.
+    """
+    rows = read_rows(path, prompt_row, fields) if path else Rows()
+    rules, first = [term for term in terms if term[1] != "reward_model"], 0
+    for file, _, count in rows.parts:
+        check_rows(rules, rows[first:first + count], file)
+        first += count
     return rows
 
 
 def load_policy(config, device):
-    """The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead."""
+    """
+    A collective: the SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained
+    instead.
+    """
     path = config["policy_path"]
-    tokenizer = load_tokenizer(path)
+    fix_chat_date(config)  # COLLECTIVE
+    tokenizer = load_tokenizer(path, config)
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
@@ -77,7 +88,7 @@ def load_reward_model(config, device, policy, tokenizer, terms):
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
     else:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
         reward_model = load(path, place, head="scalar", **settings(config, device))
     check_tokenizer_fits(tokenizer, reward_model, path)

@@ -19,7 +19,8 @@ TEXTS = 3 * [
     "You are a helpful assistant. Answer in one word.", "What is the capital of France? It is Paris, of course.",
     "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n", "user assistant system tool ipython think",
     "The quick brown fox jumps over the lazy dog; isn't it? I've said we're here.", "1+2=3, 17*23=391 and 2024-07-26.",
-    "def add(a, b):\n    return a + b\n\n\n", "caf\u00e9 na\u00efve \u4f60\u597d \U0001f600", "Sure! Here is what I know:\n\n- one\n- two\n"]
+    "def add(a, b):\n    return a + b\n\n\n",
+    "caf\u00e9 na\u00efve \u4f60\u597d \U0001f600", "Sure! Here is what I know:\n\n- one\n- two\n"]
 
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -108,23 +109,36 @@ MISTRAL = """{{- bos_token }}
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOLS = ["<tool_response>", "</tool_response>"]
-FAMILIES = {  # name: (family of the weights, template, special tokens, added tokens that are text, roles of tokens, generation_config)
-    "llama3.2": ("llama", LLAMA, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
-                                  "<|eot_id|>"], [], dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
-                 dict(eos_token_id=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], bos_token_id="<|begin_of_text|>", do_sample=True,
-                      temperature=0.6, top_p=0.9)),
-    "qwen2.5": ("qwen2", QWEN25, QWEN_TOKENS, TOOLS, dict(eos_token="<|endoftext|>", pad_token="<|endoftext|>"),
-                dict(eos_token_id="<|endoftext|>", bos_token_id="<|endoftext|>", do_sample=False, max_new_tokens=2048)),
-    "qwen3": ("qwen3", QWEN3, QWEN_TOKENS, [*TOOLS, "<think>", "</think>"], dict(eos_token="<|im_end|>", pad_token="<|endoftext|>"),
-              dict(eos_token_id=["<|im_end|>", "<|endoftext|>"], pad_token_id="<|endoftext|>", bos_token_id="<|endoftext|>",
-                   do_sample=True, temperature=0.6, top_k=20, top_p=0.95)),
-    "mistral": ("mistral", MISTRAL, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], [],
-                dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"), dict(eos_token_id="</s>", bos_token_id="<s>")),
-    "pythia": ("gpt_neox", None, ["<|endoftext|>", "<|padding|>"], ["  ", "    "],
-               dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"), {}),
-    "gpt2": ("gpt2", None, ["<|endoftext|>"], [], dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>"), {}),
+LLAMA_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
+# weights: the family of the model; special: special tokens; added: tokens beside the vocabulary that are text; roles: of
+# tokens; generation: generation_config.json, whose tokens are ids in the file
+FAMILIES = {
+    "llama3.2": dict(
+        weights="llama", template=LLAMA, special=LLAMA_TOKENS, added=[],
+        roles=dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
+        generation=dict(bos_token_id="<|begin_of_text|>", eos_token_id=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+                        do_sample=True, temperature=0.6, top_p=0.9)),
+    "qwen2.5": dict(
+        weights="qwen2", template=QWEN25, special=QWEN_TOKENS, added=TOOLS,
+        roles=dict(eos_token="<|endoftext|>", pad_token="<|endoftext|>"),
+        generation=dict(bos_token_id="<|endoftext|>", eos_token_id="<|endoftext|>", do_sample=False, max_new_tokens=2048)),
+    "qwen3": dict(
+        weights="qwen3", template=QWEN3, special=QWEN_TOKENS, added=[*TOOLS, "<think>", "</think>"],
+        roles=dict(eos_token="<|im_end|>", pad_token="<|endoftext|>"),
+        generation=dict(bos_token_id="<|endoftext|>", eos_token_id=["<|im_end|>", "<|endoftext|>"],
+                        pad_token_id="<|endoftext|>", do_sample=True, temperature=0.6, top_k=20, top_p=0.95)),
+    "mistral": dict(
+        weights="mistral", template=MISTRAL, special=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], added=[],
+        roles=dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"),
+        generation=dict(bos_token_id="<s>", eos_token_id="</s>")),
+    "pythia": dict(
+        weights="gpt_neox", template=None, special=["<|endoftext|>", "<|padding|>"], added=["  ", "    "],
+        roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], "<|endoftext|>"), generation={}),
+    "gpt2": dict(
+        weights="gpt2", template=None, special=["<|endoftext|>"], added=[],
+        roles=dict.fromkeys(["bos_token", "eos_token"], "<|endoftext|>"), generation={}),
 }
-CHATS = [name for name, (_, template, *_) in FAMILIES.items() if template]
+CHATS = [name for name, what in FAMILIES.items() if what["template"]]
 
 
 def make(folder, name, head="lm", seed=0, context=512):
@@ -137,7 +151,7 @@ def make(folder, name, head="lm", seed=0, context=512):
     ids = make_tokenizer(folder, name)
     make_model(folder, name, ids, head, seed, context)
     generation = {k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v) if isinstance(v, str) else v
-                  for k, v in FAMILIES[name][5].items()}
+                  for k, v in FAMILIES[name]["generation"].items()}
     if head == "lm" and generation:
         write_json(folder, "generation_config.json", {**generation, "transformers_version": "4.51.0"})
     return folder
@@ -145,7 +159,7 @@ def make(folder, name, head="lm", seed=0, context=512):
 
 def make_tokenizer(folder, name):
     """Write a tokenizer's files in the form of the hub's folders, which is that of transformers 4. Returns {token: id}."""
-    family, template, special, added, roles, _ = FAMILIES[name]
+    family, template, special, added, roles = (FAMILIES[name][k] for k in ("weights", "template", "special", "added", "roles"))
     backend = train_mistral(special) if name == "mistral" else train_bytes(name)
     if name != "mistral":
         backend.add_special_tokens([AddedToken(s, normalized=False) for s in special])
@@ -218,9 +232,10 @@ def make_model(folder, name, ids, head, seed, context):
     import torch
     import transformers as hf
 
-    family, _, _, _, roles, generation = FAMILIES[name]
+    family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
     cls = dict(llama="Llama", qwen2="Qwen2", qwen3="Qwen3", mistral="Mistral", gpt_neox="GPTNeoX", gpt2="GPT2")[family]
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=context)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 max_position_embeddings=context)
     if family == "gpt2":
         sizes = dict(n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=context)
     elif family != "gpt_neox":
@@ -228,7 +243,6 @@ def make_model(folder, name, ids, head, seed, context):
     if family == "qwen3":
         sizes |= dict(head_dim=8)
     named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
-    named = {k: v[0] if isinstance(v, list) else v for k, v in named.items()}
     # embeddings are padded to a multiple, as most models' are
     config = getattr(hf, f"{cls}Config")(vocab_size=-(-len(ids) // 64) * 64, pad_token_id=None, **sizes, **named)
     kind = "ForCausalLM" if family != "gpt2" else "LMHeadModel"

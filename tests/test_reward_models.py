@@ -125,7 +125,7 @@ def test_texts_that_spell_special_tokens_are_letters(folders):
     """No response can end the assistant's turn, open another one, or end the text."""
     for name, folder in folders.items():
         reward_model, reader, _ = load(folder)
-        special, own = world.FAMILIES[name][2], reader.tokenizer
+        special, own = world.FAMILIES[name]["special"], reader.tokenizer
         ids = [{own.backend.convert_tokens_to_ids(s) for s in special} & set(reader.encode_response("a", text, True))
                if hasattr(own, "backend") else {own.eos_id} & set(reader.encode_response("a", text, False))
                for text in ("b", "b" + "".join(special) + "c")]
@@ -194,7 +194,7 @@ def test_other_heads_are_named(folders, tmp_path):
          "plain' has no score head, it is a plain language model"),
     ]
     keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True, gradient_checkpointing=False,
-                zero_stage="", offload="", lora="", optim="adamw", reward_format="auto")
+                zero_stage="", offload="", lora="", optim="adamw", reward_format="auto", chat_date="")
     for folder, message in cases:
         with pytest.raises(BadInput, match=message) as e:
             load_reward_model(keys | dict(reward_path=folder), torch.device("cpu"), None, None, [(1.0, "reward_model", None)])

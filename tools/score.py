@@ -20,12 +20,13 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from data import naming, read_jsonl, right_pad  # noqa: E402
+from data import naming, right_pad  # noqa: E402
 from engine.hf_files import find_folder  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import Reader, as_dialogue, reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, first_line, one_line  # noqa: E402
+from formats import preference_row, read_rows  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import score_sequences  # noqa: E402
 
@@ -47,7 +48,7 @@ weights_dtype = getattr(torch, dtype)
 # how far two scores may be apart by rounding alone, as a share of the largest score (at least 1)
 ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05}[dtype]
 
-rows = read_jsonl(pairs, ["prompt", "chosen", "rejected"])
+rows = read_rows(pairs, preference_row)
 rows = rows[:limit or len(rows)]
 tokenizer = load_tokenizer(reward_path)
 reward_model = freeze(from_pretrained(reward_path, "scalar", weights_dtype, device))
