@@ -420,7 +420,7 @@ def test_a_prefill_stays_open(hf_folder, name):
     tokenizer, theirs = load_tokenizer(str(hf_folder)), AutoTokenizer.from_pretrained(hf_folder)
     for prefill in PREFILLS:
         user, assistant = dict(role="user", content="the"), dict(role="assistant", content=prefill)
-        for before in ([user], [user, assistant, dict(role="user", content="go on")]):
+        for before in ([user], [user, dict(assistant), dict(role="user", content="go on")]):
             messages = [*before, assistant]
             got = tokenizer.encode_prompt(messages)
             assert got == theirs.apply_chat_template(messages, continue_final_message=True,
