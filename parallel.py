@@ -106,6 +106,14 @@ def most_micro_batches(rows, size):
     return math.ceil(math.ceil(rows / rank_and_size()[1]) / size)
 
 
+def even_micro_batches(items, total, size):
+    """
+    This rank's items (a list), `size` at a time. total: how many items all ranks have together.
+    As many micro-batches as the rank with the most has: the last ones may be empty.
+    """
+    return [items[i * size:(i + 1) * size] for i in range(most_micro_batches(total, size))]
+
+
 # --------------------------------------------------------------------------------------------------
 # tensors
 

@@ -14,24 +14,25 @@ True where it counts.
 import os
 import sys
 import time
-from array import array
-
 
 import parallel
 from configurator import configure
-from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from data import batch_rows, iterations, right_pad
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
+from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
                               precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
-from engine.run_folder import fingerprint, fix_chat_date, open_run
+from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from errors import BadConfig, BadInput
+from engine.trackers import start_trackers
+from errors import BadConfig
+from formats import Rows, read_rows, sft_row
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
+from parallel import even_micro_batches
 
 
 # -------------------------------------------------------------------------------------------------
@@ -39,9 +40,11 @@ from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 out_dir = "out/sft"  # checkpoints, log.jsonl and the finished policy; to resume, give the same
 eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
-# data: JSONL with "prompt" and "completion"
-train_path = "data/arithmetic/sft_train.jsonl"  # demonstrations to learn
-val_path = "data/arithmetic/sft_val.jsonl"  # held-out demonstrations
+# data: JSONL with "prompt" and "completion", or with "messages", or as docs/data.md says
+train_path = "data/arithmetic/sft_train.jsonl"  # to learn; A.jsonl,0.3*B.jsonl: a mix of files
+val_path = ""  # held-out demonstrations; empty = no evaluation
+max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
+too_long = "error"  # a longer one; cut: lose its end, and EOS with it [error | drop | cut]
 # model
 init_from = "scratch"  # a model folder or hub name; scratch: a new model of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # of a scratch model; other models bring their own
@@ -84,33 +87,10 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 # -------------------------------------------------------------------------------------------------
 # data
 
-train_rows = read_jsonl(train_path, ["prompt", "completion"])
-val_rows = read_jsonl(val_path, ["prompt", "completion"])
+train_rows = read_rows(train_path, sft_row, fields)
+val_rows = read_rows(val_path, sft_row, fields) if val_path else Rows()
 fix_chat_date(config)
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
-
-
-def encode(rows, path, longest):
-    """
-    [(ids, trained), ...] of all rows: the ids of prompt and completion, and which of them the loss
-    counts, 0 or 1 each: the completion with its EOS; of messages the assistant's turns.
-
-    Every row is encoded before the first step: a row that does not fit must not end a run that has
-    computed for days. longest: how many tokens the model has room for. Raises BadInput.
-    """
-    say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
-    examples = []
-    for number, row in enumerate(rows, 1):
-        with naming(path, number):
-            ids, trained = tokenizer.encode_example(row["prompt"], row["completion"])
-        if len(ids) > longest:
-            raise BadInput(f"{path}, row {number}: a demonstration of {len(ids)} tokens exceeds the "
-                           f"model's context of {longest}; shorten or drop it")
-        if trained[0]:
-            raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is "
-                           "nothing to predict the answer from")
-        examples.append((array("i", ids), array("b", trained)))  # a tenth of a list's memory
-    return examples
 
 
 # -------------------------------------------------------------------------------------------------
@@ -137,12 +117,16 @@ else:
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 
-train_examples = encode(train_rows, train_path, policy.config.max_positions)
-val_examples = encode(val_rows, val_path, policy.config.max_positions)
+# [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
+longest = policy.config.max_positions
+(train_examples,), (val_examples,) = (
+    encode_examples(config, rows, path, tokenizer, ["completion"], longest)
+    for rows, path in ((train_rows, train_path), (val_rows, val_path)))
 eval_examples = val_examples[:eval_size or len(val_examples)]
+config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
-contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
+contents = data_hashes(train_path, val_path)
 together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
@@ -167,30 +151,22 @@ models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(policy, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in policy.parameters())
-    epochs = max_iters * batch_size / len(train_rows)
+    times = max_iters * batch_size / len(train_rows)
     print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {epochs:.1f} epochs")
+          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------
 # loss and evaluation
-
-
-def my_micro_batches(examples, total):
-    """
-    This rank's examples, micro_batch_size at a time. total: how many all ranks have together.
-
-    Every rank gets equally many micro-batches, and some may be empty at the end: where the model is
-    sharded, each forward gathers weights from all ranks, so all must compute equally many.
-    """
-    count = parallel.most_micro_batches(total, micro_batch_size)
-    return [examples[i * micro_batch_size:(i + 1) * micro_batch_size] for i in range(count)]
 
 
 def completion_logprobs(examples):
@@ -199,8 +175,8 @@ def completion_logprobs(examples):
     is trained. examples: b of (ids, trained).
     """
     tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
-    trained, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
-    tokens, mask = tokens.to(device), trained.bool().to(device)
+    mask = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
         hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
@@ -214,7 +190,8 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for part in my_micro_batches(parallel.my_share(eval_examples), len(eval_examples)):
+        mine = parallel.my_share(eval_examples)
+        for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
             logprobs, mask = completion_logprobs(part)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
@@ -231,7 +208,7 @@ for iteration in range(start, max_iters + 1):
 
     # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
     parallel.phase = f"iteration {iteration}, evaluation"
-    if iteration % eval_interval == 0 or last:
+    if eval_examples and (iteration % eval_interval == 0 or last):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
@@ -257,9 +234,11 @@ for iteration in range(start, max_iters + 1):
     # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
-    rows = batch_rows(seed, iteration, batch_size, len(train_examples))
+    rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
-    token_count = sum(sum(trained) for _, trained in examples)  # of all ranks: what the mean is over
+    # of all ranks: the loss is the mean over these
+    token_count = sum(trained.count(1) for _, trained in examples)
+    all_tokens = sum(len(ids) for ids, _ in examples)
     examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
@@ -267,7 +246,7 @@ for iteration in range(start, max_iters + 1):
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in my_micro_batches(examples, batch_size):
+    for part in even_micro_batches(examples, batch_size, micro_batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
@@ -288,15 +267,17 @@ for iteration in range(start, max_iters + 1):
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "policy", policy, tokenizer, config)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (tools/sample.py), or "
           "train a reward model (rm.py)")

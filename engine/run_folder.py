@@ -14,6 +14,7 @@ import datetime
 import fcntl
 import glob
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -24,11 +25,12 @@ from array import array
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
-from engine.hf_files import find_folder, read_json
+from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
-from engine.run_log import cut_log, read_log
+from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
+from formats import raw_rows, sources_of
 
 SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
@@ -72,7 +74,8 @@ def take(out_dir, config, sources, token_ids):
     made: the folders that did not exist before, the deepest one first;
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes = {key: content_hash(config[key]) for key in sources}
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+              for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:
@@ -102,9 +105,9 @@ def check_ours(out_dir):
             raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; "
                            "choose another --out_dir")
     elif not list_checkpoints(out_dir):
-        for name in ("policy", "value_model", "reward_model", "log.jsonl"):
+        for name in ("policy", "value_model", "reward_model", *LOG_FILES):
             path = os.path.join(out_dir, name)
-            if name == "log.jsonl" and os.path.isfile(path) and os.path.getsize(path) == 0:
+            if name in LOG_FILES and os.path.isfile(path) and os.path.getsize(path) == 0:
                 continue  # of a start that was killed just before it wrote config.json
             if os.path.exists(path):
                 raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "
@@ -252,6 +255,28 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
 # what a run starts from
 
 
+DATA_KEYS = "train_path", "prompts_path"  # they may name several files, or data sets of the hub
+
+
+def data_hashes(*specs):
+    """{what: hash} of the data files of some keys, for the ranks to compare; "" is no file."""
+    return {f"the content of {spec}": data_hash(spec) for spec in specs if spec}
+
+
+def data_hash(spec):
+    """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
+    hashes = []
+    for path, _ in sources_of(spec):
+        if path.startswith("hf:"):
+            rows = hashlib.sha256()
+            for _, row in raw_rows(path):
+                rows.update(json.dumps(row, default=str).encode())
+            hashes.append(rows.hexdigest())
+        else:
+            hashes.append(sha256(path))
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 def content_hash(path):
     """
     sha256 of a file; or of a model or tokenizer folder (or hub name): of the names and hashes of
@@ -259,10 +284,17 @@ def content_hash(path):
     """
     if os.path.isfile(path):
         return sha256(path)
-    folder = path if os.path.isdir(path) else find_folder(path)
+    folders = [path]
+    if not os.path.isdir(path):
+        folders = model_folders(path)
+    elif is_adapter(path):
+        with contextlib.suppress(BadInput):  # with share_base the base is policy_path, wherever it is
+            folders = model_folders(path)
     kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
-    listed = "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
+    listed = ""
+    for folder in folders:
+        files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+        listed += "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
     return hashlib.sha256(listed.encode()).hexdigest()
 
 

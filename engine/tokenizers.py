@@ -17,14 +17,15 @@ import os
 import re
 from datetime import datetime
 
-from data import is_surrogate
-from engine.hf_files import find_folder, read_json
+from engine.hf_files import read_json, tokenizer_folders
 from errors import BadConfig, BadInput, first_line, one_line, say, shorten, warn
+from formats import is_surrogate
 
 
 # --------------------------------------------------------------------------------------------------
 # which tokenizer a folder holds
 
+MODEL_FILES = ("config.json", "generation_config.json")
 CHAT_KEYS = "chat_template", "template_kwargs", "system_prompt", "chat_date"
 JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json",
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -41,9 +42,10 @@ def load_tokenizer(path, config=None):
     are for chats; any of them may be absent.
     """
     config = dict.fromkeys(CHAT_KEYS, "") | (config or {})
-    folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
-    settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
-                if os.path.isfile(os.path.join(folder, name))}
+    folder, model_folder = tokenizer_folders(path)  # two, where an adapter has a tokenizer
+    files = {name: os.path.join(model_folder if name in MODEL_FILES else folder, name)
+             for name in JSON_FILES}
+    settings = {name: read_json(file) for name, file in files.items() if os.path.isfile(file)}
     family = settings.get("config.json", {}).get("model_type")
     has_template = config["chat_template"] or os.path.isfile(f"{folder}/chat_template.jinja")
     if "tiktoken.json" in settings:
@@ -71,7 +73,7 @@ def load_tokenizer(path, config=None):
         if not wrong and all(map(tokenizer.is_plain_text, ids)):
             wrong = ids  # one of several ends may be plain text, such as a newline, but not all
         if wrong:
-            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is "
+            raise BadInput(f"{files[file]}: eos_token_id = {shorten(wrong[0])} is "
                            "no special token of the tokenizer beside it, which has "
                            f"{tokenizer.vocab_size} tokens and ends with {tokenizer.eos_id}; do "
                            "they belong together?")
@@ -110,6 +112,7 @@ class Tokenizer:
     """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
     eos_id = pad_id = vocab_size = 0
+    skipped_id = None  # a reward model is read at the last token that is not this: see reading.py
     eos_ids = frozenset()  # a response ends with any of them
     special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
@@ -142,6 +145,16 @@ class Tokenizer:
     def encode_chat(self, messages):
         raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
                        "write prompts as strings, or give one with --chat_template=FILE")
+
+    @property
+    def vocabulary(self):
+        """What is equal where ids mean the same."""
+        return self.fingerprint
+
+    def encode_response(self, prompt, completion, finished=True):
+        """Ids of a prompt and a response, as a reward model of rm.py reads them."""
+        ids, _ = self.encode_example(prompt, completion)  # the last is EOS, or the end of the turn
+        return ids if finished else ids[:-1]
 
     def encode_completion(self, completion):
         """Ids of a completion, a string, and EOS."""
@@ -358,6 +371,8 @@ class HFTokenizer(Tokenizer):
         added = self.backend.added_tokens_decoder
         self.specials = {i: t.content for i, t in added.items()}
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
+        if vocab.get("[PAD]") == self.vocab_size - 1:
+            vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
         self.special_ids = {i for i, t in added.items() if t.special}
         names = getattr(self.backend, "vocab_files_names", {}).values()
@@ -442,6 +457,14 @@ class HFTokenizer(Tokenizer):
             return super().encode_chat(messages)
         filled, hidden = self.hide(self.with_system_prompt(messages))
         return self.encode_text(self.render_open(filled), hidden)[0]
+
+    def encode_whole(self, messages):
+        """
+        Ids of all that the chat template makes of the messages, to the last character. A message
+        that spells a special token gets its letters. Raises BadInput.
+        """
+        filled, hidden = self.hide(messages)
+        return self.encode_text(self.render(filled), hidden)[0]
 
     def encode_dialogue(self, prompt, completion):
         """

@@ -153,13 +153,14 @@ def architecture(path, given, option):
     it with the option of that name, a config.json or a name of KNOWN, or "". Raises BadInput.
     """
     from engine.hf_config import parse_config  # here: --help need not wait for torch
-    from engine.hf_files import read_json
+    from engine.hf_files import model_folders, read_json
 
     if given in KNOWN:
         return parse_config(KNOWN[given], given)
     if given or os.path.isdir(path):
         file = given or path
-        file = os.path.join(file, "config.json") if os.path.isdir(file) else file
+        if os.path.isdir(file):
+            file = os.path.join(model_folders(file, weights=False)[-1], "config.json")
         return parse_config(read_json(file), file)
     hint = f"give its config.json with {option}=FILE.json, or one of {', '.join(KNOWN)}"
     if path.count("/") != 1 or path.startswith(("out/", ".", "/")):
@@ -200,17 +201,21 @@ def measure_prompts(config, policy):
     (the longest prompt in tokens, whether prompts differ in length, the number of held-out prompts,
     whether the model has more embeddings than the tokenizer has tokens). Raises BadInput.
     """
-    from data import encode_prompts, read_jsonl
+    from data import encode_prompts
     from engine.tokenizers import load_tokenizer
+    from formats import Rows, prompt_row, read_rows
 
     if not os.path.isdir(config["policy_path"]):
         raise BadInput(f"no folder {config['policy_path']}")
     tokenizer, lengths = load_tokenizer(config["policy_path"], config), []
-    for path in (config["prompts_path"], config["eval_path"]):
-        rows = read_jsonl(path, ["prompt"])
+    for path in filter(None, (config["prompts_path"], config["eval_path"])):
+        rows = read_rows(path, prompt_row, config["fields"])
         some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th is enough
+        some = Rows(some, [(path, None, len(some))])
         longest = policy.max_positions - config["max_new_tokens"]
-        lengths.append([len(p) for p in encode_prompts(some, tokenizer, longest, path)])
+        longest = min(longest, config["max_prompt_tokens"] or longest)
+        prompts = encode_prompts(some, tokenizer, longest, path, too_long=config["too_long"])
+        lengths.append([len(p) for p in prompts])
     padding = tokenizer.vocab_size < policy.vocab_size
     return max(map(max, lengths)), len(set(lengths[0])) > 1, len(rows), padding
 

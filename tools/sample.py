@@ -22,10 +22,12 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from data import check_text, encode_for_all, read_jsonl  # noqa: E402
+from data import encode_for_all  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
+from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
+from formats import check_text, prompt_row, read_rows  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
@@ -38,6 +40,7 @@ prompts = ""  # JSONL file with "prompt"; both empty = each line of standard inp
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = no scores
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 batch_size = 64  # responses that decode at once [1..1000000]
@@ -73,6 +76,9 @@ if reward_path:
         raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language "
                         "model; train one with rm.py")
     check_tokenizer_fits(scorer_tokenizer, scorer, reward_path)
+    scorer_tokenizer, said = reader_of(scorer, scorer_tokenizer, reward_format, reward_path)
+    if said:
+        print(said)
     models["reward_model"] = scorer
 
 
@@ -124,7 +130,7 @@ def as_row(text, where):
 
 
 if prompts:
-    rows = read_jsonl(prompts, ["prompt"])
+    rows = read_rows(prompts, prompt_row)
     answer(rows[:limit or len(rows)], prompts)
 elif prompt:
     answer([as_row(prompt, "command line")], "command line")
