@@ -300,7 +300,8 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"messages": [U, C, S, S, U, C]}, "a system message in the middle .message 3"),
     (sft_row, {"messages": [U, C, U]}, "ends with the role 'user'"), (sft_row, {"messages": [C, U, C]}, "nothing to learn"),
     (sft_row, {"messages": [S, U]}, "nothing to learn"), (sft_row, {"messages": "hi"}, "'messages' is a string"),
-    (sft_row, {"messages": []}, "'messages' must be"), (sft_row, {"messages": [U, {"role": "tool", "content": "x"}, C]}, "role 'tool'"),
+    (sft_row, {"messages": []}, "'messages' must be"),
+    (sft_row, {"messages": [U, {"role": "tool", "content": "x"}, C]}, "role 'tool'"),
     (sft_row, {"messages": [U, {**C, "tool_calls": [{"name": "f"}]}]}, "a call of a tool"),
     (sft_row, {"messages": [U, C], "tools": [{"name": "f"}]}, "with tools are not supported"),
     (sft_row, {"messages": [U, C], "prompt": "another"}, "the prompt is not in the messages"),
@@ -352,8 +353,8 @@ def test_nothing_is_glued_whatever_comes():
         return [{rng.choice(["role"] * 9 + ["from"]): rng.choice(roles), "content": rng.choice(texts[:3] * 3 + texts)}
                 for _ in range(rng.randrange(5))]
 
-    names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output", "answer",
-             "question", "system", "tools", "label", "reward_model"]
+    names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output",
+             "answer", "question", "system", "tools", "label", "reward_model"]
     for _ in range(6000):
         row = {name: messages() if rng.random() < 0.5 else rng.choice(texts)
                for name in rng.sample(names, rng.randrange(1, 5))}
