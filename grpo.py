@@ -49,10 +49,12 @@ from rollout import sample_and_score
 out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -116,7 +118,7 @@ train_rows, eval_rows = (build.read_prompts(path, terms, fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
@@ -231,11 +233,11 @@ def evaluate():
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    score = shape_scores(batch["scores"], batch["finished"]).mean().item()
+    score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -262,7 +264,7 @@ for iteration in range(run.start, max_iters + 1):
         [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
     sampled = report.summarize(batch, "objective", scorer.names)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    sampled["objective/score_std"] = scores.std().item()
+    sampled["objective/score_std"] = report.deviation_of(scores).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
@@ -388,13 +390,13 @@ for iteration in range(run.start, max_iters + 1):
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/texts": report.hash_of(batch["tokens"]),
-        "objective/rlhf_reward": scores.mean().item(),
+        "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": float(ratio_gap),
         "policy/grad_norm": policy_norm.item(),
         "policy/steps": steps,
         "policy/lr": policy_lr,
     }
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

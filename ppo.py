@@ -50,10 +50,12 @@ from rollout import sample_and_score
 out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -115,7 +117,7 @@ train_rows, eval_rows = (build.read_prompts(path, terms, fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
@@ -199,8 +201,10 @@ def read_with_models(batch, minibatches):
 def shape_scores(scores, finished):
     """
     What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
-    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score; one to
+    which no reward applies has the score 0.
     """
+    scores = torch.where(scores.isnan(), 0, scores)
     # the deviation of no scores is 1: so it is while scale_scores = "none"
     scores = scores / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
@@ -223,7 +227,7 @@ def evaluate():
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -264,7 +268,8 @@ for iteration in range(run.start, max_iters + 1):
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":  # with the scores of this batch
-        state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
+        given = batch["scores"][~batch["scores"].isnan()]  # where a reward applies
+        state["score_moments"] = update_moments(state["score_moments"], given)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
@@ -382,6 +387,6 @@ for iteration in range(run.start, max_iters + 1):
     if kl_coef_target > 0:
         state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
                                          kl_horizon, batch_size)
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

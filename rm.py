@@ -20,14 +20,15 @@ import time
 import parallel
 from configurator import configure
 from data import batch_rows, iterations, right_pad
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
-from engine.run_folder import data_hashes, fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from formats import Rows, preference_row, read_rows, sft_row
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
@@ -80,7 +81,8 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 train_rows = read_rows(train_path, preference_row, fields)
 val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
-tokenizer = load_tokenizer(init_from)
+fix_chat_date(config)
+tokenizer = load_tokenizer(init_from, config)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size
 
 # all ranks start from the same, or none does
 contents = data_hashes(train_path, val_path, demonstrations_path)
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -121,7 +123,8 @@ optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), a
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources,
+    token_ids=[ids for pair in train_pairs for ids in pair])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
@@ -132,6 +135,9 @@ models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and wha
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(reward_model, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -234,6 +240,7 @@ for iteration in range(start, max_iters + 1):
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
+    all_tokens = sum(len(chosen) + len(rejected) for chosen, rejected in pairs)
     pairs = pairs[rank::world_size]
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
@@ -265,20 +272,22 @@ for iteration in range(start, max_iters + 1):
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
                "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
               f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
-              f"eta {eta:.0f}s", flush=True)
+              f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
 mean = demonstration_mean()
 reward_model.config.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer)
+save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
 if master:
     what = "demonstrations" if demonstrations_path else "chosen completions"
     print(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")

@@ -18,16 +18,17 @@ import time
 import parallel
 from configurator import configure
 from data import batch_rows, iterations, right_pad
-from engine import audit, launch, together
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
                               precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
-from engine.run_folder import data_hashes, fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.trackers import start_trackers
 from errors import BadConfig
 from formats import Rows, read_rows, sft_row
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
@@ -88,7 +89,8 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 
 train_rows = read_rows(train_path, sft_row, fields)
 val_rows = read_rows(val_path, sft_row, fields) if val_path else Rows()
-tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
+fix_chat_date(config)
+tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -124,7 +126,8 @@ eval_examples = val_examples[:eval_size or len(val_examples)]
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
-together.agree(config | data_hashes(train_path, val_path) | {"the tokenizer": tokenizer.fingerprint,
+contents = data_hashes(train_path, val_path)
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -136,7 +139,8 @@ optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_ep
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources,
+    token_ids=[part for example in train_examples for part in example])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
@@ -147,6 +151,9 @@ models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(policy, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -231,6 +238,7 @@ for iteration in range(start, max_iters + 1):
     examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
     # of all ranks: the loss is the mean over these
     token_count = sum(trained.count(1) for _, trained in examples)
+    all_tokens = sum(len(ids) for ids, _ in examples)
     examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
@@ -259,15 +267,17 @@ for iteration in range(start, max_iters + 1):
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "policy", policy, tokenizer, config)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (tools/sample.py), or "
           "train a reward model (rm.py)")

@@ -185,10 +185,8 @@ def name_of(rows, path, tokenizer, field):
     A hash of what the ids depend on. The ids of some rows are in it, too: then whatever else may
     change in how a row is encoded, such as a date in a template, gives another name.
     """
-    backend = getattr(tokenizer, "backend", None)
-    fast = getattr(backend, "backend_tokenizer", None)
-    settings = [type(tokenizer).__name__, tokenizer.fingerprint, fast and fast.to_str(),
-                str(getattr(backend, "chat_template", None)), field]
+    fast = getattr(getattr(tokenizer, "backend", None), "backend_tokenizer", None)
+    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint, fast and fast.to_str(), field]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for row in rows:
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())

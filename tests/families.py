@@ -26,7 +26,15 @@ VARIANTS = {
     "qwen3": ("Qwen3", dict(_base, num_key_value_heads=2, head_dim=10)),
     "qwen3-biases-tied": ("Qwen3", dict(_base, num_key_value_heads=4, head_dim=8, attention_bias=True,
                                         tie_word_embeddings=True)),
+    "olmo2": ("Olmo2", dict(_base, num_key_value_heads=2, attention_bias=True, rms_norm_eps=1e-3)),
+    "gemma3": ("Gemma3Text", dict(_base, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=17,
+                                  layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gemma3-untied": ("Gemma3Text", dict(_base, num_key_value_heads=1, head_dim=12, attention_bias=True, sliding_window=3,
+                                         num_hidden_layers=7, tie_word_embeddings=False, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
 }
+LM_CLASS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def in_4(family, rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25, **scaling):
@@ -43,7 +51,7 @@ def make(variant, head="lm", seed=0):
         kwargs = {k: v for k, v in kwargs.items() if k != "rope_parameters"} | in_4(family, **kwargs["rope_parameters"])
     config = getattr(hf, f"{family}Config")(**kwargs)
     if head == "lm":
-        cls = getattr(hf, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+        cls = getattr(hf, LM_CLASS.get(family, f"{family}ForCausalLM"))
     else:
         config.num_labels = 1
         cls = getattr(hf, f"{family}ForSequenceClassification")

@@ -70,7 +70,9 @@ UNMOVING = {
     "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
     "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
-    "deterministic": True}
+    "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
+    # this world has no chats: test_chats.py turns these
+    "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
 ROUNDING = ("micro_batch_size", "rollout_batch_size", "head_chunk", "gradient_checkpointing")
 GROUPS = [("ppo.py", name) for name in PPO] + [("grpo.py", name) for name in GRPO]
 KEYS = [(script, name, key) for script, name in GROUPS

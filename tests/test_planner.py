@@ -65,6 +65,9 @@ CAMPAIGN = FAST | {
     "ppo, llama, recomputed": ("ppo", 1, llama(64, 6, 4, 4, 176), 0, PPO | dict(gradient_checkpointing=True)),
     "ppo, qwen3, entropy": ("ppo", 1, llama(64, 3, 4, 2, 176, head_dim=16, model_type="qwen3"), 0, PPO | dict(
         entropy_coef=0.01)),
+    "ppo, olmo2": ("ppo", 1, llama(64, 3, 4, 2, 176, model_type="olmo2"), 0, PPO),
+    "ppo, gemma3": ("ppo", 1, llama(64, 3, 4, 2, 176, head_dim=16, model_type="gemma3_text", tie_word_embeddings=True,
+                                    sliding_window=40), 0, PPO),
     "ppo, mistral with a window": ("ppo", 1, llama(64, 3, 4, 1, 176, model_type="mistral", sliding_window=40), 0, PPO),
     "ppo, a large vocabulary": ("ppo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, PPO | dict(
         micro_batch_size=1, batch_size=4, max_new_tokens=16)),

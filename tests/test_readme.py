@@ -234,9 +234,10 @@ def logs(tmp_path_factory):
     rewards = f"{world.rule('letters')},0*{world.rule('odd')}"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
-    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, max_iters=1),
-                grpo=world.grpo("out", reward_functions=rewards, max_iters=1, max_refills=1),
-                sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1),
+    peak = dict(max_iters=1, peak_tflops=0.001)
+    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, **peak),
+                grpo=world.grpo("out", reward_functions=rewards, max_refills=1, **peak),
+                sft=world.sft("out", **peak), rm=world.rm("out", **peak),
                 alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
     results = forked(folder, {name: [one_run("grpo.py" if name == "alone" else f"{name}.py", arguments)]
                               for name, arguments in runs.items()})

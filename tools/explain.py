@@ -35,7 +35,7 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import batch_rows, prompt_text  # noqa: E402
-from engine import build, launch  # noqa: E402
+from engine import build, launch, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.hf_files import read_json  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
@@ -160,6 +160,7 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     # the run's own seed decides which prompts are in the batch; the noise may have another
     rollout.response_uniforms = lambda _, *rest: response_uniforms(seed, *rest)
     Run.log = end_of_iteration
+    run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
     launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:

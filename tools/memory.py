@@ -153,13 +153,14 @@ def architecture(path, given, option):
     it with the option of that name, a config.json or a name of KNOWN, or "". Raises BadInput.
     """
     from engine.hf_config import parse_config  # here: --help need not wait for torch
-    from engine.hf_files import read_json
+    from engine.hf_files import model_folders, read_json
 
     if given in KNOWN:
         return parse_config(KNOWN[given], given)
     if given or os.path.isdir(path):
         file = given or path
-        file = os.path.join(file, "config.json") if os.path.isdir(file) else file
+        if os.path.isdir(file):
+            file = os.path.join(model_folders(file, weights=False)[-1], "config.json")
         return parse_config(read_json(file), file)
     hint = f"give its config.json with {option}=FILE.json, or one of {', '.join(KNOWN)}"
     if path.count("/") != 1 or path.startswith(("out/", ".", "/")):
@@ -206,7 +207,7 @@ def measure_prompts(config, policy):
 
     if not os.path.isdir(config["policy_path"]):
         raise BadInput(f"no folder {config['policy_path']}")
-    tokenizer, lengths = load_tokenizer(config["policy_path"]), []
+    tokenizer, lengths = load_tokenizer(config["policy_path"], config), []
     for path in filter(None, (config["prompts_path"], config["eval_path"])):
         rows = read_rows(path, prompt_row, config["fields"])
         some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th is enough
