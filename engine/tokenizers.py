@@ -369,6 +369,7 @@ class HFTokenizer(Tokenizer):
         if eos is None:
             raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever "
                            "end; set eos_token in tokenizer_config.json")
+        self.fast = self.backend.is_fast  # whether it knows which characters a token stands for
         fast = getattr(self.backend, "backend_tokenizer", None)
         check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab,
                   f"{folder}: its vocabulary")
@@ -580,7 +581,7 @@ class HFTokenizer(Tokenizer):
         are encoded without any. ends: where in the text each token ends; None where the tokenizer
         does not know.
         """
-        ids, ends, at, fast = [], [], 0, self.backend.is_fast
+        ids, ends, at = [], [], 0
         pattern = "|".join(map(re.escape, hidden))
         for piece in re.split(f"({pattern})", text) if hidden else [text]:
             if piece in hidden:
@@ -591,12 +592,12 @@ class HFTokenizer(Tokenizer):
                     raise BadInput("a message spells special tokens and the chat template changes "
                                    "its text; remove the special tokens from it")
                 found = self.backend(piece, add_special_tokens=False, verbose=False,
-                                     return_offsets_mapping=fast)
+                                     return_offsets_mapping=self.fast)
                 new = found["input_ids"]
-                new_ends = [end for _, end in found["offset_mapping"]] if fast else []
+                new_ends = [end for _, end in found["offset_mapping"]] if self.fast else []
             ids, ends = ids + new, ends + [at + end for end in new_ends]
             at += len(piece)
-        return ids, ends if fast else None
+        return ids, ends if self.fast else None
 
     def token_at(self, at, text, ids, ends, hidden):
         """
@@ -644,15 +645,16 @@ class HFTokenizer(Tokenizer):
         """
         if not self.template:
             return None
-        question = [{"role": "user", "content": f"{MARK}0"}]
-        answer = [{"role": "assistant", "content": f"{MARK}1"}]
+        question = {"role": "user", "content": f"{MARK}0"}
+        answer = {"role": "assistant", "content": f"{MARK}1"}
+        opening = ""  # what the template writes in front of an answer
         try:
-            text, before = self.render(question + answer), self.render(question)
-            prompt = self.render_open(question)
+            _, answered, rest = self.render([question, answer]).rpartition(answer["content"])
         except BadInput:
             return None  # it is said where a message is to be encoded
-        _, answered, rest = text.rpartition(f"{MARK}1")
-        opening = prompt[common_prefix(prompt, before):]
+        with contextlib.suppress(BadInput):  # of a question alone, too
+            prompt = self.render([question], add_generation_prompt=True)
+            opening = prompt[common_prefix(prompt, self.render([question])):]
         opens, behind = ([i for i in self.backend.encode(piece, add_special_tokens=False)
                           if i in self.special_ids] for piece in (opening, rest))
         # a template that always opens the next turn writes that behind the answer, too
@@ -721,6 +723,8 @@ def parse_template_kwargs(text):
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
         kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+        if len(kwargs) < len(call.keywords):  # a name twice
+            raise ValueError
     except (ValueError, SyntaxError, MemoryError, RecursionError) as e:
         raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
                         "as enable_thinking=False,language='en'") from e
