@@ -183,10 +183,11 @@ def folder_of(config):
 def name_of(rows, path, tokenizer, field):
     """
     A hash of what the ids depend on. The ids of some rows are in it, too: then whatever else may
-    change in how a row is encoded, such as a date in a template, gives another name.
+    change in how a row is encoded, such as a date that a template prints, gives another name.
     """
     fast = getattr(getattr(tokenizer, "backend", None), "backend_tokenizer", None)
-    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint, fast and fast.to_str(), field]
+    chat = [getattr(tokenizer, key, "") for key in ("template", "template_kwargs", "system_prompt")]
+    settings = [type(tokenizer).__name__, tokenizer.fingerprint, fast and fast.to_str(), chat, field]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for row in rows:
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())
