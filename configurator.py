@@ -6,9 +6,9 @@ globals, one comment each, and then calls configure:
     config = configure(globals())
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: config files and
---key=value, from left to right. A config file is Python, run in a namespace of its own; each public
-name in it must be a key of the script (helpers start with an underscore). `--help` prints every key
-with its default and its comment.
+--key=value, from left to right; of two values for a key the last one counts. A config file is
+Python, run in a namespace of its own; each public name in it must be a key of the script (helpers
+start with an underscore). `--help` prints every key with its default and its comment.
 
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. They
 are enforced, so a comment cannot promise another range than the one that is checked.
@@ -57,7 +57,7 @@ def configure(script_globals, shared="", argv=None, **defaults):
     defaults: the script's own defaults of shared keys; None removes the key.
 
     Returns the final configuration as a dict: the script's keys, then the shared ones. Raises
-    BadConfig on an unknown, repeated, mistyped or out-of-range key and on a missing or broken
+    BadConfig on an unknown, mistyped or out-of-range key and on a missing or broken
     config file.
     """
     sys.excepthook = report_and_exit
@@ -89,7 +89,7 @@ def read_arguments(keys, argv):
     {name: (value, where it came from)} of the config files and --key=value arguments in argv,
     checked against keys, a {name: Key}. Raises BadConfig.
     """
-    overrides, given = {}, set()
+    overrides = {}
     for arg in argv:
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
@@ -103,9 +103,6 @@ def read_arguments(keys, argv):
             example = next((x for x in following if not x.startswith("--")),
                            repr(keys[name].default))
             raise BadConfig(f"{arg}: a value is missing; type --{name}={example}")
-        if name in given:
-            raise BadConfig(f"--{name} is given twice; keep one")
-        given.add(name)
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)

@@ -1,8 +1,9 @@
 """
-The data: JSONL files, prompts as token ids, the rows that an iteration trains on, micro-batches.
+The data: prompts as token ids, the rows that an iteration trains on, micro-batches. What the rows
+are read from, and how they must look, is in formats.py.
 
-Which rows of the file make up the batch of an iteration is a function of the seed and the iteration
-alone. So a resumed run sees the same rows as one that was never stopped, with nothing to save.
+Which rows make up the batch of an iteration is a function of the seed and the iteration alone. So a
+resumed run sees the same rows as one that was never stopped, with nothing to save.
 
 A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
 tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
@@ -13,91 +14,17 @@ import collections
 import contextlib
 import functools
 import hashlib
-import json
-import os
+import math
 
 import torch
 
 import parallel
 from errors import BadInput, warn
+from formats import where_is
 
 
 # --------------------------------------------------------------------------------------------------
-# JSONL
-
-
-def read_jsonl(path, fields):
-    """
-    The rows of a JSONL file, as dicts. A line of the toy's: {"prompt": "123+456=", "answer": "579"}
-
-    fields: the names that every row must have. The value of a field is a non-empty string (only
-    `completion` may be empty), or, for all but `answer`, a non-empty list of {"role", "content"}
-    messages. Raises BadInput with the file, the line and the field.
-    """
-    # a pipe would hang, a device might never end
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe "
-                       "or a device; it is read more than once")
-    try:
-        with open(path, "rb") as f:
-            lines = f.read().split(b"\n")
-    except OSError as e:
-        raise BadInput(f"{path}: {e.strerror}; prepare the data first (data/*/prepare.py)") from e
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as e:
-            raise BadInput(f"{where}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
-        except (ValueError, RecursionError) as e:
-            raise BadInput(f"{where}: not JSON ({e}); each line is one object, such as "
-                           "{\"prompt\": \"1+2=\"}") from e
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}")
-        for field in fields:
-            if field not in row:
-                found = ", ".join(map(repr, row)) or "none"
-                raise BadInput(f"{where}: field {field!r} is missing; it has {found}")
-            check_text(row[field], field, where)
-        rows.append(row)
-    if not rows:
-        raise BadInput(f"{path}: the file is empty; prepare the data first (data/*/prepare.py)")
-    return rows
-
-
-def check_text(value, field, where):
-    """
-    Raise BadInput unless the value of a field is a non-empty string, or a list of messages whose
-    contents are. Half a surrogate pair (the escape "\\ud83d" without its other half) is not text:
-    UTF-8 cannot hold it. An empty `completion` is fine: the response is EOS alone.
-    """
-    texts = [value]
-    if isinstance(value, list) and field != "answer":
-        if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str)
-                                for message in value):
-            raise BadInput(f"{where}: field {field!r} must be a string or a list of "
-                           "{\"role\", \"content\"} messages")
-        texts = [message.get("content") for message in value]
-        if any(is_surrogate(ch) for message in value for ch in message["role"]):
-            raise BadInput(f"{where}: field {field!r} has a role with half a surrogate pair, which "
-                           "is not text")
-    for text in texts:
-        if not isinstance(text, str):
-            raise BadInput(f"{where}: field {field!r} must be a string, found "
-                           f"{type(text).__name__}")
-        if not text and field != "completion":
-            raise BadInput(f"{where}: field {field!r} is empty")
-        if any(map(is_surrogate, text)):
-            raise BadInput(f"{where}: field {field!r} holds half a surrogate pair, which is not "
-                           "text")
-
-
-def is_surrogate(ch):
-    """Whether a character is half of a surrogate pair."""
-    return "\ud800" <= ch <= "\udfff"
+# prompts as token ids
 
 
 @contextlib.contextmanager
@@ -130,50 +57,86 @@ def say_special_tokens(rows, fields, tokenizer, path):
              "instead (EOS is added by itself)")
 
 
-def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context of the models"):
+def say_too_long(path, count, dropped, cut, limit, whose):
+    """Print on rank 0 how many of so many rows are dropped or cut, if any. whose: the limit's."""
+    if dropped or cut:
+        what = [f"{dropped} dropped"] * (dropped > 0) + [f"{cut} cut"] * (cut > 0)
+        warn(f"{path}: {' and '.join(what)} of {count} rows, as they have more tokens than {whose} "
+             f"of {limit}")
+
+
+def encode_each(rows, path, tokenizer):
+    """The ids of each row's prompt, as the tokenizer gives them. Raises BadInput with the row."""
+    prompts = []
+    for number, row in enumerate(rows):
+        with naming(*where_is(rows, path, number)):
+            prompts.append(tokenizer.encode_prompt(row["prompt"]))
+    return prompts
+
+
+BESIDE = "beside max_new_tokens into {}. Shorten or drop it, or lower max_new_tokens"
+CONTEXT = BESIDE.format("the smallest context of the models")
+
+
+def encode_prompts(rows, tokenizer, longest, path, limit=CONTEXT, too_long="error",
+                   encode=encode_each):
     """
     The token ids of each row's prompt: a list of lists. The toy's "123+456=" becomes
     [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
 
     All prompts are encoded once, at the start: otherwise a prompt that is too long could end a run
-    on its third day. longest: how many tokens a prompt may have. path: the file, and whose: the
-    context that is the limit, both for the message. Raises BadInput with the row.
+    on its third day. longest: how many tokens a prompt may have. path: the file, and limit: what
+    they fit into and what to do, both for the message. too_long: what becomes of a longer prompt:
+    "error"; "drop", it is taken out of `rows`, too; "cut", it loses tokens at its beginning, behind
+    BOS. encode: does what encode_each does, perhaps faster. Raises BadInput with the row.
     """
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        with naming(path, number):
-            ids = tokenizer.encode_prompt(row["prompt"])
-            if not 0 < len(ids) <= longest:
-                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
-                               f"max_new_tokens into {whose}. Shorten or drop it, or lower "
-                               "max_new_tokens")
-        prompts.append(ids)
+    prompts, kept, cut = encode(rows, path, tokenizer), [], 0
+    for number, ids in enumerate(prompts):
+        if len(ids) == 0 or len(ids) > longest and (too_long == "error" or longest < 1):
+            with naming(*where_is(rows, path, number)):
+                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit {limit}")
+        if len(ids) > longest and too_long == "cut":
+            bos = len(tokenizer.bos_ids) if longest > len(tokenizer.bos_ids) else 0
+            prompts[number] = ids[:bos] + ids[len(ids) - longest + bos:]
+            cut += 1
+        if len(prompts[number]) <= longest:
+            kept.append(number)
+    say_too_long(path, len(rows), len(rows) - len(kept), cut, longest, "the limit")
+    if len(kept) < len(rows):
+        rows.keep(kept)
+        prompts = [prompts[number] for number in kept]
     return prompts
 
 
-def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer):
+def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer,
+                   max_prompt_tokens=0, too_long="error", encode=encode_each):
     """
-    encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model.
-    models: {name: model}.
+    encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model,
+    and the prompt into max_prompt_tokens, if that is not 0. models: {name: model}.
 
     A reward model with another tokenizer than the policy's is given text. So the prompts are
     encoded with its tokenizer, too, but only to check that they fit. How many of its tokens a
-    response will have is not known yet: max_new_tokens of them must fit. Raises BadInput.
+    response will have is not known yet: max_new_tokens of them must fit. It is given the whole
+    prompt even where the policy's is cut. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     contexts = {name: model.config.max_positions for name, model in models.items()}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
         longest = contexts.pop("reward_model") - max_new_tokens
-        encode_prompts(rows, reward_tokenizer, longest, path, "the context of the reward model, in "
-                       "whose tokenizer this is counted")
-    return encode_prompts(rows, tokenizer, min(contexts.values()) - max_new_tokens, path)
+        limit = BESIDE.format("the context of the reward model, in whose tokenizer this is counted")
+        encode_prompts(rows, reward_tokenizer, longest, path, limit,
+                       "drop" if too_long == "drop" else "error", encode)
+    longest, limit = min(contexts.values()) - max_new_tokens, CONTEXT
+    if 0 < max_prompt_tokens < longest:
+        longest, limit = max_prompt_tokens, "max_prompt_tokens; raise it, or type --too_long=drop"
+    return encode_prompts(rows, tokenizer, longest, path, limit, too_long, encode)
 
 
 # --------------------------------------------------------------------------------------------------
 # which rows an iteration sees
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def permutation(n, *key):
     """
     The numbers from 0 to n - 1 in a random order, (n,) int64, which is a function of the key:
@@ -194,9 +157,41 @@ def batch_rows(seed, iteration, batch_size, n):
 
         epoch 0 has the order 1 2 0 3 4, epoch 1 the order 2 3 4 0 1
         the batches of batch_size = 3 are [1, 2, 0], [3, 4, 2], [3, 4, 0], ...
+
+    n may also be [(rows, weight), ...] of several files, whose rows are numbered one after the
+    other: see mixed_row.
     """
     places = range(iteration * batch_size, (iteration + 1) * batch_size)  # on the walk
+    if not isinstance(n, int):
+        return [mixed_row(seed, place, n) for place in places]
     return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
+
+
+def mixed_row(seed, place, files):
+    """
+    The row at a place of the walk through several files, each in its own epochs.
+
+    files: [(rows, weight), ...]. The first file has the share s = weight / sum of the weights of
+    all places: those where floor(s * place) grows. Its walk has come to floor(s * place) there. The
+    places between are left to the other files, in the same way. So up to any place a file has had
+    its share of rows, but for fewer than there are files.
+
+    With the weights 1 and 2 the places belong to the files  1 1 0  1 1 0  1 1 0 ...
+    """
+    first, weights = 0, [weight for _, weight in files]
+    for number, (n, weight) in enumerate(files):
+        share = weight / sum(weights[number:])  # of the places that files before have left
+        before = int(share * place)
+        if int(share * (place + 1)) > before:  # always so for the last file, whose share is 1
+            order = permutation(n, seed, "file", number, "epoch", before // n)
+            return first + int(order[before % n])
+        place, first = place - before, first + n
+
+
+def iterations(config, n, batch_size):
+    """max_iters; or, with the key epochs, how many iterations of batch_size rows these take."""
+    epochs = config["epochs"]
+    return math.ceil(epochs * n / batch_size) if epochs else config["max_iters"]
 
 
 def hashed_row(n, *key):
@@ -209,8 +204,16 @@ def hashed_row(n, *key):
 
 
 def other_row(row, n, *key):
-    """One of n rows, as a function of the key, but not this row (unless it is the only one)."""
-    return (row + 1 + hashed_row(max(n - 1, 1), *key)) % n
+    """
+    One of n rows, as a function of the key, but not this row (unless it is the only one). n may
+    also be [(rows, weight), ...] of several files: then it is a row of the same file.
+    """
+    first = 0
+    if not isinstance(n, int):
+        sizes = [rows for rows, _ in n]
+        file = next(i for i in range(len(sizes)) if row < sum(sizes[:i + 1]))
+        first, n = sum(sizes[:file]), sizes[file]
+    return first + (row - first + 1 + hashed_row(max(n - 1, 1), *key)) % n
 
 
 # --------------------------------------------------------------------------------------------------

@@ -97,10 +97,15 @@ def said_by_rank_0(message):
         return False
 
 
+def say(message):
+    """Print something on rank 0, in one line."""
+    if os.environ.get("RANK", "0") == "0":
+        print(one_line(message), flush=True)
+
+
 def warn(message):
     """Print on rank 0, in one line, something that is strange but may be meant."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {one_line(message)}", flush=True)
+    say(f"warning: {message}")
 
 
 # -------------------------------------------------------------------------------------------------

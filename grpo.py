@@ -31,9 +31,11 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, encode_for_all, my_micro_batches, other_row, permutation, replace_rows
+from data import (batch_rows, iterations, my_micro_batches, other_row, permutation,
+                  replace_rows)
 from engine import audit, build, launch, report
 from engine.checks import check_grpo
+from engine.encoded import encode_prompts
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
@@ -47,14 +49,18 @@ from rollout import sample_and_score
 out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
-# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
-prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
-eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
+# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
+prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
+eval_path = ""  # held-out prompts; empty = no evaluation
+max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
+too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
 # 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # responses to a prompt, G [2..1000000]
@@ -108,10 +114,11 @@ config = configure(globals(), "engine/keys.py")
 rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_grpo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms) for path in (prompts_path, eval_path))
+train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+                         for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
@@ -121,9 +128,10 @@ reward_model, reward_tokenizer = build.load_reward_model(config, device, policy,
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
+prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 train_prompts, eval_prompts = prompts
+config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
@@ -207,7 +215,7 @@ def refill(batch, picked, flat):
             break
         for slot in slots:
             key = seed, "refill", run.iteration, attempt, slot
-            picked[slot] = other_row(picked[slot], len(train_rows), *key)
+            picked[slot] = other_row(picked[slot], train_rows.mix, *key)
         fresh = sample_and_score(  # COLLECTIVE
             run, policy, scorer, config, [train_rows[picked[slot]] for slot in slots],
             [train_prompts[picked[slot]] for slot in slots], f"refill {attempt}", run.iteration,
@@ -225,11 +233,11 @@ def evaluate():
     batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    score = shape_scores(batch["scores"], batch["finished"]).mean().item()
+    score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -240,7 +248,7 @@ for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
     record = {}
-    if iteration % eval_interval == 0 or iteration == max_iters:
+    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
     run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
@@ -250,13 +258,13 @@ for iteration in range(run.start, max_iters + 1):
 
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score. Every rank does its share, and then holds the whole batch
-    picked = batch_rows(seed, iteration, batch_size // group_size, len(train_rows))
+    picked = batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
     batch = sample_and_score(  # COLLECTIVE
         run, policy, scorer, config, [train_rows[i] for i in picked],
         [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
     sampled = report.summarize(batch, "objective", scorer.names)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    sampled["objective/score_std"] = scores.std().item()
+    sampled["objective/score_std"] = report.deviation_of(scores).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
@@ -382,13 +390,13 @@ for iteration in range(run.start, max_iters + 1):
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/texts": report.hash_of(batch["tokens"]),
-        "objective/rlhf_reward": scores.mean().item(),
+        "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": float(ratio_gap),
         "policy/grad_norm": policy_norm.item(),
         "policy/steps": steps,
         "policy/lr": policy_lr,
     }
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

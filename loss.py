@@ -278,6 +278,8 @@ def update_moments(moments, x):
     JSON can hold them; [0, 0.0, 0.0] at first. Then with 1 and 3: [2, 2.0, 2.0].
     """
     n, mean, m2 = moments
+    if x.numel() == 0:
+        return moments
     x = x.double()
     k, new_mean = x.numel(), x.mean().item()
     new_m2 = (x - new_mean).square().sum().item()

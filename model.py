@@ -1,7 +1,7 @@
 """
-The architecture alone: one Transformer for six families of Hugging Face models, gpt2, gpt_neox
-(Pythia), llama, mistral, qwen2 and qwen3. It reads like nanoGPT's model.py; each thing in which a
-family differs from GPT-2 is a field of ModelConfig.
+The architecture alone: one Transformer for eight families of Hugging Face models, gpt2, gpt_neox
+(Pythia), llama, mistral, qwen2, qwen3, olmo2 and gemma3_text (Gemma 3 without images). It reads
+like nanoGPT's model.py; each thing in which a family differs from GPT-2 is a field of ModelConfig.
 
     policy = from_pretrained("out/arithmetic_sft/policy")  # engine/pretrained.py
     logits = policy(tokens, attention_mask)  # (B, T) int64, (B, T) bool -> (B, T, V)
@@ -41,15 +41,21 @@ class ModelConfig:
     activation: str
     tied: bool  # the LM head is the embedding matrix
     rms_norm: bool = True  # False: LayerNorm with bias
+    norm_offset: bool = False  # Gemma: a norm multiplies by 1 + weight
+    norm_before: bool = True  # attention and MLP read the normalised residual stream
+    norm_after: bool = False  # OLMo 2, Gemma 3: what they write to it is normalised
     gated_mlp: bool = True  # False: up, activation, down
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
     learned_positions: bool = False  # GPT-2: a table of positions instead of rotation
     rotary_dim: int = 0  # how many of head_dim's coordinates rotate
     rope: dict = None  # rope_type, rope_theta and what the type needs: see rope_frequencies
+    local_rope: dict = None  # Gemma: the same of layers with a window; None: as in all others
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm on each head's query and key
+    qk_norm: str = ""  # RMSNorm on queries and keys; head: on each head's alone, width: on all
+    attention_scale: float = None  # of queries times keys; None: head_dim ** -0.5
+    embed_scale: float = None  # Gemma: the embeddings are multiplied by this
     windows: tuple = ()  # sliding attention window of each layer, 0 = sees everything
     score_shift: float = 0.0  # added to a reward model's scalar, see rm.py (N+ detail 15)
     hf: dict = None  # config.json as it was read, for saving
@@ -66,17 +72,24 @@ ACTIVATIONS = {
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
+    def __init__(self, c, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.offset = c.norm_eps, c.norm_offset
 
     def forward(self, x):
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        # Gemma's weights are near 0: in 16 bits, 1 + weight would lose most of them
+        weight = 1.0 + at_least_float32(self.weight)
+        return F.rms_norm(at_least_float32(x), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
-def make_norm(c):
-    return RMSNorm(c.d_model, c.norm_eps) if c.rms_norm else nn.LayerNorm(c.d_model, eps=c.norm_eps)
+def make_norm(c, there=True):
+    """A norm of the residual stream's width; where a family has none, it changes nothing."""
+    if not there:
+        return nn.Identity()
+    return RMSNorm(c, c.d_model) if c.rms_norm else nn.LayerNorm(c.d_model, eps=c.norm_eps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -90,19 +103,22 @@ class Layer(nn.Module):
         super().__init__()
         self.c, self.index = c, index
         self.recomputed = False  # see Transformer.recompute
-        self.norm1 = make_norm(c)
+        self.norm1 = make_norm(c, c.norm_before)
         self.q = nn.Linear(c.d_model, c.n_heads * c.head_dim, bias=c.qkv_bias)
         self.k = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
         self.v = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
-            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
-        self.norm2 = make_norm(c)
+            q_heads, k_heads = (1, 1) if c.qk_norm == "head" else (c.n_heads, c.n_kv_heads)
+            self.q_norm = RMSNorm(c, q_heads * c.head_dim)
+            self.k_norm = RMSNorm(c, k_heads * c.head_dim)
+        self.norm1_after = make_norm(c, c.norm_after)
+        self.norm2 = make_norm(c, c.norm_before)
         if c.gated_mlp:
             self.gate = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
         self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
         self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
+        self.norm2_after = make_norm(c, c.norm_after)
         self.activation = ACTIVATIONS[c.activation]
 
     def forward(self, x, rotation, mask, cache, adapter=None):
@@ -110,23 +126,26 @@ class Layer(nn.Module):
         if self.c.parallel_residual:
             y = x + self.attention(self.norm1(x), rotation, mask, cache, adapter)
             return y + self.mlp(self.norm2(x), adapter)
-        x = x + self.attention(self.norm1(x), rotation, mask, cache, adapter)
-        return x + self.mlp(self.norm2(x), adapter)
+        x = x + self.norm1_after(self.attention(self.norm1(x), rotation, mask, cache, adapter))
+        return x + self.norm2_after(self.mlp(self.norm2(x), adapter))
 
     def attention(self, x, rotation, mask, cache, adapter):
         """
         x (B, T, d) -> (B, T, d).
 
-        rotation: (cos, sin) of Transformer.rotation; None where positions are learned.
+        rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
         mask: what a token may look at, one of three things: see attention_masks.
         cache: a KVCache, which takes the new keys and values and gives back all; or None.
         """
         B, T, _ = x.shape
         H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
-        q = self.linear("q", x, adapter).view(B, T, H, hd).transpose(1, 2)  # (B, H, T, hd)
-        k = self.linear("k", x, adapter).view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
-        v = self.linear("v", x, adapter).view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
-        if self.c.qk_norm:
+        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
+        if self.c.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.view(B, T, H, hd).transpose(1, 2)  # (B, H, T, hd)
+        k = k.view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
+        v = v.view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
+        if self.c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -134,7 +153,7 @@ class Layer(nn.Module):
             k, v = cache.append(self.index, k, v)  # (B, KV, S, hd)
 
         if T == 1:  # decoding: faster by hand, because a fused kernel takes longer to set up
-            y = single_query_attention(q, k, v, mask)  # (B, H, 1, hd)
+            y = single_query_attention(q, k, v, mask, self.c.attention_scale)  # (B, H, 1, hd)
             return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
         if KV != H:  # each head of keys and values serves H / KV heads of queries
             k = k.repeat_interleave(H // KV, dim=1)  # (B, H, S, hd)
@@ -144,7 +163,8 @@ class Layer(nn.Module):
             # ranks must gather each layer together; a fused kernel may refuse the empty batch
             y = (q @ k.mT).softmax(-1) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                               scale=self.c.attention_scale)
         return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
 
     def mlp(self, x, adapter):
@@ -171,14 +191,15 @@ class Layer(nn.Module):
         return y + adapter[name](x).to(y.dtype)
 
 
-def single_query_attention(q, k, v, mask):
+def single_query_attention(q, k, v, mask, scale=None):
     """
     Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd) -> (B, H, 1, hd).
-    mask: bool (B, 1, 1, S), True where the query may look; None: everywhere.
+    mask: bool (B, 1, 1, S), True where the query may look; None: everywhere. scale: of q times k;
+    None: hd ** -0.5.
     """
     B, H, _, hd = q.shape
     KV = k.shape[1]
-    q = q.view(B, KV, H // KV, hd) * hd**-0.5
+    q = q.view(B, KV, H // KV, hd) * (scale or hd**-0.5)
     weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
     if mask is not None:
         weights = weights.masked_fill(~mask, -torch.inf)
@@ -215,20 +236,23 @@ class KVCache:
 # rotary positions
 
 
-def rope_frequencies(c):
-    """Radians per position, (rotary_dim / 2,) fp32 (RoFormer, arXiv 2104.09864, section 3.2.2)."""
-    exponents = torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim
-    f = 1.0 / c.rope["rope_theta"] ** exponents
-    if c.rope["rope_type"] == "linear":
-        f = f / c.rope["factor"]
-    if c.rope["rope_type"] == "llama3":
+def rope_frequencies(rope, rotary_dim):
+    """
+    Radians per position, (rotary_dim / 2,) fp32 (RoFormer, arXiv 2104.09864, section 3.2.2). rope:
+    ModelConfig's rope or local_rope.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    f = 1.0 / rope["rope_theta"] ** exponents
+    if rope["rope_type"] == "linear":
+        f = f / rope["factor"]
+    if rope["rope_type"] == "llama3":
         # Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones
         # are kept, and there is a ramp in between
-        old = c.rope["original_max_position_embeddings"]
-        low, high = c.rope["low_freq_factor"], c.rope["high_freq_factor"]
+        old = rope["original_max_position_embeddings"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         turns = old * f / (2 * math.pi)  # full turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1 = keep, 0 = stretch
-        f = keep * f + (1 - keep) * f / c.rope["factor"]
+        f = keep * f + (1 - keep) * f / rope["factor"]
     return f
 
 
@@ -266,7 +290,8 @@ class Transformer(nn.Module):
         elif not c.tied:
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
-        # device -> rope_frequencies; not a buffer, because .bfloat16() would round a buffer
+        # (device, whether local_rope's) -> rope_frequencies; not a buffer, because .bfloat16() would
+        # round a buffer
         self.frequencies = {}
 
     def forward(self, *args, **kwargs):
@@ -297,15 +322,17 @@ class Transformer(nn.Module):
             positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]  # (B, T)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
+        if self.config.embed_scale:
+            x = x * self.config.embed_scale
         if self.config.learned_positions:
             x = x + look_up(self.positions, positions)
-        rotation = None if self.config.learned_positions else self.rotation(positions, x.dtype)
+        rotations = self.rotations(positions, x.dtype)
         dtype = autocast_dtype(x) or x.dtype  # of the attention
         masks = attention_masks(self.config.windows, T, attention_mask, cache, dtype, tokens.device)
 
         for i, layer in enumerate(self.layers):
-            mask = masks[self.config.windows[i]]
-            arguments = x, rotation, mask, cache, adapter[i] if adapter else None
+            window = self.config.windows[i]
+            arguments = x, rotations[window], masks[window], cache, adapter[i] if adapter else None
             if layer.recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -327,13 +354,28 @@ class Transformer(nn.Module):
         """(V, d)."""
         return self.embed.weight if self.config.tied else self.lm_head.weight
 
-    def rotation(self, positions, dtype):
-        """positions (B or 1, T) -> (cos, sin) for `rotate`, (B or 1, 1, T, rotary_dim) each."""
-        device = positions.device
-        if device not in self.frequencies:
-            self.frequencies[device] = rope_frequencies(self.config).to(device)
+    def rotations(self, positions, dtype):
+        """
+        positions (B or 1, T) -> {window: (cos, sin) of its layers, for `rotate`}, of shape (B or 1,
+        1, T, rotary_dim) each; {window: None} where positions are learned.
+        """
+        c = self.config
+        if c.learned_positions:
+            return dict.fromkeys(c.windows)
+        rotations = dict.fromkeys(c.windows, self.rotation(positions, dtype, local=False))
+        if c.local_rope:
+            local = self.rotation(positions, dtype, local=True)
+            rotations |= {window: local for window in c.windows if window}
+        return rotations
+
+    def rotation(self, positions, dtype, local):
+        """positions (B or 1, T) -> (cos, sin), (B or 1, 1, T, rotary_dim) each."""
+        c, key = self.config, (positions.device, local)
+        if key not in self.frequencies:
+            f = rope_frequencies(c.local_rope if local else c.rope, c.rotary_dim)
+            self.frequencies[key] = f.to(positions.device)
         # (B or 1, 1, T, 1) * (rotary_dim / 2,)
-        angles = positions[:, None, :, None].float() * self.frequencies[device]
+        angles = positions[:, None, :, None].float() * self.frequencies[key]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 

@@ -31,9 +31,10 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, encode_for_all, my_micro_batches, permutation
+from data import batch_rows, iterations, my_micro_batches, permutation
 from engine import audit, build, launch, report
 from engine.checks import check_ppo
+from engine.encoded import encode_prompts
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
@@ -49,15 +50,19 @@ from rollout import sample_and_score
 out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
+samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
-# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured
-prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on
-eval_path = "data/arithmetic/rl_val.jsonl"  # held-out prompts
+# prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
+prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
+eval_path = ""  # held-out prompts; empty = no evaluation
+max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
+too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
 # 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
@@ -108,10 +113,11 @@ config = configure(globals(), "engine/keys.py")
 rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms) for path in (prompts_path, eval_path))
+train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+                         for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
@@ -126,9 +132,10 @@ value_model = build.load_value_model(config, device, policy, tokenizer, reward_t
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer)
+prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 train_prompts, eval_prompts = prompts
+config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
@@ -194,8 +201,10 @@ def read_with_models(batch, minibatches):
 def shape_scores(scores, finished):
     """
     What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
-    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score; one to
+    which no reward applies has the score 0.
     """
+    scores = torch.where(scores.isnan(), 0, scores)
     # the deviation of no scores is 1: so it is while scale_scores = "none"
     scores = scores / standard_deviation(state["score_moments"])
     if missing_eos_penalty > 0:
@@ -218,7 +227,7 @@ def evaluate():
     if keep_best and report.is_better(score, state["best_score"]):
         state["best_score"] = score
         run.save_as("best_policy")  # COLLECTIVE
-    run.print_evaluation(record, batch, rows)
+    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
 
@@ -229,7 +238,7 @@ for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
     record = {}
-    if iteration % eval_interval == 0 or iteration == max_iters:
+    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
     run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
@@ -239,7 +248,7 @@ for iteration in range(run.start, max_iters + 1):
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
     # rank does its share of the prompts, and then holds the whole batch
-    picked = batch_rows(seed, iteration, batch_size, len(train_rows))
+    picked = batch_rows(seed, iteration, batch_size, train_rows.mix)
     batch = sample_and_score(  # COLLECTIVE
         run, policy, scorer, config, [train_rows[i] for i in picked],
         [train_prompts[i] for i in picked], "rollout", iteration)
@@ -259,7 +268,8 @@ for iteration in range(run.start, max_iters + 1):
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":  # with the scores of this batch
-        state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
+        given = batch["scores"][~batch["scores"].isnan()]  # where a reward applies
+        state["score_moments"] = update_moments(state["score_moments"], given)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
@@ -377,6 +387,6 @@ for iteration in range(run.start, max_iters + 1):
     if kl_coef_target > 0:
         state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
                                          kl_horizon, batch_size)
-    run.log(record, tokens=int(mask.sum()))  # COLLECTIVE
+    run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

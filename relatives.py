@@ -45,30 +45,37 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
     scale_by: "std" as above; "batch": divide by the standard deviation of all B scores; "none": do
         not divide (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-    The deviations are unbiased (divided by n - 1); the 1e-4 is TRL's.
+    The deviations are unbiased (divided by n - 1); the 1e-4 is TRL's. A response whose score is NaN
+    has none: means and deviations are those of the others, and its advantage is 0.
     """
     groups = scores.double().view(-1, group_size)  # (B / G, G)
-    advantages = groups - groups.mean(1, keepdim=True)
+    advantages = groups - groups.nanmean(1, keepdim=True)
+    scored = ~groups.isnan()  # (B / G, G)
+    n = scored.sum(1, keepdim=True)  # (B / G, 1): G, where all have a score
+    variances = advantages.square().nansum(1, keepdim=True) / (n - 1)  # (B / G, 1)
     if baseline == "others":
-        # score - (sum of the group - score) / (G - 1) = (score - mean of the group) * G / (G - 1)
-        advantages = advantages * group_size / (group_size - 1)
+        # score - (sum of the group - score) / (n - 1) = (score - mean of the group) * n / (n - 1)
+        advantages = advantages * n / (n - 1)
     if scale_by == "std":
-        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+        advantages = advantages / (variances.sqrt() + 1e-4)
     elif scale_by == "batch":
-        advantages = advantages / (groups.std() + 1e-4)
+        advantages = advantages / (groups[scored].std() + 1e-4)
     # Equal scores have advantages of exactly 0. Rounding may leave their mean beside the scores
     # themselves, and the division by 1e-4 would make something of the difference.
-    advantages = advantages.masked_fill(flat_groups(scores, group_size)[:, None], 0)
-    return advantages.flatten().to(scores.dtype)
+    nothing = flat_groups(scores, group_size)[:, None] | ~scored
+    return advantages.masked_fill(nothing, 0).flatten().to(scores.dtype)
 
 
 def flat_groups(scores, group_size):
     """
     Which groups have equal scores, and so nothing to learn from: scores (B,) -> (B / G,) bool.
-    DAPO replaces them by groups of other prompts (arXiv 2503.14476, equation 11).
+    DAPO replaces them by groups of other prompts (arXiv 2503.14476, equation 11). NaN is no score:
+    a group with one score, or none, is flat.
     """
     groups = scores.view(-1, group_size)
-    return (groups == groups[:, :1]).all(1)
+    none = groups.isnan()
+    lowest = groups.masked_fill(none, torch.inf).amin(1)
+    return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -292,14 +292,16 @@ def last_real(mask):
 
 
 @torch.no_grad()
-def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
+def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0,
+                    skipped_id=None):
     """
     The reward model's scores, (B,) in at least float32: its output at the last real token of each
     row, plus its score_shift.
 
     tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
     this many forward passes. A model that is sharded over the ranks needs all of them in each
-    pass; so a rank with fewer rows adds passes without rows.
+    pass; so a rank with fewer rows adds passes without rows. skipped_id: read at the last token
+    that is not this one, as transformers does with pad_token_id; at the first if all are.
     """
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
@@ -311,8 +313,10 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
         if len(rows) == 0:
             used[:2] = True  # a model needs some columns
         mask = mask[:, used]
-        outputs = reward_model(tokens[rows][:, used], mask)  # (b, columns)
-        scores[rows] = outputs.gather(1, last_real(mask)[:, None]).squeeze(1).to(dtype)
+        ids = tokens[rows][:, used]  # (b, columns)
+        outputs = reward_model(ids, mask)  # (b, columns)
+        read_at = last_real(mask if skipped_id is None else mask & (ids != skipped_id))  # (b,)
+        scores[rows] = outputs.gather(1, read_at[:, None]).squeeze(1).to(dtype)
     return scores + reward_model.config.score_shift
 
 
@@ -321,8 +325,9 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     """
     The reward model's score of each response, (B,), read at its last token (N+ detail 12).
 
-    A reward model with the policy's tokenizer reads the very ids that were sampled. With another
-    tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with EOS.
+    A reward model of rm.py with the policy's tokenizer reads the very ids that were sampled. With
+    another tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with
+    EOS. A reward model of others also reads the text, in their way: see engine/reading.py.
     The text of a response may then be longer than the reward model's context, though all prompts
     were checked: the reward model reads as much of it as fits, as if the response had never ended.
     One odd response must not stop a run.
@@ -337,9 +342,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         sequences = []
         for row, completion, finished in zip(batch["rows"], batch["completions"],
                                              batch["finished"].tolist(), strict=True):
-            ids = reward_tokenizer.encode_prompt(row["prompt"])
-            ids = ids + reward_tokenizer.encode_completion(completion)  # the last one is EOS
-            ids = ids if finished else ids[:-1]
+            ids = reward_tokenizer.encode_response(row["prompt"], completion, finished)
             sequences.append(ids[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
@@ -347,7 +350,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     tokens, mask = together.together(encode)  # COLLECTIVE
     device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
-                           count)
+                           count, reward_tokenizer.skipped_id)
 
 
 def alike_for_equal_texts(scores, batch):
@@ -393,6 +396,7 @@ class Scorer:
         self.threads, self.device = threads, device
         self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
         self.autocast = autocast(config, device)
+        self.said = set()  # what need not be said again
 
     def start(self, part, fraction):
         """
@@ -427,8 +431,29 @@ class Scorer:
         return said
 
     def add_up(self, batch):
-        """Add the scores (B,) of a gathered batch: the weighted sum of its rewards."""
+        """
+        Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is
+        NaN does not apply to the response (its function gave None) and adds nothing. Where no
+        reward applies, but such of weight 0, the score is NaN: the response has none.
+        """
         if self.reward_model is not None:
             learned = batch["reward/reward_model"]
             batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
-        batch["scores"] = sum(weight * batch[f"reward/{name}"] for weight, name, _ in self.terms)
+            if len(learned) > 1 and (learned == learned[0]).all():
+                self.say_once("the reward model gives all responses of this batch the score "
+                              f"{learned[0]:.4g}: nothing can be learned from it")
+        for name in self.names:
+            none = int(batch[f"reward/{name}"].isnan().sum())
+            if none:
+                self.say_once(f"the reward {name!r} gives None for {none} of "
+                              f"{len(batch['tokens'])} responses: it does not apply to them", name)
+        rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in self.terms]
+        scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
+        counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
+        batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
+
+    def say_once(self, message, key="reward_model"):
+        """Print a line on rank 0, unless one of the same key was printed before."""
+        if key not in self.said and parallel.rank_and_size()[0] == 0:
+            print(message, flush=True)
+        self.said.add(key)

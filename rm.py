@@ -16,20 +16,20 @@ where it counts.
 import os
 import sys
 import time
-from array import array
 
 import parallel
 from configurator import configure
-from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from data import batch_rows, iterations, right_pad
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
+from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from errors import BadInput
+from engine.trackers import start_trackers
+from formats import Rows, preference_row, read_rows, sft_row
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
 from parallel import even_micro_batches
@@ -41,10 +41,13 @@ from rewards import last_real
 out_dir = "out/rm"  # checkpoints, log.jsonl and the finished model; to resume, give the same
 eval_interval = 50  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
-# data: JSONL with "prompt", "chosen" and "rejected"; demonstrations with "prompt" and "completion"
-train_path = "data/arithmetic/pairs_train.jsonl"  # preference pairs to learn
-val_path = "data/arithmetic/pairs_val.jsonl"  # held-out pairs
-demonstrations_path = "data/arithmetic/sft_val.jsonl"  # what shall score 0 on average
+# data: JSONL with "prompt", "chosen" and "rejected", or two whole dialogues; see docs/data.md
+train_path = "data/arithmetic/pairs_train.jsonl"  # pairs to learn; A.jsonl,0.3*B.jsonl: a mix
+val_path = ""  # held-out pairs; empty = no evaluation
+demonstrations_path = ""  # SFT's: what shall score 0 on average; empty = the held-out chosen ones
+max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
+# A pair cannot be cut: the score is read at the last token, and a text that is cut has no EOS there
+too_long = "error"  # a pair with a longer one [error | drop]
 # model
 init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
 # optimizer: AdamW
@@ -75,36 +78,11 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 # -------------------------------------------------------------------------------------------------
 # data
 
-train_rows = read_jsonl(train_path, ["prompt", "chosen", "rejected"])
-val_rows = read_jsonl(val_path, ["prompt", "chosen", "rejected"])
-demonstrations = read_jsonl(demonstrations_path, ["prompt", "completion"])
-tokenizer = load_tokenizer(init_from)
-
-
-def encode(rows, field, path, longest):
-    """
-    [ids of a prompt and its completion, row[field], ...] of all rows. The completion ends with EOS.
-
-    Every row is encoded before the first step: a row that does not fit must not end a run that has
-    computed for days. longest: how many tokens the model has room for. Raises BadInput.
-    """
-    sequences = []
-    for number, row in enumerate(rows, 1):
-        with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row[field])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: prompt and {field} make {length} tokens, more "
-                           f"than the model's context of {longest}; shorten or drop the row")
-        sequences.append(array("i", prompt + completion))  # a tenth of a list's memory
-    return sequences
-
-
-def encode_pairs(rows, path, longest):
-    """[(ids with the chosen completion, ids with the rejected one), ...] of all rows, by encode."""
-    chosen, rejected = (encode(rows, field, path, longest) for field in ("chosen", "rejected"))
-    return list(zip(chosen, rejected, strict=True))
+train_rows = read_rows(train_path, preference_row, fields)
+val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
+demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
+fix_chat_date(config)
+tokenizer = load_tokenizer(init_from, config)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -116,19 +94,23 @@ reward_model.config.score_shift = 0.0  # set at the end
 first_weights = fingerprint(trunk_of(reward_model))
 check_tokenizer_fits(tokenizer, reward_model, init_from)
 
-say_special_tokens(train_rows, ["prompt", "chosen", "rejected"], tokenizer, train_path)
-say_special_tokens(val_rows, ["prompt", "chosen", "rejected"], tokenizer, val_path)
-say_special_tokens(demonstrations, ["prompt", "completion"], tokenizer, demonstrations_path)
-longest = reward_model.config.max_positions
-train_pairs = encode_pairs(train_rows, train_path, longest)
-val_pairs = encode_pairs(val_rows, val_path, longest)
+def encode(rows, path, *fields):
+    """[the ids of each of these completions behind its prompt, ...] of all rows."""
+    lists = encode_examples(config, rows, path, tokenizer, fields, reward_model.config.max_positions)
+    return [tuple(ids for ids, _ in examples) for examples in zip(*lists, strict=True)]
+
+
+train_pairs = encode(train_rows, train_path, "chosen", "rejected")
+val_pairs = encode(val_rows, val_path, "chosen", "rejected")
 eval_pairs = val_pairs[:eval_size or len(val_pairs)]
-demonstrations = encode(demonstrations, "completion", demonstrations_path, longest)
+demonstrations = [ids for ids, in encode(demonstrations, demonstrations_path, "completion")]
+# without demonstrations, what was preferred to something else shall score 0 on average
+demonstrations = demonstrations or [chosen for chosen, _ in val_pairs or train_pairs[:1000]]
+config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
-paths = train_path, val_path, demonstrations_path
-contents = {f"the content of {path}": sha256(path) for path in paths}
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+contents = data_hashes(train_path, val_path, demonstrations_path)
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -141,7 +123,8 @@ optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), a
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources,
+    token_ids=[ids for pair in train_pairs for ids in pair])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
@@ -152,15 +135,18 @@ models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and wha
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(reward_model, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in reward_model.parameters())
-    epochs = max_iters * batch_size / len(train_rows)
+    times = max_iters * batch_size / len(train_rows)
     print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} pairs, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {epochs:.1f} epochs")
+          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -225,7 +211,7 @@ for iteration in range(start, max_iters + 1):
 
     # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
     parallel.phase = f"iteration {iteration}, evaluation"
-    if iteration % eval_interval == 0 or last:
+    if eval_pairs and (iteration % eval_interval == 0 or last):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, "
@@ -252,8 +238,9 @@ for iteration in range(start, max_iters + 1):
     # A micro-batch then has pairs of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
-    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
+    rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
+    all_tokens = sum(len(chosen) + len(rejected) for chosen, rejected in pairs)
     pairs = pairs[rank::world_size]
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
@@ -285,21 +272,24 @@ for iteration in range(start, max_iters + 1):
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
                "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
               f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
-              f"eta {eta:.0f}s", flush=True)
+              f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
 mean = demonstration_mean()
 reward_model.config.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer)
+save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
 if master:
-    print(f"demonstrations scored {mean:.3f} on average; scores are shifted so that this is 0")
+    what = "demonstrations" if demonstrations_path else "chosen completions"
+    print(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
     print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")
 launch.finish()

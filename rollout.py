@@ -29,7 +29,7 @@ import parallel
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.placement import decoding_copy
-from errors import BadInput
+from errors import BadInput, Lost, Stop
 from loss import logprobs_from_logits, scaled_logits
 from model import KVCache, autocast_dtype
 
@@ -306,12 +306,22 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
 
     if purpose == "rollout":
         run.enter("score")
-    mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
+    try:
+        mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
+    except Stop as e:  # a reward has failed, and all ranks know it: what was learned so far is kept
+        if isinstance(e, Lost) or run.iteration == run.start:
+            raise
+        run.save()  # COLLECTIVE
+        raise Stop(f"{e}. The run is saved before iteration {run.iteration}: the same command goes "
+                   "on from there") from e
     run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
     batch["index"] = torch.arange(len(wanted), device=run.device)
+    read = ("sampler_logprobs", "reward/reward_model")  # what models have said
+    audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
-    audit.check_finite({name: batch[name] for name in ("sampler_logprobs", "scores")}, iteration)
+    there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
+    audit.check_finite(dict(scores=there), iteration)
     return batch
 
 

@@ -14,24 +14,23 @@ True where it counts.
 import os
 import sys
 import time
-from array import array
-
-import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, naming, read_jsonl, right_pad, say_special_tokens
-from engine import audit, launch, together
+from data import batch_rows, iterations, right_pad
+from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
+from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
                               precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
-from engine.run_folder import fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from errors import BadConfig, BadInput
+from engine.trackers import start_trackers
+from errors import BadConfig
+from formats import Rows, read_rows, sft_row
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from parallel import even_micro_batches
 
@@ -41,9 +40,11 @@ from parallel import even_micro_batches
 out_dir = "out/sft"  # checkpoints, log.jsonl and the finished policy; to resume, give the same
 eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
-# data: JSONL with "prompt" and "completion"
-train_path = "data/arithmetic/sft_train.jsonl"  # demonstrations to learn
-val_path = "data/arithmetic/sft_val.jsonl"  # held-out demonstrations
+# data: JSONL with "prompt" and "completion", or with "messages", or as docs/data.md says
+train_path = "data/arithmetic/sft_train.jsonl"  # to learn; A.jsonl,0.3*B.jsonl: a mix of files
+val_path = ""  # held-out demonstrations; empty = no evaluation
+max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
+too_long = "error"  # a longer one; cut: lose its end, and EOS with it [error | drop | cut]
 # model
 init_from = "scratch"  # a model folder or hub name; scratch: a new model of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # of a scratch model; other models bring their own
@@ -86,33 +87,10 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 # -------------------------------------------------------------------------------------------------
 # data
 
-train_rows = read_jsonl(train_path, ["prompt", "completion"])
-val_rows = read_jsonl(val_path, ["prompt", "completion"])
-tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from)
-
-
-def encode(rows, path, longest):
-    """
-    [(prompt ids, completion ids), ...] of all rows. The completion ends with EOS.
-
-    Every row is encoded before the first step: a row that does not fit must not end a run that has
-    computed for days. longest: how many tokens the model has room for. Raises BadInput.
-    """
-    say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
-    pairs = []
-    for number, row in enumerate(rows, 1):
-        with naming(path, number):
-            prompt = tokenizer.encode_prompt(row["prompt"])
-            completion = tokenizer.encode_completion(row["completion"])
-        length = len(prompt) + len(completion)
-        if length > longest:
-            raise BadInput(f"{path}, row {number}: a demonstration of {length} tokens exceeds the "
-                           f"model's context of {longest}; shorten or drop it")
-        if not prompt:
-            raise BadInput(f"{path}, row {number}: the prompt encodes to no token at all; there is "
-                           "nothing to predict the answer from")
-        pairs.append((array("i", prompt), array("i", completion)))  # a tenth of a list's memory
-    return pairs
+train_rows = read_rows(train_path, sft_row, fields)
+val_rows = read_rows(val_path, sft_row, fields) if val_path else Rows()
+fix_chat_date(config)
+tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -139,13 +117,17 @@ else:
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 
-train_pairs = encode(train_rows, train_path, policy.config.max_positions)
-val_pairs = encode(val_rows, val_path, policy.config.max_positions)
-eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+# [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
+longest = policy.config.max_positions
+(train_examples,), (val_examples,) = (
+    encode_examples(config, rows, path, tokenizer, ["completion"], longest)
+    for rows, path in ((train_rows, train_path), (val_rows, val_path)))
+eval_examples = val_examples[:eval_size or len(val_examples)]
+config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
-contents = {f"the content of {path}": sha256(path) for path in (train_path, val_path)}
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
+contents = data_hashes(train_path, val_path)
+together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
 
@@ -157,7 +139,8 @@ optimizer = make_optimizer(policy, place, learning_rate, (beta1, beta2), adam_ep
 # files and folders whose contents may not change before a run resumes
 sources = ["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources)
+    out_dir, config, ["seed", "batch_size", "init_from", "lora", "optim", *sources], sources,
+    token_ids=[part for example in train_examples for part in example])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
@@ -168,29 +151,31 @@ models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 parallel.broadcast_parameters(models.values())
 gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
+flops_a_token = report.flops_a_token(policy, trained=True)
+peak_flops = report.peak_flops(config, device)
+start_trackers(report_to, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in policy.parameters())
-    epochs = max_iters * batch_size / len(train_rows)
+    times = max_iters * batch_size / len(train_rows)
     print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {epochs:.1f} epochs")
+          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------
 # loss and evaluation
 
 
-def completion_logprobs(pairs):
+def completion_logprobs(examples):
     """
     Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
-    belongs to a completion. pairs: b of (prompt ids, completion ids).
+    is trained. examples: b of (ids, trained).
     """
-    tokens, attention_mask = right_pad([p + c for p, c in pairs], tokenizer.pad_id)  # (b, T) each
-    prompt_lengths = torch.tensor([len(p) for p, _ in pairs])  # (b,)
-    mask = attention_mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])  # (b, T)
+    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
+    mask = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
     tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
@@ -205,9 +190,9 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        mine = parallel.my_share(eval_pairs)
-        for pairs in even_micro_batches(mine, len(eval_pairs), micro_batch_size):
-            logprobs, mask = completion_logprobs(pairs)
+        mine = parallel.my_share(eval_examples)
+        for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
+            logprobs, mask = completion_logprobs(part)
             total -= masked_sum(logprobs, mask).item()
             count += mask.sum().item()
     return parallel.all_reduce_metrics({"eval/loss": [total, count]})
@@ -223,7 +208,7 @@ for iteration in range(start, max_iters + 1):
 
     # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
     parallel.phase = f"iteration {iteration}, evaluation"
-    if iteration % eval_interval == 0 or last:
+    if eval_examples and (iteration % eval_interval == 0 or last):
         record |= evaluate()
         if master:
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f} nats a token")
@@ -249,17 +234,19 @@ for iteration in range(start, max_iters + 1):
     # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
-    rows = batch_rows(seed, iteration, batch_size, len(train_pairs))
-    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: len(pair[0] + pair[1]))
-    token_count = sum(len(c) for _, c in pairs)  # of all ranks: the loss is the mean over these
-    pairs = pairs[rank::world_size]
+    rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
+    examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
+    # of all ranks: the loss is the mean over these
+    token_count = sum(trained.count(1) for _, trained in examples)
+    all_tokens = sum(len(ids) for ids, _ in examples)
+    examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
     for flat in gradients:
         flat.zero_()
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in even_micro_batches(pairs, batch_size, micro_batch_size):
+    for part in even_micro_batches(examples, batch_size, micro_batch_size):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
@@ -280,15 +267,17 @@ for iteration in range(start, max_iters + 1):
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "time/iteration": seconds}
+    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
+                           peak_flops, world_size)
     write_log(out_dir, record)
     if master and (iteration % 20 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
         print(f"iter {iteration}/{max_iters} | loss {record['loss/sft']:.4f} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {token_count / seconds:.0f} tok/s | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | {report.speed_words(record)} | "
               f"eta {eta:.0f}s", flush=True)
 
-save_final(out_dir, "policy", policy, tokenizer)
+save_final(out_dir, "policy", policy, tokenizer, config)
 if master:
     print(f"saved {os.path.join(out_dir, 'policy')}; next: sample from it (tools/sample.py), or "
           "train a reward model (rm.py)")

@@ -44,9 +44,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from engine.hf_config import ADAPTER_FIELDS, FINITE, check_fields
+from engine.hf_config import ADAPTER_FIELDS, check_fields
 from engine.hf_files import check_dtype, check_numbers, read_headers, read_json, read_tensors
-from engine.pretrained import draw_score_head, fill, from_hf, hf_name, to_hf
+from engine.pretrained import (
+    check_lora, draw_score_head, fill, from_hf, hf_name, read_shift, to_hf)
 from errors import BadInput, shorten
 from model import freeze, scalar_output
 
@@ -280,10 +281,10 @@ def load_adapted(base, folder, head="lm", base_path=""):
     if trained_on and base_path and not same_model(trained_on, base_path):
         raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, "
                        "where it would be noise")
-    for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
-        if settings.get(key):
-            raise BadInput(f"{file}: {key} = {settings[key]!r} is not supported; its scale would "
-                           "be another")
+    check_lora(settings, file)
+    if settings.get("use_rslora"):
+        raise BadInput(f"{file}: use_rslora is not supported on a shared trunk; leave share_base "
+                       "out, and the adapter is merged into a model of its own")
     modules = settings.get("target_modules") or []
     if not all(isinstance(m, str) and m for m in modules):
         raise BadInput(f"{file}: target_modules = {shorten(modules)}; wanted the names of linear "
@@ -341,10 +342,5 @@ def load_adapter(model, folder):
                 raise BadInput(f"{file}: {name} is {tuple(t.shape)}, wanted {tuple(p.shape)}; is "
                                "its rank the same?")
             fill(p, t)
-    try:
-        shift = {"score_shift": float(notes.get("score_shift", 0.0))}
-    except ValueError:
-        shift = notes  # not a number: check_fields says so
-    check_fields(shift, {"score_shift": FINITE}, file)
-    model.config.score_shift = shift["score_shift"]
+    read_shift(model.config, notes, file)
     model.new_head = False

@@ -3,14 +3,17 @@ The four models, built as the keys want them: one function a model. What LoRA (`
 for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
 in the building is decided here, so that the scripts need no switch for it.
 """
+import parallel
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
-from data import read_jsonl
 from engine.checks import uses_reward_model
 from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
+from engine.reading import reader_of
 from engine.reward_mix import check_rows
+from engine.run_folder import fix_chat_date
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from formats import Rows, prompt_row, read_rows
 from model import freeze
 
 
@@ -38,17 +41,27 @@ def settings(config, device):
                 recompute=config["gradient_checkpointing"])
 
 
-def read_prompts(path, terms):
-    """The rows of a JSONL file of prompts, which have what the rewards need. Raises BadInput."""
-    rows = read_jsonl(path, ["prompt"])
-    check_rows([term for term in terms if term[1] != "reward_model"], rows, path)
+def read_prompts(path, terms, fields=""):
+    """
+    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
+    BadInput.
+    """
+    rows = read_rows(path, prompt_row, fields) if path else Rows()
+    rules, first = [term for term in terms if term[1] != "reward_model"], 0
+    for file, _, count in rows.parts:
+        check_rows(rules, rows[first:first + count], file)
+        first += count
     return rows
 
 
 def load_policy(config, device):
-    """The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead."""
+    """
+    A collective: the SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained
+    instead.
+    """
     path = config["policy_path"]
-    tokenizer = load_tokenizer(path)
+    fix_chat_date(config)  # COLLECTIVE
+    tokenizer = load_tokenizer(path, config)
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
@@ -64,9 +77,10 @@ def load_ref_policy(config, device, policy):
 
 def load_reward_model(config, device, policy, tokenizer, terms):
     """
-    The reward model, frozen, and its tokenizer; None and the policy's tokenizer where the terms of
-    reward_functions are rules alone. With share_base: an adapter and a head on the policy's trunk.
-    Raises BadInput where reward_path is a plain language model.
+    The reward model, frozen, and its tokenizer, or its Reader if others have trained it; None and
+    the policy's tokenizer where the terms of reward_functions are rules alone. With share_base: an
+    adapter and a head on the policy's trunk. Raises BadInput where reward_path is a plain language
+    model, or its head gives 0 for all that it reads.
     """
     if not uses_reward_model(terms):
         return None, tokenizer
@@ -74,14 +88,20 @@ def load_reward_model(config, device, policy, tokenizer, terms):
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
     else:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
         reward_model = load(path, place, head="scalar", **settings(config, device))
     check_tokenizer_fits(tokenizer, reward_model, path)
     if reward_model.new_head:
         raise BadInput(f"reward_path {path!r} has no score head, it is a plain language model; "
                        "train one with rm.py")
-    return reward_model, tokenizer
+    if not reward_model.score.weight.any():
+        raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
+                       "same; was it trained?")
+    reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
+    if said and parallel.rank_and_size()[0] == 0:
+        print(said, flush=True)
+    return reward_model, reader
 
 
 def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
@@ -91,7 +111,7 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     start as a reward model that does not read the policy's tokens.
     """
     init, place = config["value_init"], places(config)["value"]
-    if init == "reward" and reward_tokenizer.fingerprint != tokenizer.fingerprint:
+    if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")
     if init == "shared":  # one more forward of the policy's trunk, which both losses then train

@@ -22,15 +22,18 @@ import re
 import shutil
 from functools import partial
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.adapters import Adapted, load_adapter, save_adapter
 from engine.disk import patiently, put_in_place, read_bytes, remove, sha256, sync, write_json
 from engine.optimizers import fill_optimizer, optimizer_tensors
+from engine.padding import give_padding
+from engine.model_card import model_card
 from engine.placement import trunk_of, whole_weights
 from engine.pretrained import load_weights, save_pretrained
-from engine.run_log import cut_log
+from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, together
 from errors import BadInput
 from parallel import rank_and_size
@@ -65,7 +68,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
         write_manifest(folder)
-        sync(os.path.join(out_dir, "log.jsonl"))  # the log of these iterations must last as well
+        for file in (os.path.join(out_dir, name) for name in LOG_FILES):
+            if os.path.exists(file):
+                sync(file)  # the log of these iterations must last as well
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
@@ -231,38 +236,92 @@ def use_tensors(file, use):
 # the finished models
 
 
-def save_final(out_dir, name, model, tokenizer):
+def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. Rank 0 writes. A
-    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. Raises
-    Stop, on all ranks, when the disk is full.
+    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. config: of
+    the run, for save_dtype and the model card. padding: it is a reward model, whose folder needs a
+    padding token (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
     """
-    final = os.path.join(out_dir, name)
+    final, config = os.path.join(out_dir, name), config or {}
+    dtype = saved_dtype(model, config.get("save_dtype", "auto"))
+    source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
     def write_merged(folder, weights):
-        save_model(folder, model, tokenizer, weights)
+        elements = save_model(folder, model, tokenizer, weights, dtype)
+        if padding:
+            give_padding(folder, tokenizer)
+        write_card(folder, name, elements, dtype)
 
     def write_adapter(folder, _):
-        save_adapter(model, folder, getattr(trunk_of(model), "path", ""))
+        save_adapter(model, folder, source)
+        own = list(model.parameters())
+        write_card(folder, f"{name}_adapter", sum(p.numel() for p in own), own[0].dtype)
+
+    def write_card(folder, name, elements, dtype):
+        # the last line of the log is not of the policy that is the best so far
+        lines = [line for i, line in read_log(out_dir) if i is not None]
+        record = json.loads(lines[-1]) if lines and not name.startswith("best_policy") else {}
+        card = model_card(name, os.path.join(out_dir, name), config, source, model.config, elements,
+                          in_words(dtype), record)
+        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
+            f.write(card)
 
     put_in_place([(partial(whole_weights, model), write_merged)], final)
-    if isinstance(model, Adapted) and model.layers:  # a head alone has no adapter
+    merged = isinstance(model, Adapted) and bool(model.layers)  # a head alone has no adapter
+    if merged:
         put_in_place([(None, write_adapter)], f"{final}_adapter")
-        if rank_and_size()[0] == 0 and model.embed.weight.dtype.itemsize == 2:
-            size = os.path.getsize(os.path.join(final, "model.safetensors")) / 2**30
-            print(f"{final} is merged in float32 ({size:.2f} GiB), as 16 bits would round small "
-                  f"changes away; {name}_adapter beside it is the adapter alone")
+    if rank_and_size()[0] == 0 and name != "best_policy":
+        say_dtype(final, dtype, merged, model.embed.weight.dtype)
 
 
-def save_model(folder, model, tokenizer, weights=None):
+def saved_dtype(model, save_dtype):
     """
-    Write a Hugging Face folder: config.json, model.safetensors, the tokenizer, and for a language
-    model generation_config.json. tools/sample.py, transformers and the next script load it.
+    The torch dtype in which a finished model is saved, as the key save_dtype says. auto: 16 bits,
+    if the weights that it was made from were saved so, or if all its own are; else at least 32.
+    """
+    if save_dtype != "auto":
+        return getattr(torch, save_dtype)
+    dtypes = {t.dtype for t in model.weights().values()}
+    source = model.config.hf.get("dtype") or model.config.hf.get("torch_dtype")
+    if torch.float64 in dtypes:  # a run of a test
+        return torch.float64
+    if source in ("bfloat16", "float16"):
+        return getattr(torch, source)
+    # the frozen weights under an adapter may be rounded, and what is merged is not
+    return dtypes.pop() if len(dtypes) == 1 and not isinstance(model, Adapted) else torch.float32
+
+
+def say_dtype(final, dtype, merged, own):
+    """Print what a finished model loses in its dtype. own: the dtype of its embedding in memory."""
+    beside = f"; {os.path.basename(final)}_adapter beside it is the adapter alone" * merged
+    if dtype.itemsize == 2 and (merged or own != dtype):
+        steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
+        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than about "
+              f"{steps} of a weight is rounded away; --save_dtype=float32 keeps it{beside}")
+    elif dtype.itemsize > 2 and merged and own.itemsize == 2:
+        print(f"{final} is saved in {in_words(dtype)}, as 16 bits would round small changes away; "
+              f"--save_dtype=bfloat16 halves it{beside}")
+
+
+def in_words(dtype):
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def save_model(folder, model, tokenizer, weights=None, dtype=None):
+    """
+    Write a Hugging Face folder: config.json, the weights, the tokenizer, and for a language model
+    generation_config.json. tools/sample.py, transformers and the next script load it.
 
     weights: {name: tensor} of the whole model; None: the model's own, if no rank has only a part.
+    dtype: of the saved weights; None: as they are. Returns how many numbers the weights have.
     """
-    save_pretrained(model, folder, weights)
+    elements = sum(t.numel() for t in (weights or model.weights()).values())
+    save_pretrained(model, folder, weights, dtype)
     tokenizer.save(folder)
     if model.head == "lm":
+        ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
         write_json(os.path.join(folder, "generation_config.json"),
-                   {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id})
+                   {**tokenizer.generation_config, **ends})
+    return elements

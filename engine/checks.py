@@ -56,6 +56,9 @@ def check_common(c, terms, world_size):
     if c["num_minibatches"] > c["batch_size"]:
         raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
                         f"batch_size = {c['batch_size']} empty; lower it")
+    if c["keep_best"] and not c["eval_path"]:
+        raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
+                        "eval_path")
     rules = [name for _, name, _ in terms if name != "reward_model"]
     if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "

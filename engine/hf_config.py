@@ -5,7 +5,7 @@ tables say what each family's fields may be. What quartet would get wrong is ref
 from errors import BadInput, shorten
 from model import ACTIVATIONS, ModelConfig
 
-FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3_text")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -37,6 +37,11 @@ FIELDS = {
     "mistral": _RMS | dict(sliding_window=WINDOW),
     "qwen2": _QWEN,
     "qwen3": _QWEN | dict(attention_bias=FLAG),
+    "olmo2": _RMS | dict(attention_bias=FLAG),
+    "gemma3_text": _RMS | dict(
+        attention_bias=FLAG, hidden_activation=NAME, query_pre_attn_scalar=POSITIVE,
+        sliding_window=WINDOW, sliding_window_pattern=COUNT, layer_types=LIST,
+        rope_local_base_freq=POSITIVE),
 }
 ROPE_FIELDS = dict(
     rope_type=NAME, type=NAME, rope_theta=POSITIVE, partial_rotary_factor=SHARE, factor=POSITIVE,
@@ -46,9 +51,9 @@ ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ADAPTER_FIELDS = dict(  # of adapter_config.json, see adapters.py
+ADAPTER_FIELDS = dict(  # of adapter_config.json
     r=(int, 0, 10**6), lora_alpha=(float, 1e-6, 1e6), target_modules=LIST,
-    base_model_name_or_path=NAME)
+    base_model_name_or_path=NAME, use_rslora=FLAG)
 
 # In these fields null means "not given". In any other it is refused: transformers would not take
 # null for the default there, but parse_config does.
@@ -59,7 +64,14 @@ NULL_IS_FINE = {
 
 # fields of newer or rarer models that would change the numbers, and that quartet does not know
 UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
-               "quantization_config")
+               "quantization_config", "attn_logit_softcapping", "final_logit_softcapping",
+               "use_bidirectional_attention")
+# fields that say that a model is of another kind, whatever its model_type
+KINDS = {
+    "num_experts": "a Mixture of Experts", "num_local_experts": "a Mixture of Experts",
+    "n_routed_experts": "a Mixture of Experts", "vision_config": "a model that reads images",
+    "audio_config": "a model that hears", "text_config": "a model of several parts",
+    "is_encoder_decoder": "an encoder and a decoder"}
 
 IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
             dict: "an object", list: "a list"}
@@ -88,9 +100,10 @@ def parse_config(hf, where="config.json"):
     Raises BadInput.
     """
     family = hf.get("model_type")
-    if family not in FAMILIES:
-        raise BadInput(f"{where}: model_type {shorten(family)} is not supported; quartet knows "
-                       f"{', '.join(FAMILIES)}")
+    kind = next((text for key, text in KINDS.items() if hf.get(key)), "")
+    if family not in FAMILIES or kind:
+        raise BadInput(f"{where}: model_type {shorten(family)} is not supported"
+                       f"{f', it is {kind}' * bool(kind)}; quartet knows {', '.join(FAMILIES)}")
     check_fields(hf, FIELDS[family], where)
     given = {name: value for name, value in hf.items() if value is not None}
     for key in UNSUPPORTED:
@@ -160,7 +173,9 @@ def parse_rotary(hf, where):
         activation=get("hidden_act", "silu"),
         tied=get("tie_word_embeddings", False),
         rope=parse_rope(hf, where))
-    c.rotary_dim = int(head_dim * c.rope["partial_rotary_factor"])
+    if family == "gemma3_text":
+        parse_gemma(c, hf, where)
+    c.rotary_dim = int(c.head_dim * c.rope["partial_rotary_factor"])
     if family == "gpt_neox":
         c.norm_eps = get("layer_norm_eps", 1e-5)
         c.activation = get("hidden_act", "gelu")
@@ -175,8 +190,28 @@ def parse_rotary(hf, where):
         c.qkv_bias = True
     if family == "qwen3":
         c.qkv_bias = c.o_bias = get("attention_bias", False)
-        c.qk_norm = True
+        c.qk_norm = "head"
+    if family == "olmo2":
+        c.norm_eps = get("rms_norm_eps", 1e-5)
+        c.qkv_bias = c.o_bias = get("attention_bias", False)
+        c.qk_norm, c.norm_before, c.norm_after = "width", False, True
     return c
+
+
+def parse_gemma(c, hf, where):
+    """What is Gemma 3's own, into its ModelConfig. Raises BadInput."""
+    get = hf.get
+    c.head_dim = get("head_dim", 256)
+    c.activation = get("hidden_activation", "gelu_pytorch_tanh")
+    c.tied = get("tie_word_embeddings", True)
+    c.norm_offset = c.norm_after = True
+    c.qkv_bias = c.o_bias = get("attention_bias", False)
+    c.qk_norm = "head"
+    c.attention_scale = get("query_pre_attn_scalar", 256) ** -0.5
+    c.embed_scale = c.d_model**0.5
+    local = dict(rope_theta=get("rope_local_base_freq", 10000.0))
+    local = (get("rope_parameters") or {}).get("sliding_attention") or local
+    c.local_rope = parse_rope(dict(model_type="gemma3_text", rope_parameters=local), where)
 
 
 def parse_rope(hf, where):
@@ -185,7 +220,12 @@ def parse_rope(hf, where):
     them into one object, rope_parameters; older files have rope_theta beside rope_scaling, and
     GPT-NeoX rotary_emb_base and rotary_pct. Raises BadInput.
     """
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if hf["model_type"] == "gemma3_text":  # one for each kind of layer; local_rope is the other
+        check_fields(rope, dict(full_attention=OBJECT, sliding_attention=OBJECT), where)
+        rope = rope.get("full_attention", rope)
+        hf = {"rope_theta": 1e6} | hf
+    rope = dict(rope)
     check_fields(rope, ROPE_FIELDS, f"{where}: rotary embedding")
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", hf.get("rope_theta", hf.get("rotary_emb_base", 10000.0)))
@@ -207,20 +247,25 @@ def parse_rope(hf, where):
 def parse_windows(hf, c, where):
     """
     The sliding window of each layer, 0 = none. All of Mistral's layers slide; Qwen's from layer
-    max_window_layers on, or those that layer_types names. Raises BadInput.
+    max_window_layers on; Gemma's but for each sixth; or those that layer_types names. Raises
+    BadInput.
     """
     window = hf.get("sliding_window") or 0
     if c.family == "mistral":
         return (window,) * c.n_layers
-    if c.family not in ("qwen2", "qwen3"):
+    if c.family not in ("qwen2", "qwen3", "gemma3_text"):
         return (0,) * c.n_layers
-    full = hf.get("max_window_layers", 28)
+    if c.family == "gemma3_text":  # five of six layers slide
+        window, every = hf.get("sliding_window", 4096), hf.get("sliding_window_pattern", 6)
+        slides = [(i + 1) % every > 0 for i in range(c.n_layers)]
+    else:
+        slides = [i >= hf.get("max_window_layers", 28) for i in range(c.n_layers)]
     types = hf.get("layer_types") or [
-        "full_attention" if i < full else "sliding_attention" for i in range(c.n_layers)]
+        "sliding_attention" if slide else "full_attention" for slide in slides]
     known = ("full_attention", "sliding_attention")
     if len(types) != c.n_layers or not all(t in known for t in types):
         raise BadInput(f"{where}: layer_types = {shorten(types)}; wanted {' or '.join(known)} for "
                        f"each of {c.n_layers} layers")
-    if not hf.get("use_sliding_window"):
+    if c.family != "gemma3_text" and not hf.get("use_sliding_window"):
         return (0,) * c.n_layers
     return tuple(window if t == "sliding_attention" else 0 for t in types)

@@ -1,6 +1,9 @@
 """
 The files of a Hugging Face model: find_folder says where they are, tensor_files which tensors are
 in them, read_tensors reads them. What is broken raises BadInput.
+
+A model may be an adapter, in a folder of its own, on a base model, in another folder: model_folders
+gives both.
 """
 import functools
 import json
@@ -11,35 +14,129 @@ from types import SimpleNamespace
 
 import torch
 
+from engine.hf_config import check_fields, parse_config
 from errors import BadInput, first_line
 
+TOKENIZERS = ("tiktoken.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of whole models; the first that is there
 
-def find_folder(path):
-    """A model's local folder: the path itself, or the hub's copy of that name. Raises BadInput."""
+
+# --------------------------------------------------------------------------------------------------
+# where a model's files are
+
+
+def find_folder(path, weights=False):
+    """
+    A model's local folder: the path itself, or the hub's copy of that name, with its weights only
+    where they are wanted. Raises BadInput.
+    """
     if os.path.isdir(path):
         for product in ("policy", "reward_model"):
             if os.path.isfile(os.path.join(path, product, "config.json")):
                 raise BadInput(f"{path}: this is the folder of a run, not of a model; type "
                                f"{os.path.join(path, product)}")
-        if not os.path.isfile(os.path.join(path, "config.json")):
+        if not any(os.path.isfile(os.path.join(path, name)) for name in CONFIGS):
             raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
         return path
     could_be_hub_name = re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path)
     if os.path.exists(path) or not could_be_hub_name:
         raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as "
                        "EleutherAI/pythia-1b")
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = snapshot_download(path, allow_patterns=[
-            "*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
-            # an old model has only pickled weights: see BinFile
-            folder = snapshot_download(path, allow_patterns=["pytorch_model*.bin"])
-        return folder
+        return download(path, weights)
+    except BadInput:
+        raise
     except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
         raise BadInput(f"{path}: no such folder here, and the hub did not give it: "
                        f"{str(e).splitlines()[0]}") from e
+
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adapter
+
+
+def download(path, weights):
+    """
+    The hub's copy of a model, as a folder: first config.json alone, so that a model that quartet
+    does not know is refused before anything else comes; then the other small files; then, where
+    they are wanted, the weights that will be read. A repository may hold them several times over,
+    in other formats and in folders. Raises BadInput, OSError or ValueError.
+    """
+    from huggingface_hub import snapshot_download
+
+    def get(*names):
+        return snapshot_download(path, allow_patterns=list(names), ignore_patterns=["*/*"])
+
+    folder = get(*CONFIGS)
+    config = os.path.join(folder, "config.json")
+    if os.path.isfile(config):
+        parse_config(read_json(config), f"{path}: config.json")
+    folder = get("*.json", "*.txt", "*.model", "*.jinja")
+    for name in WEIGHTS if weights else ():
+        index = os.path.join(folder, f"{name}.index.json")
+        names = set(weight_map(index).values()) if os.path.isfile(index) else [name]
+        get(*names)
+        if all(os.path.isfile(os.path.join(folder, name)) for name in names):
+            return folder
+    if weights and os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        get("adapter_model.safetensors")
+    return folder
+
+
+def is_adapter(folder):
+    """Whether a folder holds an adapter, and no whole model's weights."""
+    return os.path.isfile(os.path.join(folder, "adapter_config.json")) and not any(
+        os.path.isfile(os.path.join(folder, name + index))
+        for name in WEIGHTS for index in ("", ".index.json"))
+
+
+def base_of(folder):
+    """What the adapter in a folder was trained on: a path or a hub name. Raises BadInput."""
+    file = os.path.join(folder, "adapter_config.json")
+    settings = read_json(file)
+    check_fields(settings, {"base_model_name_or_path": (str,)}, file)
+    if not settings.get("base_model_name_or_path"):
+        raise BadInput(f"{file}: it does not name the model that the adapter was trained on; write "
+                       "its path or hub name as base_model_name_or_path")
+    return settings["base_model_name_or_path"]
+
+
+def model_folders(path, weights=True):
+    """
+    The folders that make a model, for a path or hub name: [folder] of a whole one; of an adapter
+    its folder, and then its base model's, which may be an adapter as well. Raises BadInput.
+    """
+    folders = [find_folder(path, weights)]
+    while is_adapter(folders[-1]):
+        base = base_of(folders[-1])
+        try:
+            folder = find_folder(base, weights)
+        except BadInput as e:
+            raise BadInput(f"{folders[-1]} is an adapter, and the model that it was trained on is "
+                           f"not here (base_model_name_or_path in its adapter_config.json): "
+                           f"{e}") from e
+        if any(os.path.realpath(folder) == os.path.realpath(known) for known in folders):
+            raise BadInput(f"{folders[-1]}: its adapter_config.json names {base} as the model that "
+                           "it was trained on, and that is the adapter itself")
+        folders.append(folder)
+    return folders
+
+
+def tokenizer_folders(path):
+    """
+    (the folder of a model's tokenizer, the folder of its config.json), for a path or hub name. Of
+    an adapter: its own tokenizer if it has one, else its base model's. Raises BadInput.
+    """
+    if os.path.isfile(os.path.join(path, "tiktoken.json")):
+        folder = path
+    else:
+        folder = find_folder(path)
+    if os.path.isfile(os.path.join(folder, "config.json")) or not is_adapter(folder):
+        return folder, folder
+    folders = model_folders(path, weights=False)
+    for folder in folders:
+        if any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZERS):
+            break  # the first that has one; if none has, the base's will be missed
+    return folder, folders[-1]
 
 
 def read_json(file):
@@ -64,7 +161,7 @@ def tensor_files(folder):
     them. They are in one file, or in shards, which an index lists; safetensors come before pickled
     weights. Raises BadInput.
     """
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in WEIGHTS:
         single = os.path.join(folder, name)
         index = os.path.join(folder, f"{name}.index.json")
         if os.path.isfile(index):
@@ -77,9 +174,7 @@ def tensor_files(folder):
 
 def tensors_of_index(folder, index):
     """tensor_files of weights in shards; index: a file with "weight_map", {tensor name: shard}."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
-        raise BadInput(f"{index}: no weight_map in it, from tensors to files; download it again")
+    names = weight_map(index)
     headers = {}  # shard -> its tensors' shapes and dtypes
     for shard in sorted(set(names.values())):
         if not os.path.isfile(os.path.join(folder, shard)):
@@ -91,6 +186,14 @@ def tensors_of_index(folder, index):
                            "again")
     return {name: (os.path.join(folder, shard), *headers[shard][name])
             for name, shard in names.items()}
+
+
+def weight_map(index):
+    """{tensor name: shard} of the index of weights in shards. Raises BadInput."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise BadInput(f"{index}: no weight_map in it, from tensors to files; download it again")
+    return names
 
 
 def read_headers(file):

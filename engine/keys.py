@@ -9,10 +9,25 @@ global of the script, as if its line stood there:
 
 A keyword gives the script's own default of a key; None says that the script has no such key.
 """
+# data
+fields = ""  # the data's names for ours: "question>prompt,solution>answer"; a.b is b within a
+epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
+# in which dtype finished models are saved; auto = 16 bits where the model that a run starts from
+# was saved so, else float32. Checkpoints keep every bit
+save_dtype = "auto"  # of the files [auto | float32 | bfloat16 | float16]
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
+# where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
+report_to = ""  # empty = log.jsonl alone; each must be installed
+peak_tflops = 0.0  # of one GPU, for time/mfu; 0 = as known of it, if it is known [>= 0]
+# chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
+# a reward model of another folder reads with its own template
+chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
+template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
+system_prompt = ""  # the system message of chats that have none
+chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: of the first start
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]

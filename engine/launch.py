@@ -20,6 +20,7 @@ import torch.distributed as dist
 import errors
 import parallel
 from engine import together
+from engine.trackers import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 
@@ -147,6 +148,7 @@ def stop_agreed():
 
 def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
+    finish_trackers()
     if dist.is_initialized():
         collective(dist.barrier)
         dist.destroy_process_group()

@@ -59,11 +59,16 @@ def layer_shapes(c):
     biased = dict(q=c.qkv_bias, k=c.qkv_bias, v=c.qkv_bias, o=c.o_bias,
                   gate=c.mlp_bias, up=c.mlp_bias, down=c.mlp_bias)
     shapes |= {f"{name}.bias": shape[:1] for name, shape in shapes.items() if biased[name]}
-    shapes |= dict(norm1=(d,), norm2=(d,))
+    if c.norm_before:
+        shapes |= dict(norm1=(d,), norm2=(d,))
+    if c.norm_after:
+        shapes |= dict(norm1_after=(d,), norm2_after=(d,))
     if not c.rms_norm:
         shapes |= {"norm1.bias": (d,), "norm2.bias": (d,)}
-    if c.qk_norm:
+    if c.qk_norm == "head":
         shapes |= dict(q_norm=(c.head_dim,), k_norm=(c.head_dim,))
+    if c.qk_norm == "width":
+        shapes |= dict(q_norm=(q,), k_norm=(kv,))
     return shapes
 
 
@@ -277,7 +282,7 @@ def kept_by_layer(m, run):
     What a layer keeps for its backward pass: N bytes of each of
         residual  2 d s; d s if attention and MLP work in parallel
         norms     2 d s, the outputs, and norm_inside; under autocast as 16-bit copies, one for each
-                  matrix that reads them
+                  matrix that reads them; of norms after attention and MLP their inputs, 2 d a
         products  4 q a: queries, keys, values (repeated for all heads), the result of attention;
                   ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
         sums      4 bytes for each head: attention's logsumexp
@@ -293,6 +298,11 @@ def kept_by_layer(m, run):
         norms = (3 + branches) * d * run.a + 2 * d * inside
     elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
         norms = ((5 + branches) * d + q) * 4
+
+    if not c.norm_before and not run.autocast:
+        norms = 0  # the matrices read the residual stream itself
+    if c.norm_after:
+        norms += 2 * d * (run.a + inside)
 
     products = 4 * q + branches * c.d_ff
     products += 2 * (q + kv) if c.qk_norm else 0

@@ -49,8 +49,8 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
     copy = decoding_copy(models["policy"], run)
     stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
-    sampled, held_out = (math.ceil(count / world_size)
-                         for count in (run.batch_size, config["eval_size"] or eval_rows))
+    evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
+    sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
         n = min(config["rollout_batch_size"] or share, share)
         b = min(config["micro_batch_size"], share)

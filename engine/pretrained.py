@@ -3,6 +3,7 @@ A Transformer from a Hugging Face directory, and back into one. In this file, do
 
     from_pretrained, load_weights    read a model
     find_tensors                     which file has which of our parameters
+    read_lora, with_lora             an adapter, and a weight with its changes
     from_scratch                     a new model with random weights
     save_pretrained                  write a model
     hf_name, from_hf, to_hf          what our tensors are called on disk, and how they lie there
@@ -13,10 +14,10 @@ import os
 
 import torch
 
-from engine.hf_config import FAMILIES, parse_config
+from engine.hf_config import ADAPTER_FIELDS, FAMILIES, FINITE, check_fields, parse_config
 from engine.hf_files import (
-    check_dtype, check_numbers, find_folder, open_bin, read_json, read_tensors, tensor_files)
-from errors import BadInput
+    check_dtype, check_numbers, model_folders, open_bin, read_json, read_tensors, tensor_files)
+from errors import BadInput, shorten
 from model import Transformer
 
 
@@ -27,7 +28,8 @@ from model import Transformer
 def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None,
                     prepare=None):
     """
-    The Transformer in a Hugging Face directory, or of that name on the hub.
+    The Transformer in a Hugging Face directory, or of that name on the hub. A directory with only
+    an adapter is its base model with the adapter merged into the weights.
 
     head: "lm", or "scalar", which reads the sequence-classification format (num_labels = 1); of a
     plain language model it draws a new scalar head from seed, and sets model.new_head.
@@ -36,10 +38,11 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the
     architecture is unknown.
     """
-    folder = find_folder(path)
+    *adapters, folder = model_folders(path)
     file = os.path.join(folder, "config.json")
     config = parse_config(read_json(file), file)
     find_tensors(path, folder, config, head)  # raises, if one is missing, before the model is made
+    loras = [read_lora(adapter, config, head) for adapter in reversed(adapters)]
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):  # parameters without memory
         model = Transformer(config, head).to(dtype)
@@ -49,18 +52,22 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     if prepare:
         prepare(model)
     model = model.to_empty(device=device)
-    load_weights(model, path, folder, seed)
+    load_weights(model, path, folder, seed, loras)
     return model
 
 
-def load_weights(model, path, folder, seed=0):
+def load_weights(model, path, folder, seed=0, loras=()):
     """
     Fill all parameters of a model from the weights in a folder. path: what the errors call the
-    folder. Raises BadInput.
+    folder. loras: adapters to merge into them, one after the other (read_lora). Raises BadInput.
     """
     found = find_tensors(path, folder, model.config, model.head)
     for name, p in model.named_parameters():
         file, name_there, part = found[name]
+        heads = [lora.tensors["score.weight"] for lora in loras if "score.weight" in lora.tensors]
+        if name == "score.weight" and heads:
+            fill(p, heads[-1])
+            continue
         if file is None:
             draw_score_head(model, seed)
             continue
@@ -69,7 +76,10 @@ def load_weights(model, path, folder, seed=0):
         if part in (None, 0):  # of q, k and v in one tensor: once is enough
             check_numbers(tensor, p.dtype, file, name_there)
         disk_name, _ = hf_name(model.config.family, name)
-        fill(p, from_hf(model.config, disk_name, part, tensor))
+        tensor = from_hf(model.config, disk_name, part, tensor)
+        for lora in loras:
+            tensor = with_lora(lora, model.config, disk_name, part, tensor, p.dtype)
+        fill(p, tensor)
         del tensor
     open_bin.cache_clear()
 
@@ -100,6 +110,8 @@ def find_tensors(path, folder, c, head):
     hold is found before it takes any memory. Raises BadInput.
     """
     files = tensor_files(folder)  # name on disk -> file, shape, dtype
+    if head == "scalar":
+        check_one_score(path, c, files)
     bare, prefix = {}, HF_BASE[c.family]
     if not any(name.startswith(prefix) for name in files):
         # a trunk without a head, such as the hub's gpt2, has names without the prefix
@@ -138,6 +150,29 @@ def find_tensors(path, folder, c, head):
     return found
 
 
+def check_one_score(path, c, files):
+    """
+    Raise BadInput for a model with another head than one score a token: a classifier of several
+    labels, of tokens, and so on. A language model is fine: it gets a new head.
+    """
+    kind, wanted = c.hf.get("architectures"), "a reward model gives one score (num_labels = 1)"
+    kind = str(kind[0]) if isinstance(kind, list) and kind else ""
+    good = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")
+    if kind and not kind.endswith(good):
+        raise BadInput(f"{path}: it is a {shorten(kind)}; {wanted}, as a "
+                       "...ForSequenceClassification does")
+    _, shape, _ = files.get("score.weight", (None, (1,), None))
+    if shape[:1] != (1,):
+        labels = c.hf.get("id2label")
+        labels = list(labels.values()) if isinstance(labels, dict) else []
+        named = f" ({', '.join(map(str, labels[:3]))})" if labels else ""
+        raise BadInput(f"{path}: its head gives {shape[0] if shape else 'no'} labels{named}: it is a "
+                       f"classifier; {wanted}. rm.py or TRL's RewardTrainer makes one")
+    if "score.bias" in files:
+        raise BadInput(f"{path}: its head has a bias, 'score.bias', as a token classifier's has; "
+                       f"{wanted}, from score.weight alone")
+
+
 def parameter_shapes(c, head):
     """
     (name, shape) of a Transformer's parameters, one by one. Only one layer is built, without
@@ -157,6 +192,128 @@ def parameter_shapes(c, head):
 
 
 # --------------------------------------------------------------------------------------------------
+# an adapter that is merged into the weights as they are read
+
+# settings of adapters that change the scale, the base or more than B A does
+UNSUPPORTED_LORA = (
+    "use_dora", "alpha_pattern", "rank_pattern", "lora_bias", "use_qalora", "use_bdlora",
+    "layer_replication", "target_parameters", "trainable_token_indices", "monteclora_config",
+    "arrow_config", "alora_invocation_tokens", "velora_config")
+
+
+@dataclasses.dataclass
+class Lora:
+    """A LoRA adapter as read from its files, ours or peft's."""
+
+    tensors: dict  # {name on disk of the weight, or with lora_A or lora_B in it: tensor}
+    scale: float  # of B A
+
+
+def check_lora(settings, file):
+    """Raise BadInput where adapter_config.json announces what quartet does not know."""
+    kind, bias, init = (settings.get(key) for key in ("peft_type", "bias", "init_lora_weights"))
+    if kind not in (None, "LORA"):
+        raise BadInput(f"{file}: peft_type = {shorten(kind)} is not supported, only LORA")
+    for key in UNSUPPORTED_LORA:
+        if settings.get(key):
+            raise BadInput(f"{file}: {key} = {shorten(settings[key])} is not supported; its scale "
+                           "or its weights would be others")
+    if bias not in (None, "none"):
+        raise BadInput(f"{file}: bias = {shorten(bias)} is not supported; only 'none'")
+    if init not in (None, True, False, "gaussian", "eva", "orthogonal"):
+        raise BadInput(f"{file}: init_lora_weights = {shorten(init)} has changed the base model, "
+                       "too; merge the adapter with peft, and give the merged model")
+
+
+def read_lora(folder, c, head):
+    """
+    The Lora in a folder, for a model of config c with this head; sets c.score_shift where the
+    adapter has one. Each of its tensors must fit one of the model's weights. Raises BadInput.
+    """
+    file = os.path.join(folder, "adapter_config.json")
+    settings = read_json(file)
+    fields = {name: rule for name, rule in ADAPTER_FIELDS.items() if name != "target_modules"}
+    check_fields(settings, fields, file)  # which modules it has, its tensors say
+    check_lora(settings, file)
+    rank, alpha = settings.get("r", 0), settings.get("lora_alpha", 8)
+    scale = alpha / max(rank, 1) ** (0.5 if settings.get("use_rslora") else 1.0)
+
+    file = os.path.join(folder, "adapter_model.safetensors")
+    names, notes = read_tensors(file, lambda f: (list(f.keys()), f.metadata() or {}))
+    shapes = {}  # of the model's weights on disk, {name: shape}, not transposed
+    for name, shape in parameter_shapes(c, head):
+        disk_name, part = hf_name(c.family, name)
+        shapes[disk_name] = shape if part is None else (3 * shape[0], *shape[1:])
+    tensors = {}
+    for name in names:
+        short = name.removeprefix("base_model.model.")
+        weight, _, kind = short.removesuffix(".weight").rpartition(".")
+        if kind in ("lora_A", "lora_B"):
+            wanted = shapes.get(f"{weight}.weight")
+            if wanted and len(wanted) == 2:
+                wanted = (rank, wanted[1]) if kind == "lora_A" else (wanted[0], rank)
+        else:
+            wanted = shapes.get(short)
+        transposed = "lora_" not in short and wanted and is_transposed(c, short, wanted)
+        wanted = wanted[::-1] if transposed else wanted
+        if short == "score.weight" and head == "lm":
+            raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not "
+                           "a language model")
+        tensor = read_tensors(file, lambda f, name=name: f.get_tensor(name))
+        if short == "score.weight" and tensor.dim() == 2 and len(tensor) != 1:
+            raise BadInput(f"{file}: its score head has {len(tensor)} labels, and a reward model "
+                           "has one; train one with rm.py")
+        if wanted is None or tuple(tensor.shape) != wanted:
+            wanted = f"would be {wanted}" if wanted else "it has no such weight"
+            raise BadInput(f"{file}: {name} is {tuple(tensor.shape)}, but in this base model "
+                           f"{wanted}; was the adapter trained on it, with r = {rank}?")
+        check_dtype(str(tensor.dtype), file, name)
+        check_numbers(tensor, torch.float32, file, name)
+        tensors[short] = tensor.t() if transposed else tensor
+    halves = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    for module in sorted(halves):
+        for kind in "AB":
+            if f"{module}.lora_{kind}.weight" not in tensors:
+                raise BadInput(f"{file}: {module}.lora_{kind}.weight is missing; save the adapter "
+                               "again")
+    if "score.weight" in tensors:
+        read_shift(c, notes, file)
+    return Lora(tensors, scale)
+
+
+def read_shift(c, notes, file):
+    """
+    Take the score_shift of an adapter's file into a ModelConfig. notes: the file's metadata, which
+    has one where rm.py has trained the adapter. Raises BadInput.
+    """
+    try:
+        shift = {"score_shift": float(notes.get("score_shift", 0.0))}
+    except ValueError:
+        shift = notes  # not a number: check_fields says so
+    check_fields(shift, {"score_shift": FINITE}, file)
+    c.score_shift = shift["score_shift"]
+    if "score_shift" in notes:
+        c.hf = {**c.hf, "score_shift": c.score_shift}
+
+
+def with_lora(lora, c, disk_name, part, W, dtype):
+    """
+    A weight W, as our model has it, with what an adapter makes of it: W + scale B A (arXiv
+    2106.09685, eq. 3), computed in at least 32 bits for a model of this dtype; or the weight that
+    was saved in its place.
+    """
+    if disk_name in lora.tensors:  # peft's modules_to_save
+        return from_hf(c, "", part, lora.tensors[disk_name])
+    module = disk_name.removesuffix(".weight")
+    A = lora.tensors.get(f"{module}.lora_A.weight")  # (r, in)
+    if A is None or disk_name == module:  # a bias has no adapter
+        return W
+    B = from_hf(c, "", part, lora.tensors[f"{module}.lora_B.weight"])  # (out, r)
+    dtype = torch.promote_types(torch.promote_types(W.dtype, torch.float32), dtype)
+    return W.to(dtype) + lora.scale * (B.to(dtype) @ A.to(dtype))
+
+
+# --------------------------------------------------------------------------------------------------
 # new weights
 
 
@@ -170,7 +327,8 @@ def from_scratch(hf, head="lm", seed=0, dtype=torch.float32, device="cpu"):
     for name, p in model.named_parameters():
         with torch.no_grad():
             if p.dim() == 1:
-                p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                ones = "norm" in name and name.endswith("weight") and not model.config.norm_offset
+                p.fill_(1.0 if ones else 0.0)
             else:
                 # what writes to the residual stream is smaller, the deeper the model is, by
                 # 1 / sqrt(number of writes) (GPT-2, section 2.3)
@@ -194,28 +352,31 @@ def draw_score_head(model, seed):
 # writing
 
 
-def save_pretrained(model, folder, weights=None):
+FILE_BYTES = 5 * 10**9  # the most that a file of weights has, unless a single tensor has more
+
+
+def save_pretrained(model, folder, weights=None, dtype=None):
     """
     Write a Transformer or an Adapted, whose adapters are merged into the weights. weights: what
-    model.weights() gives, with whole tensors; a sharded model needs them.
+    model.weights() gives, with whole tensors; a sharded model needs them. dtype: of the saved
+    tensors; None: as they are.
     """
     weights = weights or model.weights()
     if hasattr(model, "merge"):  # an Adapted
         weights = model.merge(weights)
-    write_pretrained(folder, model.config, model.head, weights)
+    write_pretrained(folder, model.config, model.head, weights, dtype)
 
 
-def write_pretrained(folder, config, head, weights):
+def write_pretrained(folder, config, head, weights, dtype=None):
     """
-    Write config.json and model.safetensors, as transformers would, from {our name: whole tensor}.
-    A scalar head is written as sequence classification with one label.
+    Write config.json and the weights, as transformers would, from {our name: whole tensor}: in
+    model.safetensors, or in files of up to FILE_BYTES and an index of them. A scalar head is
+    written as sequence classification with one label. dtype: of the tensors; None: as they are.
     """
-    from safetensors.torch import save_file
-
     os.makedirs(folder, exist_ok=True)
     hf = dict(config.hf)
-    if config.family == "gpt2" and head == "lm":
-        hf["architectures"] = ["GPT2LMHeadModel"]
+    if head == "lm" and config.family in ("gpt2", "gemma3_text"):
+        hf["architectures"] = [{"gpt2": "GPT2LMHeadModel"}.get(config.family, "Gemma3ForCausalLM")]
     else:
         kind = "ForCausalLM" if head == "lm" else "ForSequenceClassification"
         hf["architectures"] = [HF_CLASSES[config.family] + kind]
@@ -223,7 +384,7 @@ def write_pretrained(folder, config, head, weights):
         # one label; num_labels is not written, because transformers derives it from id2label
         hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         hf["score_shift"] = config.score_shift
-    hf["dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
+    hf["dtype"] = str(dtype or weights["embed.weight"].dtype).removeprefix("torch.")
     hf.pop("torch_dtype", None)  # the older name of dtype
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
         json.dump(hf, f, indent=2, sort_keys=True)
@@ -231,9 +392,35 @@ def write_pretrained(folder, config, head, weights):
     for name, t in weights.items():
         disk_name, part = hf_name(config.family, name)
         groups.setdefault(disk_name, {})[part] = t
-    tensors = {name: to_hf(config, name, parts).cpu().contiguous()
-               for name, parts in groups.items()}
-    save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    write_tensors(folder, config, groups, dtype)
+
+
+def write_tensors(folder, config, groups, dtype):
+    """The weights' part of write_pretrained, one file at a time. groups: {name on disk: parts}."""
+    from safetensors.torch import save_file
+
+    sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for t in parts.values())
+             for name, parts in groups.items()}
+    files, room = [[]], FILE_BYTES
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    index = {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: to_hf(config, name, groups[name]).cpu().to(dtype).contiguous()
+                   for name in names}
+        save_file(tensors, os.path.join(folder, file), metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        total = {"total_size": sum(sizes.values())}
+        with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
+            json.dump({"metadata": total, "weight_map": index}, f, indent=2, sort_keys=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,10 +462,17 @@ _NEOX = {
     "layers.#.up": "gpt_neox.layers.#.mlp.dense_h_to_4h",
     "layers.#.down": "gpt_neox.layers.#.mlp.dense_4h_to_h",
 }
-HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, **dict.fromkeys(FAMILIES[2:], _LLAMA)}
+_OLMO2 = {
+    **_LLAMA,
+    "layers.#.norm1_after": "model.layers.#.post_attention_layernorm",
+    "layers.#.norm2_after": "model.layers.#.post_feedforward_layernorm",
+}
+_GEMMA3 = {**_OLMO2, "layers.#.norm2": "model.layers.#.pre_feedforward_layernorm"}
+HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, **dict.fromkeys(FAMILIES[2:], _LLAMA),
+            "olmo2": _OLMO2, "gemma3_text": _GEMMA3}
 HF_BASE = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", **dict.fromkeys(FAMILIES[2:], "model.")}
 HF_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral",
-              "qwen2": "Qwen2", "qwen3": "Qwen3"}
+              "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3_text": "Gemma3Text"}
 
 
 def hf_name(family, name):

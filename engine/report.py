@@ -3,6 +3,7 @@ What a run says of itself: the figures of a batch, a few samples, the models, a 
 Nothing here decides anything.
 """
 import hashlib
+import math
 import os
 import resource
 import sys
@@ -23,9 +24,13 @@ def summarize(batch, prefix, reward_names=()):
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
     once the models have read the batch. reward_names: where there are several, each one's mean.
+    Responses to which a reward does not apply are left out of its mean; how many of all have a
+    score at all is "scored", if not all have one.
     """
     mask = batch["response_mask"]  # (B, R)
-    figures = dict(scores=batch["scores"].mean())
+    figures = dict(scores=mean_of(batch["scores"]))
+    if batch["scores"].isnan().any():
+        figures["scored"] = (~batch["scores"].isnan()).double().mean()
     if "ref_logprobs" in batch:
         figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
     if "old_logprobs" in batch:
@@ -37,8 +42,49 @@ def summarize(batch, prefix, reward_names=()):
         figures["thinks"] = batch["thinks"].mean()
     if len(reward_names) > 1:
         for name in reward_names:
-            figures[f"reward/{name}"] = batch[f"reward/{name}"].mean()
+            figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
     return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+
+
+def mean_of(scores):
+    """The mean of the scores (B,) that are there: NaN is no score. 0 where none is there."""
+    there = scores[~scores.isnan()]
+    return there.mean() if len(there) else torch.zeros(())
+
+
+def deviation_of(scores):
+    """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
+    there = scores[~scores.isnan()]
+    return there.std() if len(there) > 1 else torch.zeros(())
+
+
+def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
+    """
+    The first n of a batch's responses as dicts for samples.jsonl, with the batch's own rows:
+
+        {"iteration": 20, "row": 0, "prompt": "123+456=", "text": "579", "finished": true,
+         "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
+
+    row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
+    tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone.
+    """
+    R = batch["response_mask"].shape[1]
+    columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
+    if "ref_logprobs" in batch:
+        columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
+    if len(reward_names) > 1:
+        columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}
+    columns = {name: x[:n].tolist() for name, x in columns.items()}
+    samples = []
+    for i, row in enumerate(rows[:n]):
+        mask = batch["response_mask"][i]  # (R,)
+        scores = {name: x[i] for name, x in columns.items()}
+        samples.append(dict(
+            iteration=iteration, row=i, prompt=row["prompt"],
+            text=tokenizer.decode(batch["tokens"][i, -R:][mask].tolist()),
+            finished=bool(batch["finished"][i]), length=int(mask.sum()),
+            scores={name: x for name, x in scores.items() if math.isfinite(x)}))
+    return samples
 
 
 def new_sums(names, device):
@@ -78,6 +124,64 @@ def peak_memory_mib(device):
 
 
 # --------------------------------------------------------------------------------------------------
+# speed
+
+# the most TFLOP/s of a GPU in 16 bits, without sparsity, as its maker says
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
+
+
+def peak_flops(config, device):
+    """
+    The most floating-point operations a second of one rank's device: the key peak_tflops, or, in 16
+    bits, what is known of this GPU. 0: not known.
+    """
+    known = 0
+    if device.type == "cuda" and config["dtype"] in ("bfloat16", "float16"):
+        words = torch.cuda.get_device_name(device).replace("-", " ").split()
+        known = next((peak for name, peak in PEAK_TFLOPS.items() if name in words), 0)
+    return 1e12 * (config["peak_tflops"] or known)
+
+
+def flops_a_token(model, trained=False):
+    """
+    The floating-point operations of a model for one token: 2 N in a forward pass. Trained: 2 N more
+    for the gradients of activations, and 2 for each weight that has a gradient; so 6 N without
+    LoRA, and hardly more than 4 N with it. N is the number of its parameters, its trunk's included,
+    without the embeddings, which are looked up. Attention's own operations are not counted.
+    """
+    head, tied = model.head, model.config.tied
+    skipped = {"positions.weight"} | ({"lm_head.weight"} if head != "lm" else set())
+    if head != "lm" or not tied:  # a tied embedding is the LM head, which multiplies
+        skipped.add("embed.weight")
+    parameters = []
+    while model is not None:  # an Adapted, and then what it stands on
+        parameters += [p for name, p in model.named_parameters() if name not in skipped]
+        model = getattr(model, "base", None)
+    forward = 2 * sum(p.numel() for p in parameters)
+    with_gradient = sum(p.numel() for p in parameters if p.requires_grad)
+    return 2 * forward + 2 * with_gradient if trained else forward
+
+
+def speed(device, tokens, flops, seconds, peak, ranks):
+    """
+    How fast an iteration was, as metrics: tokens a second of all ranks, the share of all ranks'
+    peak that the models' operations are (only where the peak is known), the memory of this process.
+    """
+    record = {"time/tokens_per_second": tokens / seconds, "mem/peak_mib": peak_memory_mib(device)}
+    if peak:
+        record["time/mfu"] = flops / (seconds * peak * ranks)
+    return record
+
+
+def speed_words(record):
+    """What `speed` says, for the line of an iteration."""
+    words = f"{record['time/tokens_per_second']:.0f} tok/s"
+    if "time/mfu" in record:
+        words += f" | {record['time/mfu']:.1%} of peak"
+    return f"{words} | {record['mem/peak_mib']:.0f} MiB"
+
+
+# --------------------------------------------------------------------------------------------------
 # lines for the terminal
 
 
@@ -95,13 +199,12 @@ def print_models(models):
         print(line)
 
 
-def print_samples(batch, rows, tokenizer, n=2):
-    """The first n prompts with their responses and scores."""
-    R = batch["response_mask"].shape[1]
-    for i in range(min(n, len(rows))):
-        response = batch["tokens"][i, -R:][batch["response_mask"][i]]
-        text = tokenizer.decode(response.tolist())
-        print(f"    {rows[i]['prompt']!r} -> {text!r}  score {batch['scores'][i].item():.2f}")
+def print_samples(samples):
+    """A line for each of some samples: the prompt, the response, the score."""
+    for sample in samples:
+        score = sample["scores"].get("scores")
+        said = "no score" if score is None else f"score {score:.2f}"
+        print(f"    {sample['prompt']!r} -> {sample['text']!r}  {said}")
 
 
 COLUMNS = {  # of an iteration's line: name -> metric, format
@@ -117,16 +220,15 @@ COLUMNS = {  # of an iteration's line: name -> metric, format
 }
 
 
-def progress(record, start, done, max_iters, tokens, began):
+def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, tokens a
-    second, and how long the rest will take. start: the iteration at which this process began; done:
+    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, its
+    speed and memory, and how long the rest will take. start: the iteration at which this process began; done:
     how many are done; began: when, in seconds of time.time.
     """
     columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
                if metric in record]
     phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")]
-    speed = tokens / record["time/iteration"]
     left = (time.time() - began) / (done - start) * (max_iters - done)
     return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases),
-                       f"{speed:.0f} tok/s", f"eta {left:.0f}s"])
+                       speed_words(record), f"eta {left:.0f}s"])

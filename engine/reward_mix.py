@@ -8,23 +8,31 @@ weight has weight 1. Each reward is also logged by itself, as objective/reward/N
 weight 0 changes no score and is only logged.
 
 This file reads the key, checks that the rows of the data have the fields that the rewards need, and
-calls the rewards. The rewards themselves are in rewards.py.
+calls the rewards. The rewards themselves are in rewards.py. A function of the user's may be
+
+    def brevity(batch): ...                                 quartet's: see rewards.py
+    def brevity(prompts, completions, answer, **columns)    TRL's: see arguments_of
+    async def judge(...)                                    either of them, awaited
 """
+import asyncio
 import difflib
+import http.client
 import importlib.util
+import inspect
 import math
 import os
 import re
 import sys
 import time
 import traceback
+import urllib.error
 
 import torch
 
 from data import prompt_text
 from engine.programs import check_tests
 from engine.sandbox import check_sandbox
-from errors import BadConfig, BadInput, Stop, first_line, shorten
+from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten
 
 
 # --------------------------------------------------------------------------------------------------
@@ -39,9 +47,15 @@ def is_list_of_counts(x):
     return isinstance(x, list) and x and all(type(n) is int and n >= 0 for n in x)
 
 
+def is_number(x):
+    """Whether x is a finite number; true and false are none."""
+    return type(x) in (int, float) and math.isfinite(x)
+
+
 # what a field must be: a check, and words for it
 FIELDS = {
-    "answer": (lambda x: isinstance(x, str) and x.strip(), "a string that is not blank"),
+    "answer": (lambda x: is_number(x) or isinstance(x, str) and x.strip(),
+               "a number, or a string that is not blank"),
     "numbers": (is_list_of_counts, "a list of integers >= 0"),
     "target": (lambda x: type(x) is int, "an integer"),
 }
@@ -142,7 +156,7 @@ def check_rows(rewards, rows, path):
     Raise BadInput, with the file, the row and the field, unless the rows of a data file have what
     the rewards [(weight, name, function)] need; and unless the sandbox works, if one needs it.
     """
-    for _, name, _ in rewards:
+    for _, name, function in rewards:
         if name == "code":
             check_sandbox()
         for field in NEEDS.get(name, ()):
@@ -156,26 +170,184 @@ def check_rows(rewards, rows, path):
                                    f"for the reward {name!r}, found {shorten(row[field])}")
                 if name == "code":
                     check_tests(row["tests"], f"{path}, row {number}")
+        known = dict.fromkeys(field for row in rows for field in row)
+        for parameter in trl_parameters(function) or ():
+            required = parameter.default is parameter.empty and parameter.kind not in BARE
+            if required and parameter.name not in (*known, *GIVEN):
+                raise BadInput(f"{path}: the reward {name!r} has a parameter {parameter.name!r}, "
+                               "and no row has such a field; the fields are "
+                               f"{', '.join(map(repr, known))}")
+
+
+# --------------------------------------------------------------------------------------------------
+# the arguments of a function in TRL's form
+
+GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
+BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
+
+
+def trl_parameters(function):
+    """
+    The parameters of a function in TRL's form, which has one of the names in GIVEN, or **kwargs
+    alone; None for any other function: it is called with the batch.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not a function of Python's, or nothing at all
+        return None
+    named = any(p.name in GIVEN for p in parameters)
+    bare = [p.kind for p in parameters] == [inspect.Parameter.VAR_KEYWORD]
+    return parameters if named or bare else None
+
+
+def arguments_of(parameters, batch):
+    """
+    The keyword arguments of a function in TRL's form, each a list with an entry for each response:
+
+        prompts          the data's: strings, or lists of messages
+        completions      strings; [{"role": "assistant", "content": ...}] where the prompt is a list
+        completion_ids   lists of token ids, with the EOS
+        answer, ...      each other field of the rows; None in a row without it
+
+    A function without **kwargs gets those that it names.
+    """
+    rows, texts = batch["rows"], batch["completions"]
+    fields = dict.fromkeys(field for row in rows for field in row)
+    given = {field: [row.get(field) for row in rows] for field in fields
+             if field not in ("prompt", "completion")}
+    given["prompts"] = [row.get("prompt", "") for row in rows]
+    given["completions"] = [as_messages(row, text) for row, text in zip(rows, texts, strict=True)]
+    if "tokens" in batch:
+        R = batch["response_mask"].shape[1]
+        given["completion_ids"] = [ids[-R:][mask].tolist() for ids, mask in zip(
+            batch["tokens"], batch["response_mask"], strict=True)]
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return given
+    return {p.name: given[p.name] for p in parameters if p.name in given}
+
+
+def as_messages(row, completion):
+    """
+    A completion in the form of its row's prompt: a string, or a list with one message. The response
+    to a prompt that ends with an assistant's message goes on with that message.
+    """
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list):
+        return completion
+    begun = prompt[-1]["content"] if prompt[-1]["role"] == "assistant" else ""
+    return [{"role": "assistant", "content": begun + completion}]
 
 
 # --------------------------------------------------------------------------------------------------
 # calling them
 
+PAUSES = (1, 2, 4, 8)  # seconds before a reward that could not reach its server is called again
+loop = None  # where async functions run; one for all calls, since a client of theirs may live in it
+
 
 def call_rewards(rewards, batch):
     """
     What each of the rewards [(weight, name, function)] gives for a batch: {name: scores (B,)
-    float64 on the CPU}. Their weights are not used here. A batch without responses, as a rank may
-    have, is given to none of them.
+    float64 on the CPU}, NaN where it gave None: it does not apply to that response. Their weights
+    are not used here. A batch without responses, as a rank may have, is given to none of them.
 
-    Raises Stop, with the name of the reward, where a function fails or does not return one finite
-    number for each response.
+    A reward that could not reach its server (see is_passing) is called again, as often as PAUSES
+    and batch["seconds"] allow.
+
+    Raises Stop, with the name of the reward, where a function fails or does not return a finite
+    number or None for each response.
     """
-    scores = {}
-    for _, name, function in rewards:
-        numbers = call_reward(name, function, batch) if batch["completions"] else []
-        scores[name] = torch.tensor(numbers, dtype=torch.float64)
-    return scores
+    due = time.monotonic() + batch.get("seconds", math.inf)
+    scores = {name: [] for _, name, _ in rewards}
+    left = {name: function for _, name, function in rewards} if batch["completions"] else {}
+    for pause in (*PAUSES, None):
+        unreached = {}  # name -> the error
+        for name, outcome in ask(left, batch).items():
+            if not isinstance(outcome, BaseException):
+                scores[name] = as_scores(name, outcome, batch)
+            elif is_passing(outcome):
+                unreached[name] = outcome
+            else:
+                raise failure(name, outcome) from outcome
+        if not unreached:
+            break
+        name, error = next(iter(unreached.items()))
+        if pause is None or time.monotonic() + pause > due:
+            raise failure(name, error) from error
+        print(f"reward {name!r}: {one_line(first_line(error), 200)}; again in {pause} s",
+              flush=True)
+        time.sleep(pause)
+        left = {name: left[name] for name in unreached}
+    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in scores.items()}
+
+
+def ask(functions, batch):
+    """
+    Call each of {name: function} once, and await together what async functions gave: {name: what it
+    returned, or the exception that it raised}.
+    """
+    global loop
+    outcomes = {}
+    for name, function in functions.items():
+        try:
+            parameters = trl_parameters(function)
+            outcomes[name] = (function(batch) if parameters is None
+                              else function(**arguments_of(parameters, batch)))
+        except (Exception, SystemExit) as e:
+            outcomes[name] = e
+    waiting = {name: x for name, x in outcomes.items() if inspect.isawaitable(x)}
+    if waiting:
+        loop = loop or asyncio.new_event_loop()
+        outcomes |= zip(waiting, loop.run_until_complete(gather(waiting.values())), strict=True)
+    return outcomes
+
+
+async def gather(awaitables):
+    """The outcomes of awaitables that run at the same time."""
+    return await asyncio.gather(*map(outcome_of, awaitables))
+
+
+async def outcome_of(awaitable):
+    """What an awaitable gives, or the exception that it raises."""
+    try:
+        return await awaitable
+    except (Exception, SystemExit, asyncio.CancelledError) as e:
+        return e
+
+
+def is_passing(error):
+    """
+    Whether an error is one of a network or a server, which may be gone a moment later. An answer of
+    the server's decides by its status; 401, for one, will be the same the next time. The clients of
+    APIs have classes of their own, which are known by their names here.
+    """
+    response = getattr(error, "response", None)
+    codes = [getattr(error, name, None) for name in ("code", "status", "status_code")]
+    codes += [getattr(response, "status_code", None)]
+    codes = [code for code in codes if type(code) is int and 400 <= code < 600]
+    if codes:
+        return codes[0] in (408, 425, 429) or codes[0] >= 500
+    local = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
+             PermissionError, ChildProcessError, BlockingIOError)
+    if isinstance(error, local):
+        return False
+    if isinstance(error, (OSError, http.client.HTTPException, urllib.error.URLError)):
+        return True  # OSError: ConnectionError and TimeoutError are two of its kinds
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    words = r"Timeout|Connect(ion)?Error|Network|RateLimit|Transport|Unavailable|Overloaded"
+    return re.search(words, names) is not None
+
+
+def failure(name, error):
+    """The Stop for a reward that raised this error; a Stop or BadInput of its own is kept."""
+    if isinstance(error, (BadInput, Stop)):
+        return error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if frame.filename not in (__file__, asyncio.tasks.__file__)]
+    # the line that failed in the file of the reward, and not in a library that it calls
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
 
 
 def collect(pending, timeout):
@@ -192,19 +364,14 @@ def collect(pending, timeout):
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def call_reward(name, function, batch):
-    """The scores of one reward as a list of floats, one for each response. Raises Stop."""
+def as_scores(name, returned, batch):
+    """
+    What a reward returned, as a list of floats, one for each response; NaN for None. Raises Stop.
+    """
     try:
-        returned = function(batch)
         values = returned.tolist() if hasattr(returned, "tolist") else returned
-    except (BadInput, Stop):
-        raise
-    except (Exception, SystemExit) as e:
-        frames = traceback.extract_tb(e.__traceback__)[1:]  # without this function
-        # the line that failed in the file of the reward, and not in a library that it calls
-        own = [frame for frame in frames if frame.filename == frames[0].filename]
-        place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
-        raise Stop(f"reward {name!r} failed{place}: {first_line(e)}") from e
+    except Exception as e:  # whatever the user's object does
+        raise failure(name, e) from e
     B = len(batch["completions"])
     listed = isinstance(values, (list, tuple))
     shape = tuple(getattr(returned, "shape", (len(values),) if listed else ()))
@@ -214,7 +381,7 @@ def call_reward(name, function, batch):
                    f"array or list; it returned {found}")
     numbers = [as_number(value) for value in values]
     for number, value, row in zip(numbers, values, batch["rows"], strict=True):
-        if not math.isfinite(number):
+        if value is not None and not math.isfinite(number):
             missing = [field for field in NEEDS.get(name, ()) if row.get(field) is None]
             fault = f"{shorten(value)}, no finite number, for"
             if missing:
@@ -231,7 +398,7 @@ def as_number(value):
     """
     try:
         value = value.item() if hasattr(value, "item") else value
-        is_number = isinstance(value, (int, float)) and abs(value) < 3e38
-        return float(value) if is_number else math.nan
+        good = isinstance(value, (int, float)) and abs(value) < 3e38
+        return float(value) if good else math.nan
     except (ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, a huge int
         return math.nan

@@ -19,11 +19,13 @@ from engine.disk import sha256
 from engine.planner import predicted_mib
 from engine.optimizers import overflowed
 from engine.placement import sharded
-from engine.report import peak_memory_mib, print_models, print_samples, progress
+from engine.report import (flops_a_token, peak_flops, print_models, print_samples, progress,
+                           samples_of, speed)
 from engine.reward_mix import files_of
-from engine.run_folder import fingerprint, open_run
-from engine.run_log import write_log
+from engine.run_folder import data_hashes, fingerprint, open_run
+from engine.run_log import write_log, write_samples
 from engine.together import agree
+from engine.trackers import start_trackers
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
@@ -35,11 +37,12 @@ def ranks_agree(config, models, tokenizers):
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
     tokenizers and weights. models: {name: model}.
     """
-    paths = config["prompts_path"], config["eval_path"], *files_of(config["reward_functions"])
-    contents = {f"the content of {path}": sha256(path) for path in paths}
+    files = files_of(config["reward_functions"])
+    contents = {f"the content of {path}": sha256(path) for path in files}
+    contents |= data_hashes(config["prompts_path"], config["eval_path"])
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.fingerprint for t in tokenizers]} | weights)
+        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
 
 
 class Run:
@@ -66,12 +69,14 @@ class Run:
         if "reward_model" in models:
             sources.append("reward_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
-        self.checkpoint, saved = open_run(self.out_dir, config, must_match, sources)  # COLLECTIVE
+        self.checkpoint, saved = open_run(  # COLLECTIVE
+            self.out_dir, config, must_match, sources, token_ids=prompts[0])
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = saved if self.checkpoint else fresh | state
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
+        start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
@@ -138,7 +143,8 @@ class Run:
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
-        save_final(self.out_dir, name, self.models["policy"], self.tokenizer)  # COLLECTIVE
+        save_final(self.out_dir, name, self.models["policy"], self.tokenizer,
+                   self.config)  # COLLECTIVE
 
     def leave_if_asked(self):
         """
@@ -193,11 +199,19 @@ class Run:
 
     # what is said and written
 
-    def print_evaluation(self, record, batch, rows):
+    def log_evaluation(self, record, batch, rows, reward_names):
+        """
+        A collective: print the figures of an evaluation and two of its samples, and append
+        samples_to_log of them to samples.jsonl.
+        """
+        n = self.config["samples_to_log"]
+        samples = samples_of(batch, rows, self.tokenizer, self.iteration, max(n, 2), reward_names)
         if self.rank == 0:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
-            print_samples(batch, rows, self.tokenizer)
+            print_samples(samples[:2])
+        if n > 0:
+            write_samples(self.out_dir, samples[:n])  # COLLECTIVE
 
     def say_nothing_learnt(self, batch, flat):
         """Say why GRPO has taken no step. flat: which groups have equal scores, (groups,)."""
@@ -209,22 +223,38 @@ class Run:
                   f"groups have equal scores, {masked} of {len(batch['finished'])} responses are "
                   "masked; no step")
 
-    def log(self, record, tokens=0):
+    def log(self, record, batch=None):
         """
-        A collective: append an iteration's record to log.jsonl, with its seconds and memory, and
-        print a line of it. tokens: how many it sampled; 0 for the last, which only evaluates.
+        A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
+        and print a line of it. batch: what it sampled; None for the last, which only evaluates.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | record
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
-        if tokens:
+        if batch:
             record["time/iteration"] = sum(self.times.values())
-            record["mem/peak_mib"] = peak_memory_mib(self.device)
+            record |= self.speed(batch, record["policy/steps"])
             record["mem/predicted_mib"] = self.predicted
         write_log(self.out_dir, record)  # COLLECTIVE
-        if tokens and self.rank == 0:
+        if batch and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]
-            print(progress(record, self.start, done, max_iters, tokens, self.began), flush=True)
+            print(progress(record, self.start, done, max_iters, self.began), flush=True)
+
+    def speed(self, batch, steps):
+        """
+        How fast the iteration was, without the seconds of evaluation and checkpoint. Its
+        operations: the policy samples, all models read what it sampled, and the trained ones read
+        it again in each pass of the update. steps: how many optimizer steps that were.
+        """
+        seconds = sum(self.times.values()) - sum(self.times.get(x, 0) for x in ("eval", "checkpoint"))
+        readers = [model for name, model in self.models.items() if not name.endswith("'s trunk")]
+        flops = sum(flops_a_token(model) for model in [self.models["policy"], *readers])
+        flops += steps / self.config["num_minibatches"] * sum(
+            flops_a_token(model, trained=True) for model in self.trained.values())
+        flops *= int(batch["attention_mask"].sum())
+        peak = peak_flops(self.config, self.device)
+        sampled = int(batch["response_mask"].sum())
+        return speed(self.device, sampled, flops, seconds, peak, self.world_size)
 
     def finish(self):
         """A collective: save what the run was for, and leave together with the other ranks."""
@@ -233,9 +263,9 @@ class Run:
             with self.ema.in_place():
                 self.save_as("ema_policy")  # COLLECTIVE
         if "value_model" in self.models:
-            save_final(self.out_dir, "value_model", self.models["value_model"],
-                       self.tokenizer)  # COLLECTIVE
+            save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer,
+                       self.config)  # COLLECTIVE
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
-                  "it, tools/plot.py to draw the run")
+                  "it, tools/page.py to see the run")
         launch.finish()  # COLLECTIVE

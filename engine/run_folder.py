@@ -10,39 +10,44 @@ A run must not begin in a folder
 Each of these ends the program with one line, and no file in the folder is changed.
 """
 import contextlib
+import datetime
 import fcntl
 import glob
 import hashlib
+import json
 import math
 import os
 import shutil
 import socket
 import time
+from array import array
 
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
-from engine.hf_files import find_folder, read_json
+from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
-from engine.run_log import cut_log, read_log
-from engine.together import alone, name_ranks, ranks_where
+from engine.run_log import LOG_FILES, cut_log, read_log
+from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
+from formats import raw_rows, sources_of
 
 SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=()):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
-    among them that name a file or a model folder; its content must be the same, too. Returns
-    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
-    ranks. Raises BadInput.
+    among them that name a file or a model folder; its content must be the same, too. token_ids: all
+    sequences of ids that the run trains on, which must be the same as well: a chat template or a
+    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
+    (None, None) to begin, the same on all ranks. Raises BadInput.
     """
-    hashes, made, token = alone(lambda: take(out_dir, config, sources))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     for _ in range(SEEN_WAIT):
@@ -62,14 +67,16 @@ def open_run(out_dir, config, must_match, sources=()):
 # taking the folder
 
 
-def take(out_dir, config, sources):
+def take(out_dir, config, sources, token_ids):
     """
     On rank 0: make out_dir and lock it. Raises BadInput. Returns
     hashes: {key: hash of the content} of what the run starts from;
     made: the folders that did not exist before, the deepest one first;
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes = {key: content_hash(config[key]) for key in sources}
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+              for key in sources}
+    hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
@@ -98,9 +105,9 @@ def check_ours(out_dir):
             raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; "
                            "choose another --out_dir")
     elif not list_checkpoints(out_dir):
-        for name in ("policy", "value_model", "reward_model", "log.jsonl"):
+        for name in ("policy", "value_model", "reward_model", *LOG_FILES):
             path = os.path.join(out_dir, name)
-            if name == "log.jsonl" and os.path.isfile(path) and os.path.getsize(path) == 0:
+            if name in LOG_FILES and os.path.isfile(path) and os.path.getsize(path) == 0:
                 continue  # of a start that was killed just before it wrote config.json
             if os.path.exists(path):
                 raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "
@@ -223,7 +230,13 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
     known = before["sha256"] if isinstance(before.get("sha256"), dict) else {}
     for key, sha in hashes.items():
         old = known.get(key, "unknown")
-        if old != sha:
+        if key == "token_ids":
+            if sha and known.get(key, sha) != sha:
+                raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
+                               "become now: its chat template, template_kwargs, system_prompt, "
+                               "chat_date or libraries were other ones; restore them, or choose "
+                               "another --out_dir")
+        elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
                            "choose another --out_dir")
@@ -242,6 +255,28 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
 # what a run starts from
 
 
+DATA_KEYS = "train_path", "prompts_path"  # they may name several files, or data sets of the hub
+
+
+def data_hashes(*specs):
+    """{what: hash} of the data files of some keys, for the ranks to compare; "" is no file."""
+    return {f"the content of {spec}": data_hash(spec) for spec in specs if spec}
+
+
+def data_hash(spec):
+    """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
+    hashes = []
+    for path, _ in sources_of(spec):
+        if path.startswith("hf:"):
+            rows = hashlib.sha256()
+            for _, row in raw_rows(path):
+                rows.update(json.dumps(row, default=str).encode())
+            hashes.append(rows.hexdigest())
+        else:
+            hashes.append(sha256(path))
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 def content_hash(path):
     """
     sha256 of a file; or of a model or tokenizer folder (or hub name): of the names and hashes of
@@ -249,11 +284,51 @@ def content_hash(path):
     """
     if os.path.isfile(path):
         return sha256(path)
-    folder = path if os.path.isdir(path) else find_folder(path)
+    folders = [path]
+    if not os.path.isdir(path):
+        folders = model_folders(path)
+    elif is_adapter(path):
+        with contextlib.suppress(BadInput):  # with share_base the base is policy_path, wherever it is
+            folders = model_folders(path)
     kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-    files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
-    listed = "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
+    listed = ""
+    for folder in folders:
+        files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+        listed += "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
     return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def hash_of_ids(sequences):
+    """sha256 of sequences of token ids, and of where each of them ends."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(array("q", [len(ids), *ids]).tobytes())
+    return digest.hexdigest()
+
+
+def fix_chat_date(config):
+    """
+    A collective: set config["chat_date"], if it is empty, to the date of the run's first start,
+    which config.json in its folder has kept. Today, if this is the first one.
+    """
+    if config["chat_date"]:
+        return
+    folders = [config["out_dir"], *reversed(list_checkpoints(config["out_dir"]))]
+
+    def find():
+        for folder in folders:
+            with contextlib.suppress(BadInput):
+                date = read_json(os.path.join(folder, "config.json")).get("chat_date")
+                if date and isinstance(date, str):
+                    return date
+        return today()
+
+    config["chat_date"] = from_rank(find)
+
+
+def today():
+    """The date of this day, as "2026-01-31"."""
+    return datetime.date.today().isoformat()
 
 
 def fingerprint(model):

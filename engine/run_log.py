@@ -1,17 +1,21 @@
 """
-log.jsonl of a run: one JSON object a line, one line an iteration.
+log.jsonl of a run: one JSON object a line, one line an iteration. And samples.jsonl: one line for
+each response of an evaluation that is kept, so that it can be read later what earned which score.
 
-Every line is complete, and a resumed run cuts the log back to its checkpoint: the iterations after
-the checkpoint run again, and are logged again.
+Every line is complete, and a resumed run cuts both files back to its checkpoint: the iterations
+after the checkpoint run again, and are logged again.
 """
 import json
 import math
 import os
 
 from engine.disk import patiently, read_bytes
+from engine import trackers
 from engine.together import together
 from errors import Stop
 from parallel import rank_and_size
+
+LOG_FILES = "log.jsonl", "samples.jsonl"
 
 
 def write_log(out_dir, record):
@@ -25,28 +29,43 @@ def write_log(out_dir, record):
               for k, x in record.items()}
     line = json.dumps(finite, allow_nan=False) + "\n"
 
-    def append():
-        file = os.path.join(out_dir, "log.jsonl")
-        size = os.path.getsize(file) if os.path.exists(file) else 0
-        try:
-            with open(file, "a", encoding="utf-8") as f:
-                f.write(line)
-        except OSError as e:
-            if os.path.exists(file):
-                os.truncate(file, size)
-            raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before."
-                       " Make room, and resume with the same command") from e
+    def write():
+        append(os.path.join(out_dir, "log.jsonl"), line)
+        trackers.send(finite)
 
-    together(append if rank_and_size()[0] == 0 else lambda: None)
+    together(write if rank_and_size()[0] == 0 else lambda: None)
 
 
-def read_log(out_dir):
+def write_samples(out_dir, samples):
     """
-    [(iteration, line)] of log.jsonl, [] if there is none; the iteration is None where a line cannot
-    be read, as a kill while writing may leave one. Raises Stop if the file cannot be read.
+    A collective. Append an evaluation's samples to samples.jsonl: a list of dicts, whose first
+    entry is the iteration. All of their lines or none. Rank 0 writes. Raises Stop like write_log.
+    """
+    lines = "".join(json.dumps(sample, allow_nan=False) + "\n" for sample in samples)
+    file = os.path.join(out_dir, "samples.jsonl")
+    together((lambda: append(file, lines)) if rank_and_size()[0] == 0 else lambda: None)
+
+
+def append(file, text):
+    """Write text at the end of a file; where the disk is full, the file stays as it was."""
+    size = os.path.getsize(file) if os.path.exists(file) else 0
+    try:
+        with open(file, "a", encoding="utf-8") as f:
+            f.write(text)
+    except OSError as e:
+        if os.path.exists(file):
+            os.truncate(file, size)
+        raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before."
+                   " Make room, and resume with the same command") from e
+
+
+def read_log(out_dir, name="log.jsonl"):
+    """
+    [(iteration, line)] of a file of LOG_FILES, [] if there is none; the iteration is None where a line
+    cannot be read, as a kill while writing may leave one. Raises Stop if it cannot be read.
     """
     try:
-        content = patiently(read_bytes, os.path.join(out_dir, "log.jsonl"))
+        content = patiently(read_bytes, os.path.join(out_dir, name))
     except FileNotFoundError:
         return []
     text = content.decode(errors="replace")
@@ -60,9 +79,15 @@ def read_log(out_dir):
 
 
 def cut_log(out_dir, iteration):
-    """Delete the lines of this iteration and later ones, and lines that cannot be read."""
-    file = os.path.join(out_dir, "log.jsonl")
-    kept = [f"{line}\n" for i, line in read_log(out_dir) if i is not None and i < iteration]
-    with open(file + ".tmp", "w", encoding="utf-8") as f:
-        f.writelines(kept)
-    os.replace(file + ".tmp", file)
+    """
+    Delete the lines of this iteration and later ones, and lines that cannot be read, from both
+    files. log.jsonl is there afterwards, if only empty.
+    """
+    for name in LOG_FILES:
+        file = os.path.join(out_dir, name)
+        kept = [f"{line}\n" for i, line in read_log(out_dir, name)
+                if i is not None and i < iteration]
+        if name == "log.jsonl" or os.path.exists(file):
+            with open(file + ".tmp", "w", encoding="utf-8") as f:
+                f.writelines(kept)
+            os.replace(file + ".tmp", file)

@@ -8,42 +8,60 @@ Text -> ids and back. There are three kinds of tokenizer with one interface (cla
 load_tokenizer chooses by the files in a model's folder. Text that looks like a special token is
 plain text to all three: nobody who writes a prompt can end a turn or a response.
 """
+import ast
+import bisect
+import contextlib
 import hashlib
 import json
 import os
 import re
+from datetime import datetime
 
-from data import is_surrogate
-from engine.hf_files import find_folder, read_json
-from errors import BadInput, first_line, one_line, shorten, warn
+from engine.hf_files import read_json, tokenizer_folders
+from errors import BadConfig, BadInput, first_line, one_line, say, shorten, warn
+from formats import is_surrogate
 
 
 # --------------------------------------------------------------------------------------------------
 # which tokenizer a folder holds
 
+MODEL_FILES = ("config.json", "generation_config.json")
+CHAT_KEYS = "chat_template", "template_kwargs", "system_prompt", "chat_date"
 JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json",
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
-def load_tokenizer(path):
+def load_tokenizer(path, config=None):
     """
-    The tokenizer of a model folder or hub name. Its eos_ids are all ends that its own files and the
-    model's (config.json, generation_config.json) name. Raises BadInput where a file is broken, or
-    where all ends that one of the model's files names are plain text to the tokenizer: then the
-    two are of different models.
+    The tokenizer of a model folder or hub name. Its eos_ids are all ends that its own files, its
+    chat template and the model's files (config.json, generation_config.json) name. Raises BadInput
+    where a file is broken, or where all ends that one of the model's files names are plain text to
+    the tokenizer: then the two are of different models.
+
+    config: the keys of a run, of which chat_template, template_kwargs, system_prompt and chat_date
+    are for chats; any of them may be absent.
     """
-    folder = path if os.path.isfile(os.path.join(path, "tiktoken.json")) else find_folder(path)
-    settings = {name: read_json(os.path.join(folder, name)) for name in JSON_FILES
-                if os.path.isfile(os.path.join(folder, name))}
+    config = dict.fromkeys(CHAT_KEYS, "") | (config or {})
+    folder, model_folder = tokenizer_folders(path)  # two, where an adapter has a tokenizer
+    files = {name: os.path.join(model_folder if name in MODEL_FILES else folder, name)
+             for name in JSON_FILES}
+    settings = {name: read_json(file) for name, file in files.items() if os.path.isfile(file)}
     family = settings.get("config.json", {}).get("model_type")
+    has_template = config["chat_template"] or os.path.isfile(f"{folder}/chat_template.jinja")
     if "tiktoken.json" in settings:
         file = os.path.join(folder, "tiktoken.json")
         tokenizer = ByteTokenizer(check_byte_settings(settings["tiktoken.json"], file))
     elif (family == "gpt2" and os.path.isfile(os.path.join(folder, "vocab.json"))
-          and "tokenizer.json" not in settings):
+          and "tokenizer.json" not in settings and not has_template):
         tokenizer = GPT2Tokenizer(folder)
     else:
-        tokenizer = HFTokenizer(folder)
+        tokenizer = HFTokenizer(folder, config["chat_template"], config["template_kwargs"],
+                                config["system_prompt"], config["chat_date"])
+    for key in ("chat_template", "template_kwargs", "system_prompt"):
+        if config[key] and not tokenizer.template:
+            raise BadInput(f"{key} is given, but the tokenizer of {path} has no chat template"
+                           + (", and takes none; leave it out" if key == "chat_template" else
+                              "; give one with --chat_template=FILE, or leave it out"))
 
     named = set()  # the ends that the model's files name
     for file in ("generation_config.json", "config.json"):
@@ -55,7 +73,7 @@ def load_tokenizer(path):
         if not wrong and all(map(tokenizer.is_plain_text, ids)):
             wrong = ids  # one of several ends may be plain text, such as a newline, but not all
         if wrong:
-            raise BadInput(f"{os.path.join(folder, file)}: eos_token_id = {shorten(wrong[0])} is "
+            raise BadInput(f"{files[file]}: eos_token_id = {shorten(wrong[0])} is "
                            "no special token of the tokenizer beside it, which has "
                            f"{tokenizer.vocab_size} tokens and ends with {tokenizer.eos_id}; do "
                            "they belong together?")
@@ -64,6 +82,7 @@ def load_tokenizer(path):
         warn(f"{folder}: the model ends with {sorted(named)}, its tokenizer with "
              f"{tokenizer.eos_id}; do they belong together? A response may end with any of them")
     tokenizer.eos_ids |= named
+    tokenizer.generation_config = settings.get("generation_config.json", {})
     return tokenizer
 
 
@@ -86,13 +105,28 @@ def check_tokenizer_fits(tokenizer, model, path):
 # the interface
 
 
+MARK = "\ue000"  # the first of Unicode's private area, whose characters texts hardly ever hold
+
+
 class Tokenizer:
     """What all kinds share. encode: text -> ids; decode: ids -> text, without EOS and padding."""
 
     eos_id = pad_id = vocab_size = 0
+    skipped_id = None  # a reward model is read at the last token that is not this: see reading.py
     eos_ids = frozenset()  # a response ends with any of them
     special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
+    fingerprint = chat_fingerprint = ""  # of the vocabulary, of the chat template
+    template = None  # the chat template's text, if there is one
+    generation_config = {}  # of the model beside it: how its makers sample from it
+
+    @property
+    def whole_fingerprint(self):
+        """
+        Differs where any text becomes other ids. fingerprint: where strings do; of a policy and a
+        reward model, which read chats with a template of their own each, that one must be the same.
+        """
+        return self.fingerprint + self.chat_fingerprint
 
     def specials_in(self, text):
         """Which special tokens a text spells."""
@@ -110,13 +144,49 @@ class Tokenizer:
 
     def encode_chat(self, messages):
         raise BadInput("a prompt is a list of messages, but this tokenizer has no chat template; "
-                       "write prompts as strings")
+                       "write prompts as strings, or give one with --chat_template=FILE")
+
+    @property
+    def vocabulary(self):
+        """What is equal where ids mean the same."""
+        return self.fingerprint
+
+    def encode_response(self, prompt, completion, finished=True):
+        """Ids of a prompt and a response, as a reward model of rm.py reads them."""
+        ids, _ = self.encode_example(prompt, completion)  # the last is EOS, or the end of the turn
+        return ids if finished else ids[:-1]
 
     def encode_completion(self, completion):
-        """Ids of a completion and EOS. It is a string, or a list with one assistant message."""
-        if not isinstance(completion, str):
-            completion = "".join(m["content"] for m in completion)
+        """Ids of a completion, a string, and EOS."""
         return self.encode(completion) + [self.eos_id]
+
+    def encode_example(self, prompt, completion):
+        """
+        (ids, trained) of a prompt and its completion, which both are strings, or both lists of
+        messages of one dialogue: the ids, and for each of them whether SFT trains it. That is the
+        completion with its EOS, or the assistant's turns of the completion with their end-of-turn
+        tokens. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and [F, F, F, F, T, T].
+
+        Messages are encoded as apply_chat_template would, up to the last end-of-turn token. A
+        string beside a list is taken for a message of the user's or the assistant's. If the last
+        message of the prompt and the first one of the completion are both the assistant's, they
+        are one message, of which the second part is trained. Raises BadInput.
+        """
+        if isinstance(prompt, str) and isinstance(completion, str):
+            ids, more = self.encode_prompt(prompt), self.encode_completion(completion)
+            return ids + more, [False] * len(ids) + [True] * len(more)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if completion[-1]["role"] != "assistant":
+            raise BadInput(f"the completion ends with a message of {completion[-1]['role']!r}; the "
+                           "last message must be the assistant's, for it is what is learned")
+        return self.encode_dialogue(prompt, completion)
+
+    def encode_dialogue(self, prompt, completion):
+        """encode_example for lists of messages. A tokenizer without a chat template refuses them."""
+        return self.encode_chat(prompt)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,6 +245,8 @@ class ByteTokenizer(Tokenizer):
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
             json.dump(dict(tokenizer_class="PreTrainedTokenizerFast",
                            eos_token=self.settings["eos"], pad_token=self.settings["pad"],
+                           # transformers 4 would add token_type_ids, which GPT-2 takes for words
+                           model_input_names=["input_ids", "attention_mask"],
                            clean_up_tokenization_spaces=False), f, indent=2)
 
 
@@ -203,10 +275,7 @@ class GPT2Tokenizer(Tokenizer):
     def __init__(self, folder):
         import tiktoken
 
-        self.files = {}  # as they are, for save
-        for name in ("vocab.json", "merges.txt"):
-            if os.path.isfile(os.path.join(folder, name)):
-                self.files[name] = read_text(os.path.join(folder, name))
+        self.files = read_tokenizer_files(folder)
         vocab = read_json(os.path.join(folder, "vocab.json"))
         check_ids(vocab, f"{folder}/vocab.json")
         byte_of = {name: b for b, name in BYTE_LEVEL.items()}
@@ -229,7 +298,7 @@ class GPT2Tokenizer(Tokenizer):
         self.eos_id = self.pad_id = vocab[eos]
         self.eos_ids = {self.eos_id}
         self.vocab_size = max(vocab.values()) + 1
-        self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
+        self.fingerprint = hashlib.blake2b(self.files["vocab.json"]).hexdigest()
 
     def is_plain_text(self, i):
         return i != self.eos_id
@@ -241,19 +310,28 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.decode([i for i in ids if i != self.eos_id], errors="replace")
 
     def save(self, folder):
-        for name, text in self.files.items():
-            with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-                f.write(text)
+        write_files(folder, self.files)
 
 
 # --------------------------------------------------------------------------------------------------
 # Hugging Face
 
 
-class HFTokenizer(Tokenizer):
-    """Any tokenizer that transformers can load, with its chat template."""
+# what render passes itself, and what is for tokens, not for templates
+OUR_KWARGS = (
+    "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens")
 
-    def __init__(self, folder):
+
+class HFTokenizer(Tokenizer):
+    """
+    Any tokenizer that transformers can load, with its chat template. The arguments beside the
+    folder are the keys of engine/keys.py; chat_date: "" is today.
+    """
+
+    def __init__(self, folder, chat_template="", template_kwargs="", system_prompt="",
+                 chat_date=""):
         # imported here: it takes seconds and 150 MB, which the other tokenizers do not need
         from transformers import AutoTokenizer
 
@@ -283,6 +361,7 @@ class HFTokenizer(Tokenizer):
         if eos is None:
             raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever "
                            "end; set eos_token in tokenizer_config.json")
+        self.fast = self.backend.is_fast  # whether it knows which characters a token stands for
         fast = getattr(self.backend, "backend_tokenizer", None)
         check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab,
                   f"{folder}: its vocabulary")
@@ -294,11 +373,72 @@ class HFTokenizer(Tokenizer):
         added = self.backend.added_tokens_decoder
         self.specials = {i: t.content for i, t in added.items()}
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
+        if vocab.get("[PAD]") == self.vocab_size - 1:
+            vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
-        written = set(re.findall(r"<\|\w+\|>", str(self.backend.chat_template or "")))
+        self.special_ids = {i for i, t in added.items() if t.special}
+        names = getattr(self.backend, "vocab_files_names", {}).values()
+        self.files = read_tokenizer_files(folder, names)
+        self.own_template = bool(chat_template)
+        self.template_kwargs = parse_template_kwargs(template_kwargs)
+        self.system_prompt = system_prompt
+        self.template_name = f"the chat template of {folder}"
+        self.template = self.find_template(chat_template)
+        self.fix_date(chat_date)
+        chat = json.dumps([self.template, template_kwargs, system_prompt, chat_date])
+        self.chat_fingerprint = hashlib.blake2b(chat.encode()).hexdigest()
+        unused = [name for name in self.template_kwargs
+                  if not re.search(rf"\b{name}\b", self.template or "")]
+        if unused and self.template:
+            raise BadInput(f"template_kwargs: {self.template_name} has no variable {unused[0]!r}")
+        self.said_no_turn_end = False
+        self.turn_end = self.find_turn_end()
+        self.eos_ids |= {self.turn_end} - {None}
+        written = set(re.findall(r"<\|\w+\|>", self.template or ""))
         if written - vocab.keys():
-            warn(f"{folder}: its chat template writes {min(written - vocab.keys())}, which to its "
+            warn(f"{self.template_name} writes {min(written - vocab.keys())}, which to its "
                  "tokenizer is no token but plain letters; is that meant?")
+
+    def find_template(self, file):
+        """
+        The text of the chat template: of a file, or of the tokenizer itself where that is "". None
+        where there is none.
+        """
+        if file:
+            self.template_name = f"the chat template {file}"
+            return read_text(file)
+        if not self.backend.chat_template:
+            return None
+        # where there are several, the one called default, or tool_use if there are tools
+        tools = self.template_kwargs.get("tools")
+        template, e = attempt(lambda: self.backend.get_chat_template(None, tools))
+        if isinstance(template, str):
+            return template
+        warn(f"{self.template_name} cannot be used ({first_line(e)[:200] if e else 'it is no text'}"
+             "); for chats give one with --chat_template=FILE")
+        return None
+
+    def fix_date(self, date):
+        """
+        Let the template print this date ("2026-01-31"), not the day on which it is rendered: a run
+        that goes on tomorrow must read the same prompts. Raises BadInput where the key's template
+        is none.
+        """
+        from transformers.utils import chat_template_utils
+
+        fixed = parse_date(date)
+        if not self.template:
+            return
+        # transformers keeps one compiled template for each text, and hands it out here as well
+        compiled, e = attempt(lambda: chat_template_utils._compile_jinja_template(self.template))
+        if e:
+            if self.own_template:
+                raise BadInput(f"{self.template_name} is not written in Jinja: "
+                               f"{one_line(first_line(e), 300)}") from e
+            return  # said where a message is to be encoded
+        compiled.globals["strftime_now"] = lambda form: (fixed or datetime.now()).strftime(form)
+        if fixed and "strftime_now" in self.template:
+            say(f"{self.template_name} prints a date: here always {date} (the key chat_date)")
 
     def is_plain_text(self, i):
         return i not in self.specials
@@ -315,49 +455,224 @@ class HFTokenizer(Tokenizer):
         or, if the last message is the assistant's, at the end of that message, in its turn. A user
         who types a special token gets its letters, not the token. Raises BadInput.
         """
-        if not self.backend.chat_template:
+        if not self.template:
             return super().encode_chat(messages)
-        # A message that spells a special token is replaced by a placeholder before the template is
-        # rendered. The blanks around the message stay, because the template may strip them.
-        filled, hidden = [dict(m) for m in messages], {}
-        for i, m in enumerate(filled):
-            if self.specials_in(m["content"]):
-                mark, content = f"\ue000{i}\ue001", m["content"].strip()
-                m["content"], hidden[mark] = m["content"].replace(content, mark), content
-        text, ids = self.render(filled), []
-        # the template's own text is encoded with special tokens, the hidden messages without
-        for mark, content in hidden.items():
-            before, found, text = text.partition(mark)
-            if not found:
-                raise BadInput("a message contains special tokens and the chat template drops or "
-                               "moves messages; remove the special tokens from the prompt")
-            ids += self.backend.encode(before, add_special_tokens=False) + self.encode(content)
-        return ids + self.backend.encode(text, add_special_tokens=False)
+        filled, hidden = self.hide(self.with_system_prompt(messages))
+        return self.encode_text(self.render_open(filled), hidden)[0]
 
-    def render(self, messages):
+    def encode_whole(self, messages):
         """
-        The text that the chat template makes of the messages. It ends in an open turn of the
-        assistant: the last message, if that is the assistant's, or an empty one. Raises BadInput
-        if the template does not keep that last message, and with the template's own words where it
-        refuses the messages.
+        Ids of all that the chat template makes of the messages, to the last character. A message
+        that spells a special token gets its letters. Raises BadInput.
         """
-        last = messages[-1]["content"].strip() if messages[-1]["role"] == "assistant" else None
-        how = dict(add_generation_prompt=last is None, continue_final_message=last is not None)
+        filled, hidden = self.hide(messages)
+        return self.encode_text(self.render(filled), hidden)[0]
+
+    def encode_dialogue(self, prompt, completion):
+        """
+        encode_example for lists of messages. What is trained of a turn begins where the prompt that
+        the policy would answer ends, and ends with the first end-of-turn token. Raises BadInput.
+        """
+        if not self.template:
+            return super().encode_dialogue(prompt, completion)
+        prompt = self.with_system_prompt(prompt)
+        filled, hidden = self.hide([*prompt, *completion])
+        first = len(prompt)  # the first message that may be trained
+        opened = None  # the text in front of it, where it goes on with the prompt's last message
+        if first and filled[first - 1]["role"] == filled[first]["role"] == "assistant":
+            opened = self.render_open(filled[:first])
+            whole = content_of(filled[first - 1]) + content_of(filled[first])
+            first -= 1
+            filled[first:first + 2] = [{**filled[first], **filled[first + 1], "content": whole}]
+        text = self.render(filled)
+        ids, ends = self.encode_text(text, hidden)
+        trained = [False] * len(ids)
+
+        begins = [self.turn_begin(text, filled, i) for i in range(first, len(filled))
+                  if filled[i]["role"] == "assistant"]
+        if opened is not None:
+            begins[0] = common_prefix(text, opened)
+        begins = [self.token_at(begin, text, ids, ends, hidden) for begin in begins]
+        turn_ends = {i for i in self.eos_ids if not self.is_plain_text(i)}
+        for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
+            end = next((j for j in range(begin, limit) if ids[j] in turn_ends), None)
+            if limit < len(ids) and (end is None or self.turn_end is None):
+                raise BadInput(f"{self.template_name} writes no end of turn behind "
+                               "the assistant's messages, so several of them cannot be told apart; "
+                               "leave one in each row, or give another --chat_template")
+            if end is None:  # the last turn, and the template does not end it
+                self.say_no_turn_end()
+                end, ids, trained = len(ids), [*ids, self.eos_id], [*trained, True]
+            trained[begin:end + 1] = [True] * (end + 1 - begin)
+        return ids[:end + 1], trained[:end + 1]
+
+    def with_system_prompt(self, messages):
+        """The messages, with the run's system_prompt in front, if they have no system message."""
+        if not self.system_prompt or messages and messages[0]["role"] in ("system", "developer"):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def turn_begin(self, text, messages, i):
+        """
+        Where in the text of a whole dialogue the turn of message i, the assistant's, begins: behind
+        the template's generation prompt. Some templates do not write all of that prompt in a turn
+        that is there already, such as Qwen3's empty thoughts: then it begins where they stop.
+        """
+        before = prompt = None
+        if i > 0:  # transformers refuses to render no messages at all
+            with contextlib.suppress(BadInput):  # the template may want more messages than these
+                prompt = self.render(messages[:i], add_generation_prompt=True)
+                if text.startswith(prompt) and len(prompt) < len(text):
+                    return len(prompt)
+                before = self.render(messages[:i])
+        other = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1:]]
+        content = common_prefix(text, self.render(other))  # where the message itself begins
+        if content == len(text):
+            raise BadInput(f"{self.template_name} drops the assistant's message, so "
+                           "there is nothing to learn; give another --chat_template")
+        if before is None:
+            return content
+        if text.startswith(before):
+            return min(content, common_prefix(text, prompt))
+        # the template writes earlier messages in another way when they are the last ones
+        header = prompt[common_prefix(prompt, before):]
+        at = text.rfind(header, 0, content) if header else -1
+        return content if at < 0 else at + len(header)
+
+    def say_no_turn_end(self):
+        """Print once that the template does not end the assistant's turn."""
+        if not self.said_no_turn_end:
+            warn(f"{self.template_name} writes no end of turn behind the assistant's message; EOS is "
+                 "put there")
+        self.said_no_turn_end = True
+
+    def hide(self, messages):
+        """
+        (messages, hidden): the messages, in which a content that spells a special token is replaced
+        by a mark, and {mark: content}. A template would make a token of it. The blanks around the
+        content stay, because the template may strip them. Raises BadInput where something else
+        than the content spells one, such as a role.
+        """
+        filled, hidden = [dict(m) for m in messages], {}
+        contents = [content_of(m) for m in messages]
+        # a character of Unicode's private area that no message has
+        sign = next(chr(c) for c in range(ord(MARK), 0xF900)
+                    if not any(chr(c) in content for content in contents))
+        for i, (m, content) in enumerate(zip(filled, contents, strict=True)):
+            if self.specials_in(content):
+                mark, content = f"{sign}{i}{sign}", content.strip()
+                m["content"], hidden[mark] = m["content"].replace(content, mark), content
+            rest = json.dumps({k: v for k, v in m.items() if k != "content"}, ensure_ascii=False)
+            if self.specials_in(rest):
+                raise BadInput(f"a message spells the special token {self.specials_in(rest)[0]!r} "
+                               "in another field than its content; remove it")
+        return filled, hidden
+
+    def encode_text(self, text, hidden):
+        """
+        (ids, ends) of a template's text, in which special tokens are tokens; the hidden contents
+        are encoded without any. ends: where in the text each token ends; None where the tokenizer
+        does not know.
+        """
+        ids, ends, at = [], [], 0
+        pattern = "|".join(map(re.escape, hidden))
+        for piece in re.split(f"({pattern})", text) if hidden else [text]:
+            if piece in hidden:
+                new = self.encode(hidden[piece])
+                new_ends = [len(piece)] * len(new)
+            else:
+                if hidden and pattern[0] in piece:
+                    raise BadInput("a message spells special tokens and the chat template changes "
+                                   "its text; remove the special tokens from it")
+                found = self.backend(piece, add_special_tokens=False, verbose=False,
+                                     return_offsets_mapping=self.fast)
+                new = found["input_ids"]
+                new_ends = [end for _, end in found["offset_mapping"]] if self.fast else []
+            ids, ends = ids + new, ends + [at + end for end in new_ends]
+            at += len(piece)
+        return ids, ends if self.fast else None
+
+    def token_at(self, at, text, ids, ends, hidden):
+        """
+        The number of the first token that reaches beyond the first `at` characters of the text.
+        Without offsets: the first one that differs from the tokens of these characters alone.
+        """
+        if ends is None:
+            return common_prefix(ids, self.encode_text(text[:at], hidden)[0])
+        return bisect.bisect_right(ends, at)
+
+    def render(self, messages, **how):
+        """
+        The text that the chat template makes of the messages. how: arguments for transformers.
+        Raises BadInput with the template's own words where it refuses the messages.
+        """
         try:
-            text = self.backend.apply_chat_template(messages, tokenize=False, **how)
+            return self.backend.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False, **self.template_kwargs, **how)
         except Exception as e:  # a template is a program of its author, and may raise anything
-            if last is None or "continue_final_message" not in str(e):
-                raise BadInput(f"the chat template of {self.folder} refuses the messages: "
-                               f"{one_line(first_line(e), 300)}") from e
-            text = ""  # transformers has not found the last message in the template's text
-        if last is not None and not (last and text.rstrip().endswith(last)):
+            if "continue_final_message" in how and "continue_final_message" in str(e):
+                return ""  # transformers has not found the last message in the template's text
+            raise BadInput(f"{self.template_name} refuses the messages: "
+                           f"{one_line(first_line(e), 300)}") from e
+
+    def render_open(self, messages):
+        """
+        The template's text of the messages that ends in an open turn of the assistant: the last
+        message, if that is the assistant's, or an empty one. Raises BadInput if the template does
+        not keep that last message.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, add_generation_prompt=True)
+        last = content_of(messages[-1]).strip()
+        text = self.render(messages, continue_final_message=True)
+        if not (last and text.rstrip().endswith(last)):
             raise BadInput("the last message is the assistant's, for the response to go on with, "
                            "but the chat template drops or changes a part of it, or it is blank; "
                            "end the prompt with another role's message, or write it as a string")
         return text
 
+    def find_turn_end(self):
+        """
+        The id of the template's end-of-turn token: the first special token behind the message of an
+        assistant who answers a user. None if there is no template, or no such token.
+        """
+        if not self.template:
+            return None
+        question = {"role": "user", "content": f"{MARK}0"}
+        answer = {"role": "assistant", "content": f"{MARK}1"}
+        opening = ""  # what the template writes in front of an answer
+        try:
+            _, answered, rest = self.render([question, answer]).rpartition(answer["content"])
+        except BadInput:
+            return None  # it is said where a message is to be encoded
+        with contextlib.suppress(BadInput):  # of a question alone, too
+            prompt = self.render([question], add_generation_prompt=True)
+            opening = prompt[common_prefix(prompt, self.render([question])):]
+        opens, behind = ([i for i in self.backend.encode(piece, add_special_tokens=False)
+                          if i in self.special_ids] for piece in (opening, rest))
+        # a template that always opens the next turn writes that behind the answer, too
+        return next((i for i in behind if answered and i not in opens), None)
+
     def save(self, folder):
-        self.backend.save_pretrained(folder)
+        """
+        The files that it was read from, as they are: other versions of transformers, and other
+        programs, read them as they read the source's. A template of the run's own comes with them.
+        """
+        own = {"chat_template.jinja": self.template.encode()} if self.own_template else {}
+        write_files(folder, self.files | own)
+
+
+def content_of(message):
+    """The content of a message, a string; "" where there is none, as beside a call of a tool."""
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise BadInput(f"the content of a message must be a string, found {shorten(content)}")
+    return content or ""
+
+
+def common_prefix(a, b):
+    """How many characters, or ids, two strings or lists have in common at their beginning."""
+    return len(os.path.commonprefix([a, b]))
 
 
 def attempt(read):
@@ -371,6 +686,36 @@ def attempt(read):
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
         return None, e
+
+
+def parse_template_kwargs(text):
+    """
+    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
+    arguments of a call in Python whose values are literals. Raises BadConfig.
+    """
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+        if len(kwargs) < len(call.keywords):  # a name twice
+            raise ValueError
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as e:
+        raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
+                        "as enable_thinking=False,language='en'") from e
+    for name in kwargs:
+        if name is None or name in OUR_KWARGS:
+            raise BadConfig(f"template_kwargs = {shorten(text)}: {name} is not the template's; "
+                            "leave it out")
+    return kwargs
+
+
+def parse_date(text):
+    """The key chat_date, such as "2026-01-31", as a datetime; None for "". Raises BadConfig."""
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError as e:
+        raise BadConfig(f"chat_date = {shorten(text)} is no date such as 2026-01-31") from e
 
 
 def tokenizer_file_at_fault(folder):
@@ -389,13 +734,49 @@ def tokenizer_file_at_fault(folder):
 # files
 
 
+# what a tokenizer is read from, beside the files that its class of transformers names itself
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json")
+
+
+def read_tokenizer_files(folder, more=()):
+    """{name: content in bytes} of the files in a folder that its tokenizer is made from."""
+    names = {*TOKENIZER_FILES, *more}
+    templates = "additional_chat_templates"
+    if os.path.isdir(os.path.join(folder, templates)):
+        names |= {f"{templates}/{name}" for name in os.listdir(os.path.join(folder, templates))}
+    files = {}
+    for name in sorted(names):
+        if os.path.isfile(os.path.join(folder, name)):
+            files[name] = read_file(os.path.join(folder, name))
+    return files
+
+
+def write_files(folder, files):
+    """Write {name: content in bytes} into a folder."""
+    for name, content in files.items():
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(content)
+
+
+def read_file(file):
+    """The bytes of a file. Raises BadInput."""
+    try:
+        with open(file, "rb") as f:
+            return f.read()
+    except OSError as e:
+        raise BadInput(f"{file}: {e.strerror}") from e
+
+
 def read_text(file):
     """The text of a file. Raises BadInput."""
     try:
-        with open(file, encoding="utf-8") as f:
-            return f.read()
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+        return read_file(file).decode()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{file}: {e}") from e
 
 
 def check_ids(vocab, file):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data import read_jsonl
+from formats import prompt_row, read_rows, sft_row
 from engine.tokenizers import load_tokenizer
 
 from conftest import ROOT
@@ -45,7 +45,8 @@ def test_files_and_rows(made):
         assert len(made.rows[name]) == size and f"{name}.jsonl: {size} rows" in made.printed
         fields = ["prompt", "completion" if name.startswith("sft") else "answer"]
         assert all(list(row) == fields for row in made.rows[name])
-        assert read_jsonl(str(made.folder / f"{name}.jsonl"), fields) == made.rows[name]
+        shape = sft_row if name.startswith("sft") else prompt_row
+        assert read_rows(str(made.folder / f"{name}.jsonl"), shape) == made.rows[name]
 
 
 def test_the_problems_are_disjoint_and_spread(made):

@@ -20,12 +20,13 @@ from tokenizers import Tokenizer as Backend
 import configurator
 import errors
 from configurator import run_config_file
-from data import encode_for_all, encode_prompts, read_jsonl
+from data import encode_for_all, encode_prompts
 from engine.adapters import Adapted, load_adapted, save_adapter
 from engine.hf_config import FIELDS, parse_config
 from engine.pretrained import from_pretrained
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, BadInput, Stop, one_line, shorten
+from formats import prompt_row, read_rows
 
 from conftest import ROOT
 from families import make
@@ -70,16 +71,16 @@ def test_a_row_of_20000_keys(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({f"key {i}": i for i in range(20_000)}) + "\n")
     with pytest.raises(BadInput) as caught:
-        read_jsonl(str(file), ["prompt"])
+        read_rows(str(file), prompt_row)
     said, code = said_and_code(caught.value, monkeypatch)
     assert code == 2 and len(said) < 730 and said.count("\n") == 1
-    assert said.startswith(f"ppo.py: error: {file}, line 1: field 'prompt' is missing") and said.endswith("'key 19999'\n")
+    assert said.startswith(f"ppo.py: error: {file}, line 1: field 'prompt' is missing") and "'key 19999'; rename" in said
 
 
 def test_a_path_with_a_newline_and_an_escape(tmp_path, monkeypatch):
     """And in a process of its own, where half a surrogate would end the report itself."""
     with pytest.raises(BadInput) as caught:
-        read_jsonl(f"{tmp_path}/two\nlines\x1b[2J.jsonl", ["prompt"])
+        read_rows(f"{tmp_path}/two\nlines\x1b[2J.jsonl", prompt_row)
     said, code = said_and_code(caught.value, monkeypatch)
     assert code == 2 and "/two\\nlines\\x1b[2J.jsonl: No such file" in said and said.count("\n") == 1
     done = subprocess.run([sys.executable, os.path.join(ROOT, "tools/plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
@@ -135,7 +136,7 @@ def test_values_that_are_no_text_or_cannot_be_printed():
 # ---------------------------------------------------------------------------------------------------------------------
 # model folders: every field of every JSON bent. `FUZZ=all pytest tests/test_bad_input.py` takes all mutants, not some
 
-ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3"]
+ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3", "olmo2", "gemma3"]
 MISSING = object()
 VALUES = [MISSING, None, True, False, "", "x", "\ud800", [], [1], {}, {"x": 1}, 0, 1, -1, 2, 3, 10**6, 10**12, 10**400, 0.0, 0.5,
           -1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, "default", ["full_attention"] * 3, [[]] * 3]
@@ -442,9 +443,9 @@ def test_a_tokenizer_that_may_be_anothers_is_a_warning(tokens, tmp_path, capsys,
     config = make("gpt2").config
     config.vocab_size = 300
     check_tokenizer_fits(tokenizer, SimpleNamespace(config=config), "model")
-    lines = sorted(capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["warning"] * 3
-    assert "the model ends with [2], its tokenizer with 1" in lines[1] and "<|im_end|>" in lines[0]
+    assert "<|im_end|>" in lines[0] and "the model ends with [2], its tokenizer with 1" in lines[1]
     assert "the tokenizer has 260 tokens, the model embeddings for 300" in lines[2]
     monkeypatch.setenv("RANK", "1")
     load_tokenizer(str(folder))
@@ -486,7 +487,7 @@ def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero", "/dev/null", tmp_path):
         with pytest.raises(BadInput, match="wanted a file, found something else, such as a directory, a pipe or a device"):
-            read_jsonl(str(path), ["prompt"])
+            read_rows(str(path), prompt_row)
 
 
 @pytest.mark.parametrize("messages, said", [

@@ -147,7 +147,7 @@ def test_wrong_type_in_a_file(toy, line, wanted, given):
 
 
 def test_duplicates(toy):
-    assert "--count is given twice" in refused(toy, "--count=4", "--rate=1", "--count=4")
+    assert toy("--count=4", "--rate=1", "--count=5")["count"] == 5  # the last one counts
     write("c.py", "count = 4\n\nrate = 1.0\ncount = 5\n")
     message = refused(toy, "c.py")
     assert "c.py, line 4" in message and "count is set twice" in message and "line 1" in message
@@ -351,7 +351,6 @@ def test_a_script_can_have_a_shared_key_not_at_all(shares):
     (["--limit=x"], "limit (command line): wanted int like 60, given str 'x'"),
     (["--limti=3"], "unknown key 'limti' (--limti=3); did you mean 'limit'?"),
     (["--limit"], "--limit: a value is missing; type --limit=60"),
-    (["--limit=3", "--limit=3"], "--limit is given twice; keep one"),
     (["--place=nowhere"], "place = 'nowhere' (command line) is out of range: [here | there]; on which side")])
 def test_shared_keys_are_checked_like_others(shares, argv, message):
     with pytest.raises(BadConfig) as caught:
@@ -504,7 +503,7 @@ def script_of(config):
 
 
 def test_the_scripts_are_found():
-    assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/plot.py", "tools/sample.py"}
+    assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/eval.py", "tools/page.py", "tools/plot.py", "tools/sample.py"}
     assert CONFIGS
 
 
@@ -548,7 +547,8 @@ def test_every_key_is_used(name):
 def imported_of(path):
     """The modules of ours that a script imports; not engine/planner.py, whose prediction is no use of a key."""
     source = source_of(path)
-    names = [name.replace(".", "/") for name in re.findall(r"^from ([\w.]+) import", source, re.MULTILINE)]
+    names = ["engine/tokenizers"]  # some import it by engine/build.py
+    names += [name.replace(".", "/") for name in re.findall(r"^from ([\w.]+) import", source, re.MULTILINE)]
     for line in re.findall(r"^from engine import ([\w, ]+)", source, re.MULTILINE):
         names += [f"engine/{name}" for name in line.split(", ")]
     files = (os.path.join(ROOT, f"{name}.py") for name in sorted({*names} - {"engine/planner"}))
@@ -601,4 +601,5 @@ def test_no_key_has_the_name_of_something_else(script):
                  if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     keys = read_keys(os.path.join(ROOT, script)).keys()
     assert len(keys) > 30 and not keys & taken
-    assert {name for name in keys if names.count(name) > 1} == set()
+    # epochs decides max_iters, where it is given
+    assert {name for name in keys if names.count(name) > 1} == {"max_iters"}

@@ -1,4 +1,4 @@
-"""data.py: every error of a JSONL file, which rows a batch holds, and the three tokenizers against transformers."""
+"""data.py: which rows a batch holds; and the three tokenizers against transformers."""
 import json
 import random
 import shutil
@@ -10,75 +10,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from data import (batch_rows, encode_for_all, encode_prompts, micro_batches, permutation, read_jsonl,
-                  replace_rows, right_pad, say_special_tokens)
+from data import (batch_rows, encode_for_all, encode_prompts, micro_batches, other_row, permutation, replace_rows, right_pad,
+                  say_special_tokens)
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, GPT2Tokenizer, HFTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# JSONL
-
-GOOD = '{"prompt": "a", "answer": "b"}'
-
-
-@pytest.mark.parametrize("line, words", [
-    ('{"prompt": "a"', ["not JSON"]), ("nothing", ["not JSON"]), ('{"prompt": "a"}}', ["not JSON"]),
-    ("\ufeff" + GOOD, ["not JSON"]),
-    ('[["prompt", "a"]]', ["an object", "list"]), ('"prompt"', ["an object", "str"]), ("null", ["an object", "NoneType"]),
-    ('{"answer": "b"}', ["'prompt'", "missing", "'answer'"]), ("{}", ["'prompt'", "missing", "none"]),
-    ('{"prompt": "a", "Answer": "b"}', ["'answer'", "missing", "'Answer'"]),
-    ('{"prompt": 3, "answer": "b"}', ["'prompt'", "string", "int"]),
-    ('{"prompt": "a", "answer": 5}', ["'answer'", "string", "int"]),
-    ('{"prompt": null, "answer": "b"}', ["'prompt'", "NoneType"]), ('{"prompt": {"a": 1}, "answer": "b"}', ["'prompt'", "dict"]),
-    ('{"prompt": "a", "answer": ["b"]}', ["'answer'", "string", "list"]),
-    ('{"prompt": "a", "answer": [{"role": "assistant", "content": "b"}]}', ["'answer'", "string", "list"]),
-    ('{"prompt": "", "answer": "b"}', ["'prompt'", "empty"]), ('{"prompt": "a", "answer": ""}', ["'answer'", "empty"]),
-    ('{"prompt": [], "answer": "b"}', ["'prompt'", "messages"]), ('{"prompt": ["a"], "answer": "b"}', ["'prompt'", "messages"]),
-    ('{"prompt": [{"content": "a"}], "answer": "b"}', ["'prompt'", "role"]),
-    ('{"prompt": [{"role": 1, "content": "a"}], "answer": "b"}', ["'prompt'", "role"]),
-    ('{"prompt": [{"role": "user"}], "answer": "b"}', ["'prompt'", "string", "NoneType"]),
-    ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "b"}', ["'prompt'", "string", "list"]),
-    ('{"prompt": [{"role": "user", "content": ""}], "answer": "b"}', ["'prompt'", "empty"]),
-    ('{"prompt": "a\\ud83d", "answer": "b"}', ["'prompt'", "surrogate"]),
-    ('{"prompt": "a", "answer": "\\udc00"}', ["'answer'", "surrogate"]),
-    ('{"prompt": [{"role": "user", "content": "\\udc00\\ud83d"}], "answer": "b"}', ["'prompt'", "surrogate"]),
-    ('{"prompt": ' + "[" * 200_000, ["not JSON"]), ('{"a":' * 200_000, ["not JSON"]),
-    ('{"prompt": "a", "answer": "b", "n": ' + "9" * 10_000 + "}", ["not JSON"]),
-    (GOOD.encode().replace(b"a", b"\xff", 1), ["UTF-8"]), (GOOD.encode("utf-16"), ["UTF-8"])])
-def test_errors_name_file_line_and_field(tmp_path, line, words):
-    file = tmp_path / "rows.jsonl"
-    line = line if isinstance(line, bytes) else line.encode()
-    file.write_bytes(GOOD.encode() + b"\n\n" + line + b"\n" + GOOD.encode() + b"\n")
-    with pytest.raises(BadInput) as caught:
-        read_jsonl(str(file), ["prompt", "answer"])
-    message = str(caught.value)
-    assert message.startswith(f"{file}, line 3: ") and "\n" not in message and len(message) < 400
-    assert all(word in message for word in words), message
-
-
-def test_missing_and_empty_files(tmp_path):
-    with pytest.raises(BadInput, match="nowhere.jsonl: No such file.*prepare"):
-        read_jsonl(str(tmp_path / "nowhere.jsonl"), ["prompt"])
-    with pytest.raises(BadInput, match="directory"):
-        read_jsonl(str(tmp_path), ["prompt"])
-    for text in ("", "\n", " \n\r\n\t\n"):
-        (tmp_path / "empty.jsonl").write_text(text)
-        with pytest.raises(BadInput, match="empty.jsonl: the file is empty.*prepare"):
-            read_jsonl(str(tmp_path / "empty.jsonl"), ["prompt"])
-
-
-def test_good_rows(tmp_path):
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "h\u00e9\u2028\U0001f600"}]
-    rows = [{"prompt": "1+2=", "completion": "3", "more": [1, None]}, {"prompt": messages, "completion": ""},
-            {"prompt": " ", "completion": [{"role": "assistant", "content": "yes"}]}]
-    file = tmp_path / "rows.jsonl"
-    for ascii_only in (True, False):
-        text = "\r\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
-        file.write_bytes(text.encode())  # the last line has no end, and a line separator is no end
-        assert read_jsonl(str(file), ["prompt", "completion"]) == rows
-    file.write_text('{"prompt": "\\ud83d\\ude00"}\n')  # a whole pair is text
-    assert read_jsonl(str(file), ["prompt"]) == [{"prompt": "\U0001f600"}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,6 +42,31 @@ def test_batch_rows_is_a_function_of_seed_and_iteration():
         assert batch_rows(seed, iteration, 32, n) == first[seed, iteration]
     assert len({tuple(rows) for rows in first.values()}) == len(first)
     assert all(isinstance(row, int) for row in first[0, 0])
+
+
+@pytest.mark.parametrize("sizes, weights, batch_size", [
+    ((7, 5), (1, 0.3), 4), ((10, 1, 100), (1, 1, 1), 6), ((3, 40, 9, 5), (0.1, 5, 2, 0.7), 16), ((4,), (2.5,), 3)])
+def test_a_mix_of_files(sizes, weights, batch_size):
+    """Each file has its share after every iteration, and its own rows come in whole epochs."""
+    files, firsts = list(zip(sizes, weights, strict=True)), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    walks = [[] for _ in sizes]
+    for iteration in range(60):
+        rows = batch_rows(3, iteration, batch_size, files)
+        assert len(rows) == batch_size and rows == batch_rows(3, iteration, batch_size, files)
+        for row in rows:
+            file = next(i for i in range(len(sizes)) if firsts[i] <= row < firsts[i + 1])
+            walks[file].append(row - firsts[file])
+        done = (iteration + 1) * batch_size
+        for walk, weight in zip(walks, weights, strict=True):
+            assert abs(len(walk) - done * weight / sum(weights)) < len(sizes) <= batch_size
+    for walk, n in zip(walks, sizes, strict=True):
+        epochs = [walk[i:i + n] for i in range(0, len(walk) - n + 1, n)]
+        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    for row in range(sum(sizes)):
+        other = other_row(row, files, "key", row)
+        file = next(i for i in range(len(sizes)) if row < firsts[i + 1])
+        assert firsts[file] <= other < firsts[file + 1] and (other != row or sizes[file] == 1)
+    assert batch_rows(4, 0, batch_size, files) != batch_rows(3, 0, batch_size, files)
 
 
 def test_permutation():
@@ -214,9 +174,11 @@ def test_byte_markers_and_look_alikes():
     assert tokenizer.decode([256, *b"7", 257]) == "<think>7</think>"
     assert tokenizer.encode_prompt("1+2=") == [49, 43, 50, 61]
     assert tokenizer.encode_completion("3<eos>") == [51, *b"<eos>", 258]
-    assert tokenizer.encode_completion([{"role": "assistant", "content": "3"}]) == [51, 258]
-    with pytest.raises(BadInput, match="no chat template"):
-        tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
+    assert tokenizer.encode_example("1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
+    chat = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "3"}]
+    for refuses in (lambda: tokenizer.encode_prompt(chat[0]), lambda: tokenizer.encode_example(*chat)):
+        with pytest.raises(BadInput, match="no chat template"):
+            refuses()
 
 
 def test_byte_tokenizer_saved_for_us_and_for_transformers(bytes_folder):
@@ -349,7 +311,7 @@ def edit(file, **changes):
 def test_hf_strings(hf_base, plain):
     tokenizer = load_tokenizer(str(hf_base))
     assert type(tokenizer) is HFTokenizer and tokenizer.vocab_size == 330
-    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.bos_ids) == (EOS, {EOS}, [BOS])
+    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.bos_ids) == (EOS, {EOS, END}, [BOS])  # END: the template's
     for text in TRICKY + random_texts(50) + ["<s>", "</s> and <|start|>user<|end|>", "<|turn|><s>x"]:
         ids = plain(text)
         assert not set(ids) & set(range(5))
@@ -418,8 +380,9 @@ def test_a_prefill_stays_open(hf_folder, name):
     tokenizer, theirs = load_tokenizer(str(hf_folder)), AutoTokenizer.from_pretrained(hf_folder)
     for prefill in PREFILLS:
         user, assistant = dict(role="user", content="the"), dict(role="assistant", content=prefill)
-        for before in ([user], [user, assistant, dict(role="user", content="go on")]):
-            messages = [*before, dict(assistant)]  # a dict of its own: transformers 4.57 marks the last one
+        # dicts of their own: transformers 4.57 marks the last one
+        for before in ([user], [user, dict(assistant), dict(role="user", content="go on")]):
+            messages = [*before, dict(assistant)]
             got = tokenizer.encode_prompt(messages)
             assert got == theirs.apply_chat_template(messages, continue_final_message=True,
                                                      return_dict=False)
@@ -495,11 +458,15 @@ def test_special_tokens_in_strings_are_said_once(hf_base, bytes_folder, gpt2_fol
         assert capsys.readouterr().out == ""
 
 
-def test_hf_template_that_drops_messages(hf_folder):
+def test_hf_template_that_drops_or_changes_messages(hf_folder, plain):
+    """What spells special tokens may be dropped, as transformers drops it; changed, it could become a token."""
+    messages = [dict(role="system", content="</s>"), dict(role="user", content="hi")]
     edit(hf_folder / "tokenizer_config.json", chat_template="{{ messages[-1]['content'] }}")
-    tokenizer = load_tokenizer(str(hf_folder))
+    assert load_tokenizer(str(hf_folder)).encode_prompt(messages) == plain("hi")
+    assert load_tokenizer(str(hf_folder)).encode_prompt(messages[::-1]) == plain("</s>")
+    edit(hf_folder / "tokenizer_config.json", chat_template="{{ messages[0]['content'][:2] }}")
     with pytest.raises(BadInput, match="special tokens"):
-        tokenizer.encode_prompt([dict(role="system", content="</s>"), dict(role="user", content="hi")])
+        load_tokenizer(str(hf_folder)).encode_prompt(messages)
 
 
 def test_hf_without_bos_and_template(hf_folder, plain):
@@ -512,7 +479,10 @@ def test_hf_without_bos_and_template(hf_folder, plain):
         tokenizer.encode_prompt([dict(role="user", content="hi")])
 
 
-def test_eos_is_all_that_the_files_name(hf_folder):
+def test_eos_is_all_that_the_files_and_the_template_name(hf_folder):
+    """TEMPLATE ends a turn with END; so a model that is taught with it must be able to stop there."""
+    assert load_tokenizer(str(hf_folder)).eos_ids == {EOS, END}
+    edit(hf_folder / "tokenizer_config.json", chat_template=None)
     assert load_tokenizer(str(hf_folder)).eos_ids == {EOS}
     edit(hf_folder / "config.json", eos_token_id=END)
     assert load_tokenizer(str(hf_folder)).eos_ids == {EOS, END}

@@ -108,7 +108,7 @@ def test_a_base_of_16_bits_is_merged_in_32(variant, tmp_path, capsys):
     tokenizer = ByteTokenizer(dict(markers=[], eos="<eos>", pad="<pad>"))
     save_final(str(tmp_path), "merged", model, tokenizer)
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}/merged is merged in float32 (0.00 GiB)")
+    assert said.startswith(f"{tmp_path}/merged is saved in float32, as 16 bits would round small changes away")
     assert said.count("\n") == 1
     again = Adapted(base, "lm", 3, 5)
     load_adapter(again, tmp_path / "merged_adapter")
@@ -196,3 +196,136 @@ def test_peft_loads_our_adapter_and_computes_the_same(variant, head, tmp_path):
         assert (want - ours).abs().max() < tolerance * want.abs().max()
         compared += 1
     assert compared >= 3 * 2 * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a folder with only an adapter is a model
+
+
+def by_hand(folder, scale):
+    """{name on disk: tensor} of a base model's file with W + scale B A in the place of W, in float64, from the files alone."""
+    from safetensors.torch import load_file
+
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    weights = {name: t.double() for name, t in read_weights(settings["base_model_name_or_path"]).items()}
+    adapter = load_file(folder / "adapter_model.safetensors")
+    for name, A in adapter.items():
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if name.endswith("lora_A.weight"):
+            delta = scale * adapter[name.replace("lora_A", "lora_B")].double() @ A.double()
+            weights[f"{module}.weight"] += delta.t() if settings["fan_in_fan_out"] else delta
+        elif "lora_" not in name:
+            weights[name.removeprefix("base_model.model.")] = A.double()
+    return weights
+
+
+def rewrite(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("variant, head", [
+    ("gpt2", "lm"), ("gpt_neox", "lm"), ("llama3-gqa-tied", "lm"), ("olmo2", "lm"), ("gemma3", "lm"),
+    ("gpt2", "scalar"), ("gpt_neox", "scalar"), ("qwen3", "scalar")])
+@torch.no_grad()
+def test_an_adapters_folder_is_the_merged_model(variant, head, tmp_path):
+    """In float64 as by hand, in float32 as the model that was trained; in bfloat16 merged first, and rounded once."""
+    model = adapted(variant, tmp_path, head)
+    model.config.score_shift = 0.5 if head == "scalar" else 0.0
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    path = str(tmp_path / "adapter")
+    read = from_pretrained(path, head)
+    assert not read.new_head and read.config.score_shift == model.config.score_shift
+    assert (read(*batch()) - model(*batch())).abs().max() < 1e-4
+    save_pretrained(from_pretrained(path, head, dtype=torch.float64), tmp_path / "merged")
+    merged, want = read_weights(tmp_path / "merged"), by_hand(tmp_path / "adapter", 5 / 3)
+    assert merged.keys() == want.keys()
+    assert all((merged[name] - t).abs().max() < 1e-14 for name, t in want.items())
+    save_pretrained(from_pretrained(path, head, dtype=torch.bfloat16), tmp_path / "short")
+    for name, t in read_weights(tmp_path / "short").items():
+        assert t.dtype == torch.bfloat16 and ((t != want[name].float().bfloat16()).float().mean() < 1e-2), name
+    assert head == "scalar" or from_pretrained(path, "scalar").new_head  # a reward model on it gets a new head
+
+
+@torch.no_grad()
+def test_an_adapter_on_an_adapter_and_rslora(tmp_path, monkeypatch):
+    """Paths are as they were: relative ones are looked for from the folder where one works."""
+    monkeypatch.chdir(tmp_path)
+    first = adapted("llama3-gqa-tied", tmp_path)
+    save_adapter(first, "first", "base")
+    second = Adapted(from_pretrained("first"), "scalar", 3, 5, "q,down", seed=3)
+    for name, p in second.named_parameters():
+        if name.endswith(".B"):
+            p.normal_(0, 0.3)
+    save_adapter(second, "second", "first")
+    assert (from_pretrained("second", "scalar")(*batch()) - second(*batch())).abs().max() < 1e-4
+    with pytest.raises(BadInput, match="it makes a reward model, not a language model"):
+        from_pretrained("second")
+    rewrite(tmp_path / "first" / "adapter_config.json", use_rslora=True)
+    save_pretrained(from_pretrained("first", dtype="float64"), "rs")
+    merged, want = read_weights("rs"), by_hand(tmp_path / "first", 5 / 3**0.5)
+    assert all((merged[name] - t).abs().max() < 1e-14 for name, t in want.items())
+    from engine.run_folder import content_hash
+
+    before = content_hash("second")  # a run that resumes must find the base as it was
+    (tmp_path / "base" / "new.json").write_text("{}")
+    assert content_hash("second") != before
+
+
+def test_adapters_that_are_no_models(tmp_path):
+    model = adapted("llama", tmp_path, "scalar")
+    folder = tmp_path / "adapter"
+    save_adapter(model, folder, str(tmp_path / "base"))
+    good = (folder / "adapter_config.json").read_text()
+    for changed, said in (
+            (dict(base_model_name_or_path="out/gone"), "an adapter, and the model that it was trained on is not here .*out/gone"),
+            (dict(base_model_name_or_path=""), "does not name the model that the adapter was trained on"),
+            (dict(base_model_name_or_path=str(folder)), "and that is the adapter itself"),
+            (dict(use_dora=True), "use_dora = True is not supported"), (dict(bias="all"), "bias = 'all' is not supported"),
+            (dict(rank_pattern={"q_proj": 4}), "rank_pattern = .* is not supported"),
+            (dict(peft_type="IA3"), "peft_type = 'IA3' is not supported"),
+            (dict(init_lora_weights="pissa"), "init_lora_weights = 'pissa' has changed the base model"),
+            (dict(r=4), r"lora_[AB].weight is .*, but in this base model would be .*with r = 4")):
+        rewrite(folder / "adapter_config.json", **changed)
+        with pytest.raises(BadInput, match=said) as e:
+            from_pretrained(str(folder), "scalar")
+        assert "\n" not in str(e.value)
+        (folder / "adapter_config.json").write_text(good)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name, head = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight", "base_model.model.score.weight"
+    for spoiled, said in (
+            ({n: t for n, t in tensors.items() if n != name}, "q_proj.lora_B.weight is missing"),
+            (tensors | {"base_model.model.lm_head.weight": torch.ones(97, 32)}, "it has no such weight"),
+            (tensors | {head: torch.ones(2, 32)}, "its score head has 2 labels"),
+            (tensors | {name: tensors[name] * float("nan")}, "holds NaN")):
+        save_file(spoiled, folder / "adapter_model.safetensors")
+        with pytest.raises(BadInput, match=said):
+            from_pretrained(str(folder), "scalar")
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "qwen2-gqa"])
+@torch.no_grad()
+def test_what_peft_saved_is_read_as_peft_merges_it(variant, tmp_path):
+    """A language model's adapter, with rsLoRA, and a reward model's with its score head (modules_to_save)."""
+    peft = pytest.importorskip("peft")
+    import transformers as hf
+
+    make(variant).save_pretrained(tmp_path / "base")
+    for task, kind in (("CAUSAL_LM", hf.AutoModelForCausalLM), ("SEQ_CLS", hf.AutoModelForSequenceClassification)):
+        torch.manual_seed(3)
+        base = kind.from_pretrained(tmp_path / "base", **({} if task == "CAUSAL_LM" else dict(num_labels=1)))
+        config = peft.LoraConfig(task_type=task, r=4, lora_alpha=7, use_rslora=task == "CAUSAL_LM", target_modules="all-linear")
+        theirs = peft.get_peft_model(base, config)
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.3)
+        folder = tmp_path / task
+        theirs.save_pretrained(folder)
+        theirs.merge_and_unload().save_pretrained(tmp_path / "theirs")
+        ours = from_pretrained(str(folder), "lm" if task == "CAUSAL_LM" else "scalar")
+        save_pretrained(ours, tmp_path / "ours")
+        want = read_weights(tmp_path / "theirs")
+        for name, t in read_weights(tmp_path / "ours").items():
+            assert (t - want[name]).abs().max() < 2e-6, name
+        assert task == "CAUSAL_LM" or not ours.new_head

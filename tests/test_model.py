@@ -1,14 +1,19 @@
 """model.py against transformers: logits and scalars of every family, padding, saving and loading, on random models."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers as hf
+from huggingface_hub.utils import filter_repo_objects
 
+from engine.adapters import Adapted, save_adapter
+from engine.hf_files import find_folder
 from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from model import freeze
 
@@ -201,7 +206,7 @@ def test_old_bin_files_load_and_run_nothing(tmp_path):
 
 def test_hub_style_rope_settings(tmp_path):
     """transformers 5 writes rope_parameters; the hub's configs have rope_theta, rope_scaling, rotary_pct at the top."""
-    for variant in ("llama3-gqa-tied", "gpt_neox-sequential-tied"):
+    for variant in ("llama3-gqa-tied", "gpt_neox-sequential-tied", "gemma3-untied"):
         theirs = make(variant)
         theirs.save_pretrained(tmp_path / variant)
         file = tmp_path / variant / "config.json"
@@ -210,6 +215,11 @@ def test_hub_style_rope_settings(tmp_path):
         if rope and variant.startswith("llama3"):
             config["rope_theta"] = rope.pop("rope_theta")
             config["rope_scaling"] = rope
+        elif rope and variant.startswith("gemma3"):  # and five of six layers slide, without a list of them
+            whole, local = rope["full_attention"], rope["sliding_attention"]
+            config["rope_theta"], config["rope_local_base_freq"] = whole.pop("rope_theta"), local["rope_theta"]
+            config["rope_scaling"] = whole
+            assert config.pop("layer_types") == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
         elif rope:
             config["rotary_pct"], config["rotary_emb_base"] = rope["partial_rotary_factor"], rope["rope_theta"]
         file.write_text(json.dumps(config))
@@ -217,6 +227,100 @@ def test_hub_style_rope_settings(tmp_path):
         with torch.no_grad():
             got = from_pretrained(str(tmp_path / variant))(tokens)
             assert (got - theirs(tokens).logits).abs().max() < 1e-4
+
+
+class Hub:
+    """A fake huggingface_hub: repositories are folders in `root`; `fetched` is what has been downloaded, in order."""
+
+    def __init__(self, root):
+        self.root, self.fetched = root, []
+
+    def snapshot_download(self, name, allow_patterns=None, ignore_patterns=None):
+        there = self.root / name
+        if not there.is_dir():
+            raise OSError(f"404 Client Error. Repository Not Found for {name}")
+        cache = self.root / "cache" / name.replace("/", "--")
+        files = sorted(str(f.relative_to(there)) for f in there.rglob("*") if f.is_file())
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            if not (cache / file).exists():
+                self.fetched.append(f"{name}/{file}")
+                (cache / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(there / file, cache / file)
+        cache.mkdir(parents=True, exist_ok=True)
+        return str(cache)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    fake = Hub(tmp_path / "hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    return fake
+
+
+def test_only_what_is_read_is_downloaded(hub, tmp_path):
+    """config.json first; then the small files, the weights once, and none of what lies beside them."""
+    make("llama").save_pretrained(hub.root / "org/shards", max_shard_size="20KB")
+    make("llama").save_pretrained(hub.root / "org/one")
+    tensors = make("gpt2").state_dict()
+    make("gpt2").save_pretrained(hub.root / "old")
+    torch.save(tensors, hub.root / "old/pytorch_model.bin")
+    os.remove(hub.root / "old/model.safetensors")
+    for name in ("org/shards", "org/one"):
+        for more in ("consolidated.safetensors", "original/params.json", "original/model.safetensors", "onnx/x.onnx", "a.gguf",
+                     "pytorch_model.bin", "model.fp16.safetensors", "flax_model.msgpack", "README.md", "tokenizer.json"):
+            (hub.root / name / more).parent.mkdir(exist_ok=True)
+            (hub.root / name / more).write_text("{}")
+    shards = {f"org/shards/{f.name}" for f in (hub.root / "org/shards").glob("model-*.safetensors")}
+    assert len(shards) > 3
+    small = {"config.json", "generation_config.json", "tokenizer.json"}
+    tokens, _ = padded([8, 8], True)
+    for name, weights in (("org/shards", {*shards, "org/shards/model.safetensors.index.json"}),
+                          ("org/one", {"org/one/model.safetensors"}), ("old", {"old/pytorch_model.bin"})):
+        hub.fetched.clear()
+        find_folder(name)  # for its tokenizer
+        assert hub.fetched[0] == f"{name}/config.json" and not any(f.endswith((".safetensors", ".bin")) for f in hub.fetched)
+        model = from_pretrained(name)
+        assert set(hub.fetched) == weights | {f"{name}/{f}" for f in small if (hub.root / name / f).exists()}, name
+        with torch.no_grad():
+            assert (model(tokens) - make("gpt2" if name == "old" else "llama")(tokens).logits).abs().max() < 1e-4
+    with pytest.raises(BadInput, match="org/none: no such folder here, and the hub did not give it: 404 Client Error"):
+        from_pretrained("org/none")
+
+
+def test_an_adapter_of_the_hub_brings_its_base(hub, tmp_path):
+    make("llama").save_pretrained(hub.root / "org/base")
+    model = Adapted(from_pretrained("org/base"), "lm", 3, 5)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer["q"].B.normal_()
+    save_adapter(model, hub.root / "me/adapter", "org/base")
+    (hub.root / "me/adapter/optimizer.safetensors").write_text("large")
+    hub.fetched.clear()
+    tokens, _ = padded([8, 8], True)
+    with torch.no_grad():
+        assert (from_pretrained("me/adapter")(tokens) - model(tokens)).abs().max() < 1e-4
+    assert hub.fetched == ["me/adapter/adapter_config.json", "me/adapter/adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("config, said", [
+    (dict(model_type="mixtral", num_local_experts=8), "'mixtral' is not supported, it is a Mixture of Experts; quartet knows"),
+    (dict(model_type="qwen3_moe", num_experts=128), "'qwen3_moe' is not supported, it is a Mixture of Experts"),
+    (dict(model_type="deepseek_v3", n_routed_experts=256), "it is a Mixture of Experts"),
+    (dict(model_type="gemma3", text_config=dict(model_type="gemma3_text"), vision_config={"x": 1}), "a model that reads images"),
+    (dict(model_type="llama4", text_config=dict(num_local_experts=16)), "'llama4' is not supported, it is a model of several"),
+    (dict(model_type="t5", is_encoder_decoder=True), "'t5' is not supported, it is an encoder and a decoder"),
+    (dict(model_type="mamba"), "'mamba' is not supported; quartet knows gpt2"), (dict(), "model_type None is not supported"),
+    (dict(model_type="llama", hidden_size=8), "'num_attention_heads' is missing")])
+def test_a_model_of_another_kind_is_refused_before_it_is_downloaded(config, said, hub):
+    (hub.root / "org/model").mkdir(parents=True)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (hub.root / "org/model" / name).write_text("x")
+    (hub.root / "org/model/config.json").write_text(json.dumps(config))
+    for load in (from_pretrained, load_tokenizer):
+        with pytest.raises(BadInput, match=said) as e:
+            load("org/model")
+        assert str(e.value).startswith("org/model: config.json: ") and "\n" not in str(e.value)
+    assert hub.fetched == ["org/model/config.json"]
 
 
 def test_new_scalar_head_on_a_language_model(tmp_path):

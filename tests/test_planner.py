@@ -65,6 +65,9 @@ CAMPAIGN = FAST | {
     "ppo, llama, recomputed": ("ppo", 1, llama(64, 6, 4, 4, 176), 0, PPO | dict(gradient_checkpointing=True)),
     "ppo, qwen3, entropy": ("ppo", 1, llama(64, 3, 4, 2, 176, head_dim=16, model_type="qwen3"), 0, PPO | dict(
         entropy_coef=0.01)),
+    "ppo, olmo2": ("ppo", 1, llama(64, 3, 4, 2, 176, model_type="olmo2"), 0, PPO),
+    "ppo, gemma3": ("ppo", 1, llama(64, 3, 4, 2, 176, head_dim=16, model_type="gemma3_text", tie_word_embeddings=True,
+                                    sliding_window=40), 0, PPO),
     "ppo, mistral with a window": ("ppo", 1, llama(64, 3, 4, 1, 176, model_type="mistral", sliding_window=40), 0, PPO),
     "ppo, a large vocabulary": ("ppo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, PPO | dict(
         micro_batch_size=1, batch_size=4, max_new_tokens=16)),
@@ -221,7 +224,8 @@ def test_every_tensor_of_every_family(variant, head):
 
 def test_shapes_by_name_are_those_of_the_hub():
     billions = {"llama-3.2-1b": 1.236, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554, "qwen2.5-0.5b": 0.494,
-                "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012}
+                "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012, "olmo-2-0425-1b": 1.485,
+                "gemma-3-1b": 1.0}
     for name, shape in memory.KNOWN.items():
         m = formulas.Model(parse_config(shape), "lm", False, 1, 1)
         assert round(formulas.parameters(m) / 1e9, 3) == billions.pop(name)

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from configurator import read_arguments, read_keys
-from data import encode_prompts, read_jsonl
+from data import encode_prompts
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadConfig, BadInput
+from formats import prompt_row, read_rows
 
 import tiny
 from conftest import ROOT
@@ -602,7 +603,7 @@ def test_no_line_of_data_makes_a_traceback(world, tmp_path):
             line[at:at + rng.randrange(3)] = rng.choice([*bits, bytes([rng.randrange(256)])])
         path = write(tmp_path / "rows.jsonl", bytes(line))
         try:
-            rows = read_jsonl(path, ["prompt"])
+            rows = read_rows(path, prompt_row)
             assert all(encode_prompts(rows, tokenizer, 100, path))
         except BadInput as e:
             refused += 1

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from data import read_jsonl
+from formats import prompt_row, read_rows
 from engine.reward_mix import call_rewards, check_rows, parse_rewards
 from rewards import RULES
 
@@ -94,7 +94,7 @@ def test_countdown_as_chat_and_in_a_run(tmp_path, prepare):
     """What the script writes is what the trainer reads; a chat prompt does not open the thinking."""
     assert prepare(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
     path = str(tmp_path / "rl_train.jsonl")
-    rows = read_jsonl(path, ["prompt"])
+    rows = read_rows(path, prompt_row)
     rewards = parse_rewards("countdown,0.5*format", RULES, ".")
     check_rows(rewards, rows, path)
     assert [m["role"] for row in rows for m in row["prompt"]] == ["user"] * 3
@@ -151,7 +151,7 @@ def test_gsm8k(tmp_path, source, prepare):
     assert sorted(os.listdir(out)) == ["raw", "rl_train.jsonl", "rl_val.jsonl"]
     assert sorted(os.listdir(out / "raw")) == ["test.jsonl", "train.jsonl"]
     for name, made in (("rl_train", TRAIN), ("rl_val", TEST)):
-        rows = read_jsonl(str(out / f"{name}.jsonl"), ["prompt", "answer"])
+        rows = read_rows(str(out / f"{name}.jsonl"), prompt_row)
         kept = [row for row in made if row[2]]
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
@@ -180,11 +180,10 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, prep
 
 
 @pytest.mark.parametrize("number, line, message", [
-    (2, '{"question": "a", ', "row: not JSON: "), (1, "[1]", "question: wanted text, found null"),
-    (3, '{"question": "a"}', "answer: wanted text, found null"),
-    (1, '{"question": 5, "answer": "#### 5"}', "question: wanted text, found 5"),
-    (1, '{"question": " ", "answer": "#### 5"}', 'question: wanted text, found " "'),
-    (1, '{"question": "\\ud83d", "answer": "#### 5"}', "question: holds half a surrogate pair"), (2, "", "row: not JSON: ")])
+    (2, '{"question": "a", ', "not JSON "), (1, "[1]", "wanted an object, found list"),
+    (3, '{"answer": "a"}', "field 'prompt' is missing"),
+    (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string, found int"),
+    (1, '{"question": "\\ud83d", "answer": "#### 5"}', "field 'prompt' holds half a surrogate pair")])
 def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, message):
     lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")
     lines[number - 1] = line
@@ -192,7 +191,8 @@ def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, me
     out = tmp_path / "out"
     code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
     assert code == 2
-    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}:{number}: {message}") and stderr.count("\n") == 1
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}")
+    assert stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
 
 
@@ -202,5 +202,5 @@ def test_gsm8k_failed_download_or_another_data_set(tmp_path, source, prepare):
     assert code == 2 and "test.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
     (source / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
-    assert code == 2 and "no problem with a number after ####" in stderr and stderr.count("\n") == 1
+    assert code == 2 and "no row is left for" in stderr and "answer is no number" in stderr and stderr.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.jsonl"))

@@ -173,7 +173,7 @@ def test_good_files(runs):
 def test_bad_row_ends_the_process(runs):
     out, _, stderr, code = runs["bad"]
     assert code == 2
-    assert stderr == f'{out}/raw/batch3.json:4: choice: wanted one of 0, 1, found "1"\n'
+    assert stderr == f'prepare.py: error: {out}/raw/batch3.json:4: choice: wanted one of 0, 1, found "1"\n'
 
 
 def test_downloads_are_kept_and_limit_counts_rows_written(tmp_path, tokenizer, prepare_here):
@@ -220,7 +220,7 @@ def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, ch
     damage(next(source.rglob(file)), number, change)
     code, _, stderr = prepare_here(source, out, tokenizer)
     assert code == 2
-    assert stderr.startswith(f"{out / 'raw' / file}:{number}: {message}") and stderr.count("\n") == 1
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / file}:{number}: {message}") and stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
 
 
@@ -230,4 +230,4 @@ def test_failed_download_and_tokenizer_are_one_line(tmp_path, tokenizer, prepare
     code, _, stderr = prepare_here(source, out, tokenizer)
     assert code == 2 and "valid.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
     code, _, stderr = prepare_here(source, out, tmp_path / "no_tokenizer")
-    assert code == 2 and stderr.startswith("--tokenizer=") and stderr.count("\n") == 1
+    assert code == 2 and stderr.startswith("prepare.py: error: --tokenizer=") and stderr.count("\n") == 1

@@ -34,13 +34,14 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
-from data import batch_rows, check_text, prompt_text  # noqa: E402
-from engine import build, launch  # noqa: E402
+from data import batch_rows, prompt_text  # noqa: E402
+from engine import build, launch, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.hf_files import read_json  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
+from formats import check_text  # noqa: E402
 from loss import kl_estimate, masked_mean  # noqa: E402
 from relatives import clipped_loss, gspo_log_ratio  # noqa: E402
 
@@ -92,6 +93,7 @@ def keys_of_one_iteration(config, iteration):
     """
     never = max(config["max_iters"], iteration) + 2
     keys, notes = config | dict(checkpoint_interval=0, eval_interval=never, eval_size=1), []
+    keys |= dict(epochs=0.0)  # max_iters has been computed from them
     if iteration >= config["max_iters"]:
         keys["max_iters"] = iteration + 1
         decays = [name for name in ("lr_decay", "value_lr_decay")
@@ -114,7 +116,7 @@ def asked_row(rows, config, terms):
     terms: the run's rewards, [(weight, name, function)]. Raises BadInput where one of them needs a
     field that the row does not have.
     """
-    known = rows + read_prompts(config["eval_path"], terms)
+    known = rows + read_prompts(config["eval_path"], terms, config.get("fields", ""))
     row = next((row for row in known if prompt_text(row) == prompt), None)
     if row is None:
         row = {"prompt": prompt}
@@ -142,12 +144,12 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     """
     asked = None  # the number of the prompt's row
 
-    def with_the_prompt(path, terms):
+    def with_the_prompt(path, terms, fields):
         nonlocal asked
-        rows = read_prompts(path, terms)
+        rows = read_prompts(path, terms, fields)
         if path == config["prompts_path"]:
             prompts = config["batch_size"] // config.get("group_size", 1)
-            asked = batch_rows(config["seed"], iteration, prompts, len(rows))[0]
+            asked = batch_rows(config["seed"], iteration, prompts, rows.mix)[0]
             rows[asked] = asked_row(rows, config, terms)
         return rows
 
@@ -158,10 +160,17 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     # the run's own seed decides which prompts are in the batch; the noise may have another
     rollout.response_uniforms = lambda _, *rest: response_uniforms(seed, *rest)
     Run.log = end_of_iteration
+    run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
     launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 
-    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="explain-") as parent:
+        folder = os.path.join(parent, "run")
+        os.mkdir(folder)
         os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
+        # the token ids of large data, which the run has left beside its folder
+        ids = os.path.join(os.path.dirname(os.path.abspath(run)), "encoded")
+        if os.path.isdir(ids):
+            os.symlink(ids, os.path.join(parent, "encoded"))
         arguments = keys | dict(out_dir=folder)
         sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in arguments.items())]
         try:

@@ -81,6 +81,9 @@ KNOWN = {  # parts of hub names, in lower case
     "qwen2.5-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768),
     "qwen2.5-3b": _shape("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 32768),
     "qwen2.5-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+    "olmo-2-0425-1b": _shape("olmo2", 2048, 8192, 16, 16, 16, 100352, False, 4096),
+    "gemma-3-1b": _shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 32768, head_dim=256,
+                         sliding_window=512),
     "pythia-1b": _shape("gpt_neox", 2048, 8192, 16, 8, 8, 50304, False, 2048),
 }
 
@@ -153,13 +156,14 @@ def architecture(path, given, option):
     it with the option of that name, a config.json or a name of KNOWN, or "". Raises BadInput.
     """
     from engine.hf_config import parse_config  # here: --help need not wait for torch
-    from engine.hf_files import read_json
+    from engine.hf_files import model_folders, read_json
 
     if given in KNOWN:
         return parse_config(KNOWN[given], given)
     if given or os.path.isdir(path):
         file = given or path
-        file = os.path.join(file, "config.json") if os.path.isdir(file) else file
+        if os.path.isdir(file):
+            file = os.path.join(model_folders(file, weights=False)[-1], "config.json")
         return parse_config(read_json(file), file)
     hint = f"give its config.json with {option}=FILE.json, or one of {', '.join(KNOWN)}"
     if path.count("/") != 1 or path.startswith(("out/", ".", "/")):
@@ -200,17 +204,21 @@ def measure_prompts(config, policy):
     (the longest prompt in tokens, whether prompts differ in length, the number of held-out prompts,
     whether the model has more embeddings than the tokenizer has tokens). Raises BadInput.
     """
-    from data import encode_prompts, read_jsonl
+    from data import encode_prompts
     from engine.tokenizers import load_tokenizer
+    from formats import Rows, prompt_row, read_rows
 
     if not os.path.isdir(config["policy_path"]):
         raise BadInput(f"no folder {config['policy_path']}")
-    tokenizer, lengths = load_tokenizer(config["policy_path"]), []
-    for path in (config["prompts_path"], config["eval_path"]):
-        rows = read_jsonl(path, ["prompt"])
+    tokenizer, lengths = load_tokenizer(config["policy_path"], config), []
+    for path in filter(None, (config["prompts_path"], config["eval_path"])):
+        rows = read_rows(path, prompt_row, config["fields"])
         some = rows[::math.ceil(len(rows) / 5000)]  # of a large file every k-th is enough
+        some = Rows(some, [(path, None, len(some))])
         longest = policy.max_positions - config["max_new_tokens"]
-        lengths.append([len(p) for p in encode_prompts(some, tokenizer, longest, path)])
+        longest = min(longest, config["max_prompt_tokens"] or longest)
+        prompts = encode_prompts(some, tokenizer, longest, path, too_long=config["too_long"])
+        lengths.append([len(p) for p in prompts])
     padding = tokenizer.vocab_size < policy.vocab_size
     return max(map(max, lengths)), len(set(lengths[0])) > 1, len(rows), padding
 
@@ -357,7 +365,7 @@ def main(argv):
         P = P or measured
     except BadInput as e:
         differ, held_out = True, 0
-        padding = policy.family in ("qwen2", "qwen3", "gpt_neox")  # as their usual models have
+        padding = policy.family in ("qwen2", "qwen3", "olmo2", "gpt_neox")  # as their usual models have
         if not P:
             P = min(512, longest)
             print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can "

@@ -4,8 +4,10 @@ first and last evaluation.
 
 python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
+python tools/plot.py --runs=out/arithmetic_grpo --metrics="eval/reward/*,policy/*,time/iteration"
+
+tools/page.py makes a page of HTML instead, with all metrics, and with samples to read.
 """
-import json
 import os
 import sys
 
@@ -13,79 +15,70 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from errors import BadConfig, BadInput  # noqa: E402
+from engine.curves import choose_metrics, metrics_in, points, read_runs  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # the picture; empty = only the table
+metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of these runs
+smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
 config = configure(globals())
 # --------------------------------------------------------------------------------------------------
-# title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training
+# title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training.
+# Where metrics is empty: the first six of them of which something is logged
 PANELS = {
     "learned score": ("eval/scores", "objective/scores"),
-    "true accuracy": ("eval/accuracy", "objective/accuracy"),
+    "accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
     "KL to the reference (nats a response)": ("eval/kl", "objective/kl"),
     "response length (tokens)": ("eval/length", "objective/length"),
     "policy loss": ("loss/policy",),
-    "value loss, or supervised loss": ("loss/value", "loss/sft", "loss/preference"),
+    "value loss, or supervised loss": ("loss/value", "eval/loss", "loss/sft", "loss/preference"),
+    "groups with nothing to learn": ("objective/flat_groups",),
+    "gradient norm": ("policy/grad_norm", "reward_model/grad_norm"),
+    "learning rate": ("policy/lr", "reward_model/lr"),
+    "tokens a second": ("time/tokens_per_second",),
 }
 # the table's columns: how each eval/ metric is written
 COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores": "{:.2f}",
            "kl": "{:.2f}", "loss": "{:.4f}"}
 
-
-def read_log(folder):
-    """The records of a run's log.jsonl. Raises BadInput."""
-    file = os.path.join(folder, "log.jsonl")
-    try:
-        with open(file, encoding="utf-8") as f:
-            records = [json.loads(line) for line in f if line.strip()]
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}; "
-                       "give folders of finished or running runs") from e
-    if not records:
-        raise BadInput(f"{file}: nothing is logged yet")
-    return records
-
-
-folders = [folder for folder in runs.split(",") if folder]
-if not folders:
-    raise BadConfig("runs is empty; type --runs=out/arithmetic_ppo")
-logs = {os.path.basename(os.path.normpath(folder)): read_log(folder) for folder in folders}
+read = read_runs(runs)
+logged = metrics_in(read)
 
 # the table: the first evaluation, and the last one if there is more than one
-print(f"{'run':<28} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COLUMNS))
-for name, records in logs.items():
+wide = max(28, *map(len, read))
+print(f"{'run':<{wide}} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COLUMNS))
+for name, (_, records) in read.items():
     evaluated = [r for r in records if any(k.startswith("eval/") for k in r)]
     for record in evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
         figures = [(record.get(f"eval/{k}"), form) for k, form in COLUMNS.items()]
         cells = ["-" if x is None else form.format(x) for x, form in figures]
-        print(f"{name:<28} {record['iteration']:>9}  " + "  ".join(f"{cell:>8}" for cell in cells))
+        print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{x:>8}" for x in cells))
 
 # the picture: a panel for each group of metrics, a colour for each run
+shown = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
+if metrics:
+    shown = [(metric, (metric,)) for metric in choose_metrics(metrics, logged)]
 if out:
     import matplotlib
 
     matplotlib.use("Agg")  # a file, not a window
     import matplotlib.pyplot as plt
 
-    logged = {key for records in logs.values() for record in records for key in record}
-    shown = {title: keys for title, keys in PANELS.items() if logged & set(keys)}
-    columns = min(3, len(shown))
-    lines = -(-len(shown) // columns)
+    columns = max(1, min(3, len(shown)))
+    lines = max(1, -(-len(shown) // columns))
     figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
-    for axis, (title, keys) in zip(axes.flat, shown.items(), strict=False):
-        for number, (name, records) in enumerate(logs.items()):
+    for axis, (title, keys) in zip(axes.flat, shown, strict=False):
+        for number, (_, records) in enumerate(read.values()):
             for key in keys:
-                points = [(r["iteration"], r[key]) for r in records if r.get(key) is not None]
-                if points:
-                    held_out = key.startswith("eval/")
-                    axis.plot(*zip(*points, strict=True), color=f"C{number}",
+                held_out = key.startswith("eval/")
+                curve = points(records, key, 0.0 if held_out else smooth)
+                if curve:
+                    axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
-                              marker="o" if held_out else None, markersize=3,
-                              label=name if key == keys[0] or len(keys) == 1 else None)
+                              marker="o" if held_out else None, markersize=3)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration", fontsize=8)
         axis.tick_params(labelsize=8)
@@ -93,7 +86,8 @@ if out:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    axes.flat[0].legend(fontsize=8, frameon=False)
+    colours = [plt.Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(read)]
+    axes.flat[0].legend(handles=colours, fontsize=8, frameon=False)
     figure.tight_layout()
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     figure.savefig(out, dpi=110)

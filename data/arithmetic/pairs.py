@@ -19,10 +19,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
-from data import batch_rows, read_jsonl  # noqa: E402
+from data import batch_rows  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
+from formats import prompt_row, read_rows  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
@@ -36,7 +37,7 @@ config = configure(globals())
 
 tokenizer = load_tokenizer(policy_path)
 model = freeze(from_pretrained(policy_path))
-problems = read_jsonl(os.path.join(HERE, "rl_train.jsonl"), ["prompt", "answer"])
+problems = read_rows(os.path.join(HERE, "rl_train.jsonl"), prompt_row)
 wanted = pairs + pairs // 10
 found = []
 for iteration in range(100):

@@ -21,7 +21,6 @@ Writes beside itself, or into --out:
 No problem of a _val file is in a _train file. No demonstration with a mistake passes the tests of
 its problem. No text is evaluated here: what each piece of code does is also written as a function.
 """
-import argparse
 import json
 import os
 import random
@@ -29,6 +28,10 @@ import string
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+
+from convert import check_range, parser_of, stop, write_rows  # noqa: E402
+
 # Shares of the demonstrations: right; a mistake in the first step; another operation in the second
 # step; a number too small by one; a number too large by one
 SHARES = [0.25, 0.55, 0.1, 0.05, 0.05]
@@ -102,11 +105,6 @@ DOES = {
 }
 
 
-def stop(message):
-    print(f"prepare.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def problems():
     """[(parameters, first step, second step, number)] of every problem that there is."""
     return [(parameters, first, second, k)
@@ -160,10 +158,22 @@ def examine(rng, problem):
     return tests, {text: share for (text, _), share in shares if text in caught | {code}}
 
 
+def rows(args, everything):
+    """(our file, row) of all files, from the shuffled problems."""
+    rng = random.Random(args.seed)
+    rng.shuffle(everything)
+    parts = ("val", everything[:args.val], 500), ("train", everything[args.val:], args.sft)
+    for part, chosen, size in parts:
+        examined = [(prompt(*problem), *examine(rng, problem)) for problem in chosen]
+        for words, tests, _ in examined:
+            yield f"rl_{part}", {"prompt": words, "tests": tests}
+        for words, _, shares in rng.choices(examined, k=size):
+            completion = rng.choices([*shares], [*shares.values()])[0]
+            yield f"sft_{part}", {"prompt": words, "completion": completion}
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser = parser_of(__doc__)
     parser.add_argument("--out", default=HERE,
                         help="folder to write into (default: this script's)")
     parser.add_argument("--sft", type=int, default=20_000,
@@ -172,39 +182,16 @@ def main():
                         help="held-out problems (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1,
                         help="decides everything else (default: %(default)s)")
-    args = parser.parse_args()
-    everything = problems()
-    for name, largest in (("sft", 1_000_000), ("val", len(everything) - 1)):
-        if not 1 <= getattr(args, name) <= largest:
-            stop(f"--{name}={getattr(args, name)} is out of range: [1..{largest}]")
-
-    rng = random.Random(args.seed)
-    rng.shuffle(everything)
-    files = {}
-    parts = ("val", everything[:args.val], 500), ("train", everything[args.val:], args.sft)
-    for part, chosen, size in parts:
-        examined = [(prompt(*problem), *examine(rng, problem)) for problem in chosen]
-        files[f"rl_{part}.jsonl"] = [{"prompt": words, "tests": tests}
-                                     for words, tests, _ in examined]
-        files[f"sft_{part}.jsonl"] = [
-            {"prompt": words, "completion": rng.choices([*shares], [*shares.values()])[0]}
-            for words, _, shares in rng.choices(examined, k=size)]
-    files[os.path.join("tokenizer", "tiktoken.json")] = TOKENIZER
+    args, everything = parser.parse_args(), problems()
+    check_range("sft", args.sft, 1, 1_000_000)
+    check_range("val", args.val, 1, len(everything) - 1)
     try:
         os.makedirs(os.path.join(args.out, "tokenizer"), exist_ok=True)
-        for name, content in files.items():
-            with open(os.path.join(args.out, name) + ".part", "w", encoding="utf-8") as f:
-                if isinstance(content, list):
-                    f.writelines(json.dumps(row) + "\n" for row in content)
-                else:
-                    json.dump(content, f, indent=2)
-        # all files or none get their names: an old file might share problems with a new one
-        for name, content in files.items():
-            os.replace(os.path.join(args.out, name) + ".part", os.path.join(args.out, name))
-            if isinstance(content, list):
-                print(f"{name}: {len(content)} rows")
+        with open(os.path.join(args.out, "tokenizer", "tiktoken.json"), "w") as f:
+            json.dump(TOKENIZER, f, indent=2)
     except OSError as e:
         stop(f"--out={args.out}: {e.strerror}")
+    write_rows(args.out, ["rl_val", "sft_val", "rl_train", "sft_train"], rows(args, everything))
     print("tokenizer/: 256 bytes, <eos>, <pad>")
 
 

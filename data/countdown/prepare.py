@@ -18,16 +18,15 @@ more often than in TinyZero's. No two problems have the same target and the same
 order. The problems of rl_val are drawn first, so they depend on --seed, --val and the ranges
 alone.
 """
-import argparse
 import itertools
-import json
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+sys.path.insert(0, os.path.dirname(HERE))
+
+from convert import check_range, parser_of, write_rows  # noqa: E402
 
 NUMBERS = (3, 4)  # how many numbers a problem has
 LARGEST = 99  # the numbers are from 1 to this
@@ -42,11 +41,6 @@ answer.
 User: {task}
 Assistant: I will work this out step by step.
 <think>"""
-
-
-def stop(message):
-    print(f"prepare.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def random_expression(rng, numbers):
@@ -87,10 +81,17 @@ def prompt(numbers, target, chat):
     return [{"role": "user", "content": task}] if chat else BASE.format(task=task)
 
 
+def rows(args, evaluate):
+    """(our file, row): first the held-out problems, then those to train on."""
+    walk = problems(random.Random(args.seed), evaluate)
+    for name, size in (("rl_val", args.val), ("rl_train", args.train)):
+        for numbers, target in itertools.islice(walk, size):
+            words = prompt(numbers, target, args.chat)
+            yield name, {"prompt": words, "numbers": numbers, "target": target}
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser = parser_of(__doc__)
     parser.add_argument("--out", default=HERE,
                         help="folder to write into (default: this script's)")
     parser.add_argument("--train", type=int, default=20_000,
@@ -102,27 +103,11 @@ def main():
     parser.add_argument("--chat", action="store_true",
                         help="prompts as chat messages, for models with a chat template")
     args = parser.parse_args()
-    for name, largest in (("train", 1_000_000), ("val", 100_000)):
-        if not 1 <= getattr(args, name) <= largest:
-            stop(f"--{name}={getattr(args, name)} is out of range: [1..{largest}]")
+    check_range("train", args.train, 1, 1_000_000)
+    check_range("val", args.val, 1, 100_000)
     from engine.answers import evaluate_arithmetic  # here: --help need not wait for it
 
-    walk = problems(random.Random(args.seed), evaluate_arithmetic)
-    files = {name: os.path.join(args.out, f"{name}.jsonl") for name in ("rl_val", "rl_train")}
-    try:
-        os.makedirs(args.out, exist_ok=True)
-        for name, size in (("rl_val", args.val), ("rl_train", args.train)):
-            with open(files[name] + ".part", "w", encoding="utf-8") as f:
-                for numbers, target in itertools.islice(walk, size):
-                    words = prompt(numbers, target, args.chat)
-                    row = {"prompt": words, "numbers": numbers, "target": target}
-                    f.write(json.dumps(row) + "\n")
-        # both files or none get their names: an old file might share problems with a new one
-        for path in files.values():
-            os.replace(path + ".part", path)
-        print(f"rl_train.jsonl: {args.train} rows\nrl_val.jsonl: {args.val} rows")
-    except OSError as e:
-        stop(f"--out={args.out}: {e.strerror}")
+    write_rows(args.out, ["rl_train", "rl_val"], rows(args, evaluate_arithmetic))
 
 
 if __name__ == "__main__":

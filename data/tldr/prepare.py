@@ -31,47 +31,23 @@ Not verified: this is tested on made-up files of the same layout; we have not ru
 download yet. So we cannot say how many comparisons there are, nor that every real row passes the
 checks. The posts should be 116,722 and 6,447, as in N+'s published copy.
 """
-import argparse
 import collections
-import contextlib
-import http.client
 import json
 import math
 import os
-import pathlib
-import socket
 import sys
-import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+
+from convert import fetch, parser_of, stop, write_rows  # noqa: E402
+
 SOURCE = "https://openaipublic.blob.core.windows.net/summarize-from-feedback"
 POSTS = {"train": "train", "valid": "val"}  # their file: our part
 SPLITS = {"train": "train", "valid1": "val", "valid2": "val"}  # of comparisons: the same
 BATCHES = [f"batch{i}" for i in [*range(3, 21), 22]] + ["edit_b2_eval_test"]  # there is no batch21
 QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query, of a completion with its EOS
 NAMES = [f"{kind}_{part}" for kind in ("sft", "prompts", "prefs") for part in ("train", "val")]
-
-
-def stop(message):
-    print(message, file=sys.stderr)
-    sys.exit(2)
-
-
-def fetch(url, folder):
-    """
-    The path of url's file in the folder, downloaded unless it is there. A file that is not complete
-    has another name.
-    """
-    local = os.path.join(folder, url.rsplit("/", 1)[1])
-    if not os.path.exists(local):
-        print(f"downloading {url}", flush=True)
-        try:
-            # urlretrieve raises an error if the download is cut short; urlopen(url).read() does not
-            urllib.request.urlretrieve(url, local + ".part")
-        except (OSError, http.client.HTTPException, ValueError) as e:
-            stop(f"{url}: cannot download: {e}")
-        os.replace(local + ".part", local)
-    return local
 
 
 def rows(path):
@@ -139,9 +115,51 @@ def as_chat(prompt):
     return [{"role": "user", "content": f"{asked}\n\n{post}"}]
 
 
+def fits(prompt, completions, longest, count):
+    """"" if a row is good, else the reason why it is dropped."""
+    if prompt is None:
+        return f"query over {QUERY} tokens even without its post"
+    if not all(text.strip() for text in completions):
+        return "empty completion"
+    if max(map(count, completions)) + 1 > longest:  # + 1: the EOS
+        return f"completion over {longest} tokens"
+    return ""
+
+
+def all_rows(args, count, kept):
+    """(our file, row, or why it is dropped) of everything."""
+    raw, limit = os.path.join(args.out, "raw"), args.limit if args.limit > 0 else math.inf
+    for file, part in POSTS.items():
+        for where, row in rows(fetch(args.source, f"datasets/tldr_3_filtered/{file}.jsonl", raw)):
+            if kept[f"sft_{part}"] >= limit:
+                break
+            said = (field(where, row, name) for name in ("subreddit", "title", "post"))
+            prompt, completion = query(*said, count), spaced(field(where, row, "summary"))
+            reason = fits(prompt, [completion], SFT, count)
+            yield f"sft_{part}", reason or {"prompt": prompt, "completion": completion}
+            if not reason:
+                yield f"prompts_{part}", {"prompt": as_chat(prompt) if args.chat else prompt}
+
+    for batch in BATCHES:
+        if min(kept["prefs_train"], kept["prefs_val"]) >= limit:
+            break  # before the next download
+        for where, row in rows(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
+            part = SPLITS[field(where, row, "split", allowed=list(SPLITS))]
+            if kept[f"prefs_{part}"] >= limit:
+                continue
+            said = (field(where, row, f"info.{name}") for name in ("subreddit", "title", "post"))
+            prompt = query(*said, count)
+            # the index of the better one of two summaries
+            choice = field(where, row, "choice", allowed=[0, 1])
+            chosen, rejected = (spaced(field(where, row, f"summaries.{i}.text"))
+                                for i in (choice, 1 - choice))
+            reason = fits(prompt, [chosen, rejected], PREFS, count)
+            yield f"prefs_{part}", reason or {"prompt": prompt, "chosen": chosen,
+                                              "rejected": rejected}
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--source", default=SOURCE,
                         help="URL, or a folder of the same layout (default: OpenAI's)")
     parser.add_argument("--out", default=HERE,
@@ -152,83 +170,19 @@ def main():
                         help="prompts as chat messages, for models with a chat template")
     parser.add_argument("--limit", type=int, default=0,
                         help="at most so many rows a file, 0 = all (default: 0)")
-    args = parser.parse_args()
-    limit = args.limit if args.limit > 0 else math.inf
-    if os.path.isdir(args.source):
-        source = pathlib.Path(args.source).resolve().as_uri()
-    else:
-        source = args.source.rstrip("/")
-    raw = os.path.join(args.out, "raw")
-    os.makedirs(raw, exist_ok=True)
-    socket.setdefaulttimeout(60)  # without it, a dead connection would be waited for without end
-
+    args, kept = parser.parse_args(), collections.Counter()
     try:
         from transformers import AutoTokenizer  # here: --help need not wait for it
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     except (ImportError, OSError, ValueError) as e:
         stop(f"--tokenizer={args.tokenizer}: {str(e).strip().splitlines()[0]}")
-    tokenizer.model_max_length = sys.maxsize  # no warnings: lengths are checked below
+    tokenizer.model_max_length = sys.maxsize  # no warnings: lengths are checked
 
     def count(text):
         # as our trainers encode it: text that looks like a special token is text
         return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    kept, dropped = collections.Counter(), collections.defaultdict(collections.Counter)
-    # all files get their names at the end, or none
-    unfinished = {name: os.path.join(raw, f"{name}.part") for name in NAMES}
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(unfinished[name], "w", encoding="utf-8"))
-                 for name in NAMES}
-
-        def write(name, **row):
-            files[name].write(json.dumps(row) + "\n")
-            kept[name] += 1
-
-        def fits(name, longest, prompt, *completions):
-            """Whether the row is good; a bad one is counted as dropped."""
-            if prompt is None:
-                reason = f"query over {QUERY} tokens even without its post"
-            elif not all(text.strip() for text in completions):
-                reason = "empty completion"
-            elif max(map(count, completions)) + 1 > longest:  # + 1: the EOS
-                reason = f"completion over {longest} tokens"
-            else:
-                return True
-            dropped[name][reason] += 1
-            return False
-
-        for file, part in POSTS.items():
-            for where, row in rows(fetch(f"{source}/datasets/tldr_3_filtered/{file}.jsonl", raw)):
-                if kept[f"sft_{part}"] >= limit:
-                    break
-                said = (field(where, row, name) for name in ("subreddit", "title", "post"))
-                prompt = query(*said, count)
-                completion = spaced(field(where, row, "summary"))
-                if fits(f"sft_{part}", SFT, prompt, completion):
-                    write(f"sft_{part}", prompt=prompt, completion=completion)
-                    write(f"prompts_{part}", prompt=as_chat(prompt) if args.chat else prompt)
-
-        for batch in BATCHES:
-            if min(kept["prefs_train"], kept["prefs_val"]) >= limit:
-                break  # before the next download
-            for where, row in rows(fetch(f"{source}/dataset/comparisons/{batch}.json", raw)):
-                part = SPLITS[field(where, row, "split", allowed=list(SPLITS))]
-                if kept[f"prefs_{part}"] >= limit:
-                    continue
-                said = (field(where, row, f"info.{name}")
-                        for name in ("subreddit", "title", "post"))
-                prompt = query(*said, count)
-                # the index of the better one of two summaries
-                choice = field(where, row, "choice", allowed=[0, 1])
-                chosen, rejected = (spaced(field(where, row, f"summaries.{i}.text"))
-                                    for i in (choice, 1 - choice))
-                if fits(f"prefs_{part}", PREFS, prompt, chosen, rejected):
-                    write(f"prefs_{part}", prompt=prompt, chosen=chosen, rejected=rejected)
-
-    for name in NAMES:
-        os.replace(unfinished[name], os.path.join(args.out, f"{name}.jsonl"))
-        reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
-        print(f"{name}.jsonl: {kept[name]} rows{reasons}")
+    write_rows(args.out, NAMES, all_rows(args, count, kept), kept)
 
 
 if __name__ == "__main__":

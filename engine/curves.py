@@ -1,0 +1,107 @@
+"""
+The runs that a tool shows: their folders, what to call them, and the records of their logs.
+"""
+import difflib
+import fnmatch
+import json
+import math
+import os
+
+from errors import BadConfig, BadInput, first_line
+
+
+def read_runs(folders, key="runs"):
+    """
+    {name: (folder, records of its log.jsonl)} of folders separated by commas. key: the name of the
+    key that has them, for messages. Raises BadConfig, or BadInput with the file and the line.
+    """
+    paths = [folder.strip() for folder in folders.split(",") if folder.strip()]
+    if not paths:
+        raise BadConfig(f"{key} is empty; type --{key}=out/arithmetic_ppo")
+    names = short_names(paths, key)
+    return {name: (path, read_records(os.path.join(path, "log.jsonl")))
+            for name, path in zip(names, paths, strict=True)}
+
+
+def short_names(paths, key):
+    """
+    The shortest end of each path that no other path has: ["a/x/ppo", "b/x/ppo", "b/sft"] ->
+    ["a/x/ppo", "b/x/ppo", "sft"]. Raises BadConfig where two paths are one.
+    """
+    split = [os.path.normpath(path).split(os.sep) for path in paths]
+    names = []
+    for parts in split:
+        if split.count(parts) > 1:
+            raise BadConfig(f"{key}: {os.sep.join(parts)!r} is given twice; keep one")
+        count = 1
+        while count < len(parts) and sum(p[-count:] == parts[-count:] for p in split) > 1:
+            count += 1
+        names.append("/".join(parts[-count:]))
+    return names
+
+
+def read_records(file, fields=()):
+    """
+    The dicts of a log.jsonl or samples.jsonl, each with its iteration and these fields. A last line
+    without an end is left out: the run may be writing it. Raises BadInput, also where there are no
+    lines.
+    """
+    try:
+        with open(file, encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}; "
+                       "give folders of finished or running runs") from e
+    complete, _, _ = text.rpartition("\n")
+    records = []
+    for number, line in enumerate(complete.split("\n"), 1):
+        try:
+            record = json.loads(line) if line.strip() else None
+            if record is not None:
+                records.append({**record, "iteration": int(record["iteration"])})
+                for field in fields:
+                    record[field]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); did these "
+                           "scripts write it?") from e
+    if not records:
+        raise BadInput(f"{file}: nothing is logged yet")
+    return records
+
+
+def points(records, metric, past=0.0):
+    """
+    [(iteration, value)] of a metric, where it has a finite value. past: how much of the moving
+    average of the values so far each value is to keep, from 0 (nothing is smoothed) to below 1; the
+    average is divided by the sum of its weights, so that it begins with the first value.
+    """
+    found, mean, weight = [], 0.0, 0.0
+    for record in records:
+        value = record.get(metric)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            mean, weight = past * mean + (1 - past) * value, past * weight + 1 - past
+            found.append((record["iteration"], mean / weight))
+    return found
+
+
+def metrics_in(runs):
+    """The names of all metrics that some run of {name: (folder, records)} has a number of."""
+    return sorted({key for _, records in runs.values() for record in records
+                   for key, value in record.items()
+                   if key != "iteration" and isinstance(value, (int, float))})
+
+
+def choose_metrics(wanted, known):
+    """
+    The metrics that a key names, such as "eval/kl,policy/*", in its order; * stands for anything.
+    Raises BadConfig where a part of it is no metric of `known`.
+    """
+    chosen = []
+    for part in filter(None, map(str.strip, wanted.split(","))):
+        found = fnmatch.filter(known, part)
+        if not found:
+            near = difflib.get_close_matches(part, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise BadConfig(f"metrics: no run has logged {part!r}; {hint}")
+        chosen += [metric for metric in found if metric not in chosen]
+    return chosen

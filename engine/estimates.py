@@ -1,0 +1,90 @@
+"""
+What samples say of a policy: pass@k, majority@k, the win rate of two policies, means with errors.
+Plain functions of lists of numbers and texts; tools/eval.py has made them.
+"""
+import math
+
+import torch
+
+from engine.answers import same_answer
+
+
+def pass_at_k(n, right, k):
+    """
+    The chance that at least one of k samples is right, estimated from n samples of which `right`
+    are right, 1 <= k <= n. It is the share of all sets of k of the n samples that have a right one:
+
+        1 - C(n - right, k) / C(n, k)  =  1 - product of (1 - k / i) for i from n - right + 1 to n
+
+    (Chen et al., arXiv 2107.03374, equation 1; the product, for the binomials may be huge.) It is
+    unbiased; 1 - (1 - right / n)^k is not. With n = 4, right = 1, k = 2: 1 - (1 - 2/4) = 0.5.
+    """
+    if n - right < k:
+        return 1.0  # there are not k wrong ones
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - right + 1, n + 1))
+
+
+def majority(answers):
+    """
+    The place in `answers` (texts, as rewards.final_answer returns them) of the answer that most of
+    them give; None if there is none. An answer joins the first class whose first member is the same
+    (same_answer: 0.5 and 1/2 are). Of classes of one size that wins whose first member came first.
+
+    Empty answers, and those of a thinking that never ended, have no vote.
+    """
+    classes = []  # lists of places
+    for place, answer in enumerate(answers):
+        if not answer.strip() or "<think>" in answer:
+            continue
+        mine = next((c for c in classes if same_answer(answers[c[0]], answer)), None)
+        if mine is None:
+            classes.append([place])
+        else:
+            mine.append(place)
+    return max(classes, key=len)[0] if classes else None  # max returns the first of the largest
+
+
+def majority_at_k(answers, right, k):
+    """
+    How often the majority of k samples is right: the n samples are cut into n // k groups of k, and
+    the share of groups counts whose majority is right. answers: n texts; right: n numbers, 1.0 for
+    right ones. A group without any answer is wrong.
+    """
+    groups = [range(i, i + k) for i in range(0, len(answers) - k + 1, k)]
+    winners = [(group, majority([answers[i] for i in group])) for group in groups]
+    return sum(right[group[w]] for group, w in winners if w is not None) / len(groups)
+
+
+def wins(ours, theirs):
+    """
+    How often a score of `ours` is above one of `theirs`, over all pairs; a tie counts half. Both
+    are the scores of responses to one prompt: [3, 1] and [2, 1] make (1 + 1 + 0 + 0.5) / 4 = 0.625.
+    """
+    pairs = [(a > b) + 0.5 * (a == b) for a in ours for b in theirs]
+    return sum(pairs) / len(pairs)
+
+
+def bootstrap(values, seed=0):
+    """
+    (low, high), the 95 % confidence interval of the mean of `values`, one for each prompt, by the
+    percentile bootstrap: draw as many values anew, with replacement, 10000 times, and take the 2.5
+    and the 97.5 percentile of their means. The seed is fixed, so the interval is always the same.
+    Meant for dozens of prompts and more: of a single one it is the value itself.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values, n = torch.tensor(values, dtype=torch.float64), len(values)
+    means = torch.cat([values[torch.randint(n, (100, n), generator=generator)].mean(1)  # (100,)
+                       for _ in range(100)])
+    return tuple(means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist())
+
+
+def mean_and_error(values):
+    """
+    The mean of `values`, one for each prompt, and half the width of its 95 % confidence interval:
+    1.96 standard errors. The error of a single value is NaN.
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, math.nan
+    return mean, 1.96 * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n)

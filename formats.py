@@ -1,0 +1,601 @@
+"""
+The formats of data: whatever people have -> the three kinds of rows that the scripts learn from.
+
+    supervised fine-tuning   {"prompt": ..., "completion": ...}                  sft_row
+    preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
+    prompts for PPO, GRPO    {"prompt": ..., "answer": ..., whatever there is}   prompt_row
+
+A prompt and its completions are either all strings or all lists of messages {"role", "content"}.
+The list of a completion goes on where the list of the prompt ends. It begins and ends with the
+assistant, and may hold several turns. If the prompt ends with the assistant, too, the completion
+goes on with that very message.
+
+read_rows(spec, shape, fields) reads files and gives each row to one of the three functions. A row
+that makes no sense as such a dialogue is refused with its file and its number: what is wrong in the
+data would otherwise be learned.
+"""
+import csv
+import gzip
+import io
+import json
+import math
+import os
+import re
+import zlib
+
+from errors import BadInput, first_line, shorten
+
+
+# --------------------------------------------------------------------------------------------------
+# reading
+
+
+class Rows(list):
+    """
+    The rows of one or several files, one after the other.
+
+    parts: [(path, weight, number of rows)] of the files. A weight is None where none is given.
+    """
+
+    def __init__(self, rows=(), parts=()):
+        super().__init__(rows)
+        self.parts = list(parts)
+
+    @property
+    def mix(self):
+        """What data.batch_rows wants to know: len(rows), or with weights [(rows, weight), ...]."""
+        if all(weight is None for _, weight, _ in self.parts):
+            return len(self)
+        return [(count, 1.0 if weight is None else weight) for _, weight, count in self.parts]
+
+    def keep(self, numbers):
+        """Keep the rows of these numbers alone, which are in order. Raises BadInput: none left."""
+        parts, first = [], 0
+        for path, weight, count in self.parts:
+            left = sum(first <= number < first + count for number in numbers)
+            if left == 0:
+                raise BadInput(f"{path}: no row is left; raise the limit of tokens")
+            parts.append((path, weight, left))
+            first += count
+        self[:], self.parts = [self[number] for number in numbers], parts
+
+
+def where_is(rows, path, number):
+    """("b.jsonl", 3): where row `number`, from 0, is from. path: for rows that have no parts."""
+    for part, _, count in getattr(rows, "parts", ()):
+        if number < count:
+            return part, number + 1
+        number -= count
+    return path, number + 1
+
+
+def read_rows(spec, shape, fields=""):
+    """
+    The rows of a key such as train_path, as Rows.
+
+    spec: one source, or several with commas, each with a weight if you like: "a.jsonl,0.3*b.jsonl".
+    A source is a file (.jsonl, .json with a list, .csv, .tsv, .parquet; .gz behind it) or a data
+    set of the Hugging Face hub, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.
+    shape: sft_row, preference_row or prompt_row. fields: see rename.
+    Raises BadInput with the file, the row and what is wrong there.
+    """
+    rows, names = Rows(), parse_fields(fields)
+    for path, weight in sources_of(spec):
+        before = len(rows)
+        for where, row in raw_rows(path):
+            try:
+                rows.append(shape(rename(row, names)))
+            except BadInput as e:
+                raise BadInput(f"{where}: {e}") from e
+        if len(rows) == before:
+            raise BadInput(f"{path}: the file is empty; prepare the data first (data/*/prepare.py)")
+        rows.parts.append((path, weight, len(rows) - before))
+    return rows
+
+
+def sources_of(spec):
+    """ "a.jsonl,0.3*b.jsonl" -> [("a.jsonl", None), ("b.jsonl", 0.3)]. Raises BadInput."""
+    if os.path.exists(spec):
+        return [(spec, None)]  # one file, even if there is a comma in its name
+    found = []
+    for part in spec.split(","):
+        weight, star, path = part.strip().rpartition("*")
+        try:
+            number = float(weight) if star else None
+        except ValueError:
+            number = math.nan
+        if not path or number is not None and not 0 < number < 1e9:
+            raise BadInput(f"{spec!r}: cannot read {part!r}; wanted FILE or WEIGHT*FILE, with "
+                           "commas between several, such as a.jsonl,0.3*b.jsonl")
+        found.append((path, number))
+    return found
+
+
+def raw_rows(path):
+    """
+    Yield (where, row) of a source, the rows as they are: dicts. where: "FILE, line 3" of JSONL and
+    "FILE, row 3" of all others. Raises BadInput.
+    """
+    if path.startswith("hf:"):
+        yield from hub_rows(path)
+        return
+    # a pipe would hang, a device might never end
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe "
+                       "or a device; it is read more than once")
+    kind = os.path.splitext(path.removesuffix(".gz"))[1]
+    if kind == ".parquet":
+        rows = parquet_rows(path)
+    elif kind in (".csv", ".tsv"):
+        rows = csv_rows(path, "\t" if kind == ".tsv" else ",")
+    else:
+        content = read_bytes(path)
+        is_list = kind == ".json" and content.lstrip()[:1] == b"["
+        rows = list_rows(path, content) if is_list else jsonl_rows(path, content)
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}")
+        yield where, row
+
+
+def read_bytes(path):
+    """The content of a file, unpacked if it ends in .gz. Raises BadInput."""
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as f:
+            return f.read()
+    except (OSError, EOFError, zlib.error) as e:
+        said = getattr(e, "strerror", None) or e
+        raise BadInput(f"{path}: {said}; prepare the data first (data/*/prepare.py)") from e
+
+
+def jsonl_rows(path, content):
+    """A line, an object."""
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parse_json(line, where, "each line is one object, such as "
+                                                 "{\"prompt\": \"1+2=\"}")
+
+
+def list_rows(path, content):
+    """One JSON list of objects."""
+    for number, row in enumerate(parse_json(content, path, "wanted a list of objects"), 1):
+        yield f"{path}, row {number}", row
+
+
+def parse_json(content, where, wanted):
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{where}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"{where}: not JSON ({e}); {wanted}") from e
+
+
+def csv_rows(path, delimiter):
+    """The first line names the columns; a value may hold newlines, between quotes."""
+    try:
+        text = read_bytes(path).decode("utf-8-sig")  # Excel writes a byte order mark in front
+        csv.field_size_limit(2**30)
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        for number, row in enumerate(reader, 1):
+            where = f"{path}, row {number}"
+            if None in row or None in row.values():
+                raise BadInput(f"{where}: wanted {len(reader.fieldnames)} columns, as the first "
+                               "line has; is a quote or a comma missing?")
+            yield where, row
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
+    except csv.Error as e:
+        raise BadInput(f"{path}: not a table ({e})") from e
+
+
+def parquet_rows(path):
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as e:
+        raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
+                       "pip install pyarrow") from e
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
+        raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
+
+
+def hub_rows(source):
+    """hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, through the library `datasets`, which caches it."""
+    match = re.fullmatch(r"hf:([^:]+):(?:([^:\[]*):)?([^:\[]+(?:\[.*\])?)", source)
+    if not match:
+        raise BadInput(f"{source!r}: wanted hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, such as "
+                       "hf:openai/gsm8k:main:train")
+    try:
+        import datasets
+    except ImportError as e:
+        raise BadInput(f"{source}: data sets of the hub are read with the library datasets, which "
+                       "is not installed; type pip install datasets") from e
+    name, config, split = match.groups()
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split)
+    except Exception as e:  # no network, no such set, a damaged file: the library raises anything
+        raise BadInput(f"{source}: {first_line(e)[:300]}") from e
+    for number, row in enumerate(rows, 1):
+        yield f"{source}, row {number}", row
+
+
+# --------------------------------------------------------------------------------------------------
+# names of fields
+
+
+def parse_fields(fields):
+    """ "question>prompt,a.b>answer" -> [("question", "prompt"), ("a.b", "answer")]."""
+    pairs = [tuple(name.strip() for name in part.split(">")) for part in fields.split(",") if part]
+    for pair in pairs:
+        if len(pair) != 2 or not all(pair):
+            raise BadInput(f"fields = {fields!r}: cannot read {'>'.join(pair)!r}; wanted "
+                           "THEIRS>OURS, such as question>prompt,solution>answer")
+    return pairs
+
+
+def rename(row, names):
+    """
+    A row whose fields have our names. names: [(theirs, ours)]. A dot leads into a nested field:
+    reward_model.ground_truth>answer. Raises BadInput where the row has no such field.
+    """
+    row, given = dict(row), row
+    for theirs, ours in names:
+        value = given
+        for key in [theirs] if theirs in given else theirs.split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise BadInput(f"field {theirs!r} is missing, which fields names; {names_in(row)}")
+            value = value[key]
+        if theirs not in [name for _, name in names]:
+            row.pop(theirs, None)
+        row[ours] = value
+    return row
+
+
+def names_in(row):
+    return f"it has {', '.join(map(repr, row)) or 'none'}"
+
+
+# --------------------------------------------------------------------------------------------------
+# the three kinds of rows
+
+
+def sft_row(row):
+    """
+    {"prompt", "completion"} of a row that demonstrates something. Raises BadInput. It may have
+
+        prompt, completion           strings, or lists of messages, or one of each
+        messages                     [{"role": "user", "content": ...}, {"role": "assistant", ...}]
+        conversations                ShareGPT: [{"from": "human", "value": ...}, {"from": "gpt",
+                                     ...}], and perhaps a string `system`
+        instruction, input, output   Alpaca: strings; the input may be empty
+
+    A whole dialogue is split before its first assistant turn.
+    """
+    refuse_tools(row)
+    if row.get("completion") is not None:
+        if row.get("label") is not None:
+            raise BadInput("a completion with a label is unpaired feedback, which no script here "
+                           "learns from")
+        return dialogue(row, "completion")
+    messages = whole_dialogue(row)
+    if messages:
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
+        if first == 0:
+            raise BadInput("the dialogue has no assistant message behind a user's, so there is "
+                           "nothing to learn")
+        return dialogue({"prompt": messages[:first], "completion": messages[first:]}, "completion")
+    if row.get("instruction") is not None and row.get("output") is not None:
+        return dialogue({"prompt": alpaca_prompt(row), "completion": row["output"]}, "completion")
+    if "prompt" in row:
+        raise BadInput(f"field 'completion' is missing; {names_in(row)}")
+    raise BadInput(f"field 'prompt' is missing; {names_in(row)}. Wanted prompt and completion, or "
+                   "messages, conversations, or instruction and output; rename with fields, such "
+                   "as question>prompt,answer>completion")
+
+
+def preference_row(row):
+    """
+    {"prompt", "chosen", "rejected"} of a row that compares. Raises BadInput. It may have
+
+        prompt, chosen, rejected   strings or lists of messages; the lists may be whole dialogues
+                                   that repeat the prompt (UltraFeedback)
+        chosen, rejected           whole dialogues: lists whose first messages are the same, or
+                                   strings "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH)
+
+    The prompt of two whole dialogues is what they have in common.
+    """
+    refuse_tools(row)
+    for field in ("chosen", "rejected"):
+        if row.get(field) is None:
+            raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
+                           "rejected, or whole dialogues as chosen and rejected; rename with "
+                           "fields, such as better>chosen,worse>rejected")
+    row = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
+    whole = [isinstance(row[name], list) and len(row[name]) > 0 and isinstance(row[name][0], dict)
+             and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
+    if any(whole):
+        row = split_dialogues(row)
+    elif row["prompt"] is None or all(str(row[name]).startswith("\n\nHuman:")
+                                      for name in ("chosen", "rejected")):
+        given, row = row["prompt"], split_hh(row)
+        if given is not None and str(given).strip() != row["prompt"].strip():
+            raise BadInput("the prompt is not what chosen and rejected begin with")
+    return dialogue(row, "chosen", "rejected")
+
+
+def prompt_row(row):
+    """
+    A row to sample responses to: its prompt, its answer if there is one, and all other fields as
+    they are, for rewards. Raises BadInput. It may have
+
+        prompt, answer               the prompt a string or a list of messages, the answer a string
+                                     or a number
+        question, answer             GSM8K: the answer is what follows "####"
+        question, final_answer       DeepMath; `problem` is taken like `question`
+        prompt, reward_model         verl: the answer is reward_model["ground_truth"]
+        messages, conversations,     data of the other kinds, whose prompts are taken
+        chosen and rejected, ...
+    """
+    row = dict(row)
+    asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
+    if asked:
+        row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
+    elif "prompt" not in row:
+        if row.get("chosen") is not None:
+            row["prompt"] = preference_row(row)["prompt"]
+        elif any(row.get(name) is not None for name in ("messages", "conversations", "output")):
+            row["prompt"] = sft_row(row)["prompt"]
+        else:
+            raise BadInput(f"field 'prompt' is missing; {names_in(row)}; rename with fields, such "
+                           "as task>prompt")
+        for name in ("messages", "conversations", "instruction", "input", "output", "chosen",
+                     "rejected"):
+            row.pop(name, None)
+    refuse_tools(row)
+    check_text(row["prompt"], "prompt")
+    if isinstance(row["prompt"], list):
+        row["prompt"] = clean(row["prompt"], "prompt")
+
+    answer = row.get("answer")
+    if answer is None and isinstance(row.get("reward_model"), dict):
+        answer = row["reward_model"].get("ground_truth")
+        answer = answer if isinstance(answer, (str, int, float)) else None
+    if answer is None:
+        answer = row.get("final_answer")
+    if answer is not None:
+        row["answer"] = answer_text(answer)
+    return row
+
+
+# --------------------------------------------------------------------------------------------------
+# their parts
+
+
+def dialogue(row, *completions):
+    """
+    {"prompt": ..., and each of the fields `completions`}: all strings, or all lists of messages
+    whose roles make a dialogue. Where only some are strings, these become messages. Raises
+    BadInput.
+    """
+    fields = ("prompt", *completions)
+    for field in fields:
+        if row.get(field) is None and field not in row:
+            raise BadInput(f"field {field!r} is missing; {names_in(row)}")
+        check_text(row[field], field)
+    if all(isinstance(row[field], str) for field in fields):
+        return {field: row[field] for field in fields}
+    made = {field: clean(row[field], field) for field in fields}
+    if not any(m["role"] == "user" for m in made["prompt"]):
+        raise BadInput("the prompt has no user message, so there is nothing to answer")
+    for field in completions:
+        roles = [m["role"] for m in made[field]]
+        if "system" in roles:
+            raise BadInput(f"field {field!r} has a system message, which belongs to the prompt")
+        for role, place in ((roles[0], "begins"), (roles[-1], "ends")):
+            if role != "assistant":
+                raise BadInput(f"field {field!r} {place} with the role {role!r}; a completion "
+                               "begins and ends with the assistant")
+    return made
+
+
+ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+                  "assistant": "assistant", "system": "system"}
+
+
+def clean(value, field):
+    """
+    A string or a list of messages as a list of messages, without the None that tables put where a
+    message has no such field. Raises BadInput unless the roles are system, which comes first if at
+    all, user and assistant.
+    """
+    if isinstance(value, str):
+        role = "user" if field == "prompt" else "assistant"
+        return [{"role": role, "content": value}]
+    messages = [{k: v for k, v in message.items() if v is not None} for message in value]
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadInput(f"field {field!r} has the role {shorten(message['role'])}; there are "
+                           f"{', '.join(ROLES)}")
+        if message["role"] == "system" and number > 0:
+            raise BadInput(f"field {field!r} has a system message in the middle (message "
+                           f"{number + 1}); only the first may be one")
+        if message.get("tool_calls"):
+            raise BadInput(f"field {field!r} has a call of a tool, which is not supported")
+    return messages
+
+
+def whole_dialogue(row):
+    """
+    The cleaned messages of a row with `messages` or `conversations`; None if it has neither. A
+    string `system` becomes the first message. Raises BadInput where there is a prompt that the
+    dialogue does not have.
+    """
+    messages = row.get("messages")
+    if messages is None and row.get("conversations") is not None:
+        messages = from_sharegpt(row["conversations"])
+    if messages is None:
+        return None
+    check_text(messages, "messages")
+    if isinstance(messages, str):
+        raise BadInput("field 'messages' is a string; wanted a list of {\"role\", \"content\"} "
+                       "messages")
+    messages = clean(messages, "messages")
+    if row.get("system") and messages[0]["role"] != "system":
+        check_text(row["system"], "system")
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if row.get("prompt"):
+        check_text(row["prompt"], "prompt")
+        if not is_in(row["prompt"], messages):
+            raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
+                           "such as prompt>unused")
+    return messages
+
+
+def from_sharegpt(turns):
+    """[{"from": "human", "value": ...}] -> [{"role": "user", "content": ...}]."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadInput("field 'conversations' must be a list of {\"from\", \"value\"} messages")
+    if all("role" in turn for turn in turns):
+        return turns
+    messages = []
+    for turn in turns:
+        role = SHAREGPT_ROLES.get(str(turn.get("from")).lower())
+        if role is None:
+            raise BadInput(f"field 'conversations' has a message from {shorten(turn.get('from'))}; "
+                           "there are human, gpt and system")
+        messages.append({"role": role, "content": turn.get("value")})
+    return messages
+
+
+def is_in(prompt, messages):
+    """Whether messages begin with a prompt of messages, or have a string as a user's message."""
+    if isinstance(prompt, list):
+        return messages[:len(prompt)] == clean(prompt, "prompt")
+    return any(m["role"] == "user" and m["content"].strip() == prompt.strip() for m in messages)
+
+
+def alpaca_prompt(row):
+    """Alpaca's instruction, and its input if there is one, under headings."""
+    given = row.get("input") or ""
+    for field, text in (("instruction", row["instruction"]), ("input", given),
+                        ("output", row["output"])):
+        if not isinstance(text, str) or field == "instruction" and not text:
+            raise BadInput(f"field {field!r} must be a string with text, found {shorten(text)}")
+    if row.get("history") or row.get("system"):
+        raise BadInput("an instruction with a history or a system text is not supported; write "
+                       "messages instead")
+    given = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{row['instruction']}\n\n{given}### Response:\n"
+
+
+def split_dialogues(row):
+    """
+    chosen and rejected, two whole dialogues -> the prompt that they share, and how they go on:
+
+        [user, assistant A], [user, assistant B]   ->   [user], [assistant A], [assistant B]
+    """
+    made = {}
+    for field in ("chosen", "rejected"):
+        check_text(row[field], field)
+        if isinstance(row[field], str):
+            raise BadInput("one of chosen and rejected is a whole dialogue, the other a string")
+        made[field] = clean(row[field], field)
+    chosen, rejected = made["chosen"], made["rejected"]
+    shared = 0  # how many messages are the same; the last one of each is never counted
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    roles = {chosen[shared]["role"], rejected[shared]["role"]}
+    if roles != {"assistant"} or shared == 0:
+        raise BadInput(f"chosen and rejected have different prompts: message {shared + 1} of one "
+                       f"is not that of the other, and they are by {' and '.join(sorted(roles))}")
+    if row["prompt"] is not None:
+        check_text(row["prompt"], "prompt")
+        if not is_in(row["prompt"], chosen[:shared]):
+            raise BadInput("the prompt is not what chosen and rejected begin with")
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def split_hh(row):
+    """
+    chosen and rejected, two dialogues as strings -> the text that they share up to its last
+    "\\n\\nAssistant:", and how they go on. Raises BadInput.
+    """
+    turn = "\n\nAssistant:"
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues")
+    shared = os.path.commonprefix([chosen, rejected])
+    end = shared.rfind(turn) + len(turn)
+    if end < len(turn):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected do not begin with the "
+                       f"same dialogue up to {turn!r}")
+    row = {"prompt": shared[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+    if any("\n\nHuman:" in row[field] for field in ("chosen", "rejected")):
+        raise BadInput("chosen and rejected have different prompts: a human speaks behind what "
+                       "they share")
+    return row
+
+
+def answer_text(answer):
+    """An answer as a string: 72 -> "72", "so 70 + 2\\n#### 1,072" -> "1072". Raises BadInput."""
+    if isinstance(answer, str):
+        if any(map(is_surrogate, answer)):
+            raise BadInput("field 'answer' holds half a surrogate pair, which is not text")
+        text = answer.rpartition("####")[2].strip() if "####" in answer else answer
+        if "####" in answer and re.fullmatch(r"-?[\d,]*\.?\d+", text):
+            text = text.replace(",", "")
+        return text
+    if type(answer) not in (int, float) or not math.isfinite(answer):
+        raise BadInput(f"field 'answer' must be a string or a number, found "
+                       f"{type(answer).__name__} {shorten(answer)}")
+    return str(int(answer)) if answer == int(answer) else repr(answer)
+
+
+def refuse_tools(row):
+    """Raise BadInput for a row that offers tools to the assistant, which no template is told."""
+    if row.get("tools") and row["tools"] != "[]":
+        raise BadInput("field 'tools': dialogues with tools are not supported")
+
+
+def check_text(value, field, where=""):
+    """
+    Raise BadInput unless the value of a field is a non-empty string, or a list of messages whose
+    contents are. Half a surrogate pair (the escape "\\ud83d" without its other half) is not text:
+    UTF-8 cannot hold it. An empty `completion` is fine: the response is EOS alone; so is an empty
+    system message, in place of a template's own.
+    """
+    where = f"{where}: " if where else ""
+    texts = [value]
+    if isinstance(value, list):
+        if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str)
+                                for message in value):
+            raise BadInput(f"{where}field {field!r} must be a string or a list of "
+                           "{\"role\", \"content\"} messages")
+        if any(is_surrogate(ch) for message in value for ch in message["role"]):
+            raise BadInput(f"{where}field {field!r} has a role with half a surrogate pair, which "
+                           "is not text")
+        texts = [message.get("content") for message in value
+                 if message["role"] != "system" or message.get("content") != ""]
+    for text in texts:
+        if not isinstance(text, str):
+            raise BadInput(f"{where}field {field!r} must be a string, found "
+                           f"{type(text).__name__}")
+        if not text and field != "completion":
+            raise BadInput(f"{where}field {field!r} is empty")
+        if not text.isascii() and any(map(is_surrogate, text)):
+            raise BadInput(f"{where}field {field!r} holds half a surrogate pair, which is not "
+                           "text")
+
+
+def is_surrogate(ch):
+    """Whether a character is half of a surrogate pair."""
+    return "\ud800" <= ch <= "\udfff"

@@ -1,0 +1,171 @@
+"""tools/eval.py: its formulas against counting and by hand, and its numbers against what is in its own JSONL."""
+import itertools
+import json
+import math
+import os
+import statistics
+
+import pytest
+
+import tiny
+from engine.estimates import bootstrap, majority, majority_at_k, mean_and_error, pass_at_k, wins
+from tiny import arguments, forked, one_run
+
+# ---------------------------------------------------------------------------------------------------------------------
+# formulas
+
+
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_one():
+    for n in range(1, 8):
+        for right in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
+                assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples():
+    """Where binomials are far beyond floats: against exact integers."""
+    exact = 1 - math.comb(9000, 5000) / math.comb(10000, 5000)
+    assert pass_at_k(10000, 1000, 5000) == pytest.approx(exact)
+    assert pass_at_k(10000, 3, 100) == pytest.approx(1 - math.comb(9997, 100) / math.comb(10000, 100), rel=1e-9)
+
+
+@pytest.mark.parametrize("answers, place", [
+    (["7", "8", "8"], 1),
+    (["0.5", "8", "1/2", "9"], 0),  # equal numbers are one answer
+    (["8", "7", "7", "8"], 0),  # a tie: whose first member came first
+    (["", "<think>5", "", "<think>5", "5"], 4),  # no answers have no vote
+    (["", "<think>5"], None),
+    ([], None),
+])
+def test_majority(answers, place):
+    assert majority(answers) == place
+
+
+def test_majority_at_k():
+    answers, right = ["7", "8", "8", "7", "", "9", "7"], [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert majority_at_k(answers, right, 3) == 0.5  # 7 8 8 is wrong; of 7 "" 9 the first one, 7, is right
+    assert majority_at_k(answers, right, 2) == 1 / 3  # 7 8 is right; 8 7 and "" 9 are wrong
+    assert majority_at_k(answers, right, 7) == 1  # 7 three times, 8 twice
+    assert majority_at_k(["", ""], [0.0, 0.0], 2) == 0
+
+
+def test_wins():
+    assert wins([3, 1], [2, 1]) == 0.625
+    assert (wins([1], [0]), wins([0], [1]), wins([1, 1], [1])) == (1, 0, 0.5)
+
+
+def test_mean_and_error():
+    values = [0.0, 1.0, 0.25, 0.5, 1.0]
+    mean, error = mean_and_error(values)
+    assert mean == pytest.approx(statistics.mean(values))
+    assert error == pytest.approx(1.96 * statistics.stdev(values) / math.sqrt(5))
+    assert mean_and_error([2.0])[0] == 2 and math.isnan(mean_and_error([2.0])[1])
+
+
+def test_bootstrap():
+    values = [float(i % 4 == 0) for i in range(400)]  # mean 0.25: the normal interval is near
+    low, high = bootstrap(values)
+    _, error = mean_and_error(values)
+    assert low == pytest.approx(0.25 - error, abs=0.004) and high == pytest.approx(0.25 + error, abs=0.004)
+    assert bootstrap(values) == (low, high) and bootstrap([0.5] * 9) == (0.5, 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# from end to end
+
+OUT = ("eval.json", "eval.jsonl")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder, and {name: result} of evaluations."""
+    folder = str(tmp_path_factory.mktemp("eval"))
+    world = tiny.build(f"{folder}/world")
+    tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
+    keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
+                batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
+                reward_functions=f"2*{world.rule('letters')}", device_type="cpu")
+    os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
+
+    def call(ranks=1, **more):
+        return [one_run("tools/eval.py", *[arguments(keys | more)] * ranks)]
+
+    wrong = dict(
+        one_twice=dict(policies=f"{world.policy},{world.policy}"), nothing=dict(policies=" "), k=dict(k="1,4"),
+        word=dict(k="two"), no_mode=dict(samples=0, greedy=False), right=dict(right_by="code"), by=dict(compare_by="kl"),
+        head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
+        out=dict(out="/dev/null/x"), task=dict(reward_functions="countdown"))
+    os.mkdir(f"{folder}/one")
+    one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
+    assert one.returncode == 0 and one.stderr == "", one.stderr
+    cases = {"two": call(2), "plain": call(
+        policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
+    return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
+
+
+def read(folder, name):
+    with open(f"{folder}/{name}/eval.jsonl", encoding="utf-8") as f:
+        records = [json.loads(line) for line in f]
+    with open(f"{folder}/{name}/eval.json", encoding="utf-8") as f:
+        return json.load(f), records
+
+
+def test_two_ranks_make_the_same_files(done):
+    folder, results = done
+    assert results["two"][0]["codes"] == [0, 0], results["two"]
+    for file in OUT:
+        one, two = (open(f"{folder}/{name}/{file}", encoding="utf-8").read() for name in ("one", "two"))
+        assert one.replace(f"{folder}/one/eval", "eval") == two and one
+    table = [line.split() for line in results["two"][0]["stdout"][0].splitlines()]
+    mean = read(folder, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
+    assert ["sampled", "pass@2", f"{mean:.3f}"] in [words[:3] for words in table]
+
+
+def test_the_figures_are_those_of_the_samples(done):
+    """Computed once more from the JSONL, in another way."""
+    figures, records = read(done[0], "one")
+    assert len(records) == 2 * 12 * (1 + 3) and figures["prompts"] == 12
+    policy = records[0]["policy"]
+    mine = [r for r in records if r["policy"] == policy]
+    for mode, count in (("greedy", 1), ("sampled", 3)):
+        part = [r for r in mine if r["mode"] == mode]
+        assert sorted((r["row"], r["sample"]) for r in part) == [(i, j) for i in range(12) for j in range(count)]
+        its = {k.removeprefix(f"{mode} "): v for k, v in figures["policies"][policy].items() if k.startswith(mode)}
+        for key in ("length", "finished"):
+            assert its[key]["mean"] == pytest.approx(statistics.mean(r[key] for r in part))
+        for key in ("accuracy", "letters", "reward_model", "scores"):
+            assert its[key]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
+    for r in mine:
+        scores = r["scores"]
+        assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
+        assert scores["scores"] == pytest.approx(2 * scores["letters"] + scores["reward_model"])
+    assert {"pass@1", "pass@2", "majority@1", "majority@2"} == {k for k in its if "@" in k}
+    assert its["pass@1"] == its["accuracy"]
+    assert len({r["text"] for r in mine if r["mode"] == "sampled"}) > 12
+
+
+def test_a_policy_against_itself_is_a_tie(done):
+    """Both policies have the same noise, so their samples are the same, prompt by prompt."""
+    duel, = read(done[0], "one")[0]["win_rates"]
+    assert (duel["win_rate"], duel["low"], duel["high"]) == (0.5, 0.5, 0.5)
+    assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
+
+
+def test_without_answers(done):
+    result, = done[1]["plain"]
+    assert result["codes"] == [0], result
+    assert "has no answers" in result["stdout"][0]
+    its, = read(done[0], "plain")[0]["policies"].values()
+    assert not any("@" in key or "accuracy" in key for key in its) and "sampled length" in its
+
+
+@pytest.mark.parametrize("name, words", dict(
+    one_twice="is given twice", nothing="policies is empty", k="wanted numbers from 1 to samples = 3",
+    word="wanted numbers with commas", no_mode="leave nothing to do", right="right_by = 'code' is not measured",
+    by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
+    out="cannot be written", task="needs the field 'numbers'").items())
+def test_bad_input_is_one_line(done, name, words):
+    result, = done[1][name]
+    assert result["codes"] == [2], result
+    assert len(result["stderr"][0].splitlines()) == 1 and words in result["stderr"][0]

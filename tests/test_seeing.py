@@ -1,0 +1,406 @@
+"""What a run shows of itself: samples.jsonl, trackers, speed; and tools/plot.py and tools/page.py, the page also in a browser."""
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny
+from data import batch_rows
+from engine.adapters import Adapted
+from engine.curves import choose_metrics, points, short_names
+from engine.pretrained import from_scratch
+from engine.report import flops_a_token, peak_flops
+from errors import BadConfig
+from tiny import arguments, forked, in_a_row, one_run
+
+KILL = """
+import os, data
+batch_rows = data.batch_rows
+def killed(seed, iteration, *rest):
+    if iteration == 3:
+        os._exit(9)
+    return batch_rows(seed, iteration, *rest)
+data.batch_rows = killed
+"""
+# wandb and trackio that note how they are called; wandb is out of order from step FAILS on
+FAKES = """
+import json, sys, types
+def fake(name):
+    def note(what):
+        def noted(*args, **kwargs):
+            with open(f"{name}.jsonl", "a") as f:
+                print(json.dumps([what, *args, kwargs]), file=f)
+            if name == "wandb" and kwargs.get("step", -1) >= FAILS:
+                raise OSError("no route to host")
+        return noted
+    sys.modules[name] = types.SimpleNamespace(init=note("init"), log=note("log"), finish=note("finish"))
+fake("wandb"), fake("trackio")
+"""
+HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder, the world, and {name: results} of its runs."""
+    folder = str(tmp_path_factory.mktemp("seeing"))
+    world = tiny.build(f"{folder}/world")
+    often = dict(eval_interval=1, samples_to_log=2, eval_size=3, max_iters=4, checkpoint_interval=2)
+    ppo = world.ppo("out", peak_tflops=0.001, **often)
+    two = dict(max_iters=2, lr_decay="constant", checkpoint_interval=1)
+    both = dict(report_to="wandb, trackio")
+    cases = {
+        "whole": [one_run("ppo.py", ppo)],
+        "killed": [one_run("ppo.py", (ppo, KILL)), one_run("ppo.py", ppo)],
+        "grpo": [one_run("grpo.py", *[world.grpo("out", **often)] * 2)],
+        "none": [one_run("ppo.py", world.ppo("out", samples_to_log=0, max_iters=1))],
+        "sft": [one_run("sft.py", (world.sft("out", **two | both), f"FAILS = 99{FAKES}")),
+                one_run("sft.py", (world.sft("out", **two | both | dict(max_iters=4)), f"FAILS = 3{FAKES}"))],
+        "missing": [one_run("rm.py", (world.rm("out", report_to="wandb"), "import sys\nsys.modules['wandb'] = None"))],
+        "unknown": [one_run("ppo.py", *[world.ppo("out", report_to="tensorbored")] * 2)],
+        "speed": [one_run("sft.py", *[world.sft("out", peak_tflops=0.001)] * 2)],
+    }
+    return folder, world, forked(folder, cases)
+
+
+def lines(path):
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# samples.jsonl
+
+
+def test_a_killed_run_leaves_the_samples_of_one_that_was_not(done):
+    folder, _, results = done
+    assert [result["codes"] for result in results["killed"]] == [[9], [0]]
+    assert [line["iteration"] for line in lines(f"{folder}/killed/out/samples.jsonl")] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
+    assert open(files[0], "rb").read() == open(files[1], "rb").read()
+    assert not os.path.exists(f"{folder}/none/out/samples.jsonl")
+
+
+def test_samples_say_what_the_log_says(done):
+    """Two of three held-out prompts, so their means are compared on a run that keeps all."""
+    folder, world, results = done
+    assert results["grpo"][0]["codes"] == [0, 0]
+    prompts = [row["prompt"] for row in lines(world.rl_val)][:2]
+    for name in ("whole", "grpo"):
+        samples = lines(f"{folder}/{name}/out/samples.jsonl")
+        assert [(s["row"], s["prompt"]) for s in samples] == list(enumerate(prompts)) * 5
+    for sample in samples:  # of grpo, which has two rewards
+        scores = sample["scores"]
+        letters = sum(ch.isascii() for ch in sample["text"]) / 8
+        assert scores["reward/letters"] == pytest.approx(letters)
+        assert scores["scores"] == pytest.approx(letters + 0.5 * scores["reward/reward_model"])
+        assert 1 <= sample["length"] <= 8 and (sample["finished"] or sample["length"] == 8)
+    first = [s["scores"]["kl"] for s in samples[:2]]
+    assert first == pytest.approx([0, 0], abs=1e-5) and abs(samples[-1]["scores"]["kl"]) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trackers
+
+
+def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
+    folder, _, results = done
+    assert [result["codes"] for result in results["sft"]] == [[0], [0]], results["sft"]
+    log = tiny.read_log(f"{folder}/sft/out")
+    for name in ("wandb", "trackio"):
+        calls = lines(f"{folder}/sft/{name}.jsonl")
+        inits = [call[-1] for call in calls if call[0] == "init"]
+        assert len(inits) == 2 and inits[0]["name"] == inits[1]["name"] and inits[0]["name"].startswith("out-")
+        assert inits[1]["resume"] == "allow" and inits[1]["config"]["max_iters"] == 4 and inits[1]["project"] == "quartet"
+        assert [call[0] for call in calls if call[0] != "log"] == ["init", "finish", "init"] + ["finish"] * (name == "trackio")
+        sent = {call[2]["step"]: call[1] for call in calls if call[0] == "log"}
+        assert list(sent) == [0, 1, 2, 3, 4][:4 if name == "wandb" else 5]
+        for record in log:
+            if record["iteration"] in sent and record["iteration"] != 2:  # 2 was also the end of the first run
+                assert sent[record["iteration"]] == {k: v for k, v in record.items() if k != "iteration"}
+    assert "wandb has failed (OSError: no route to host)" in results["sft"][1]["stdout"][0]
+    assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4]
+
+
+def test_a_tracker_that_is_missing_ends_the_run_with_one_line(done):
+    folder, _, results = done
+    for name, ranks, words in (("missing", 1, "'wandb' is not installed here"), ("unknown", 2, "did you mean 'tensorboard'?")):
+        result, = results[name]
+        assert result["codes"] == [2] * ranks
+        assert "".join(result["stderr"]).count("\n") == 1 and words in "".join(result["stderr"]), result
+        assert os.path.getsize(f"{folder}/{name}/out/log.jsonl") == 0
+
+
+def test_tensorboard_itself(tmp_path):
+    """A run that resumes: the iterations before its checkpoint stay, those after it come from the second run alone."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from engine.run_log import write_log
+    from engine.trackers import finish_trackers, start_trackers
+
+    for start, values in ((0, (0.5, 0.25, 9.0)), (2, (0.125, 0.0625))):
+        start_trackers("tensorboard", dict(out_dir=str(tmp_path)), start)
+        for i, value in enumerate(values, start):
+            write_log(str(tmp_path), {"iteration": i, "loss/a": value, "objective/texts": "abc", "b": float("nan")})
+        finish_trackers()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["loss/a"]
+    assert [(e.step, e.value) for e in events.Scalars("loss/a")] == [(0, 0.5), (1, 0.25), (2, 0.125), (3, 0.0625)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+def model(head="lm", tied=False):
+    return from_scratch(dict(
+        model_type="gpt2", n_embd=64, n_layer=2, n_head=2, n_inner=128, n_positions=8, vocab_size=100,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0), head=head, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["lm", "tied", "scalar", "lora"])
+def test_flops_are_those_that_torch_counts(kind):
+    """But for attention, biases and norms: for a single token, 1.5 % together."""
+    m = model("scalar" if kind == "scalar" else "lm", kind == "tied")
+    m = Adapted(m, rank=2) if kind == "lora" else m
+    tokens = torch.tensor([[3], [4]])
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        m(tokens)
+    with FlopCounterMode(display=False) as training:
+        m(tokens).sum().backward()
+    assert 2 * flops_a_token(m) == pytest.approx(forward.get_total_flops(), rel=0.025)
+    if kind != "lora":  # torch does not compute the gradient of the first layer's input there, of two layers
+        assert 2 * flops_a_token(m, trained=True) == pytest.approx(training.get_total_flops(), rel=0.025)
+    m.requires_grad_(True)
+    total = sum(p.numel() for p in m.parameters()) + (sum(p.numel() for p in m.base.parameters()) if kind == "lora" else 0)
+    assert flops_a_token(m, trained=True) < 6 * total
+
+
+def test_share_of_peak(done):
+    """Of an SFT step: 6 N a token, where N is counted in the file. Of an iteration of PPO: from the log back to its tokens."""
+    folder, world, results = done
+    assert results["speed"][0]["codes"] == [0, 0]
+    weights = tiny.read_weights(f"{folder}/speed/out/policy")
+    n = sum(t.numel() for name, t in weights.items() if "wte" not in name and "wpe" not in name)
+    for record in tiny.read_log(f"{folder}/speed/out")[:-1]:
+        assert record["time/mfu"] / record["time/tokens_per_second"] == pytest.approx(6 * n / (1e9 * 2))
+
+    sizes = {name: sum(t.numel() for key, t in tiny.read_weights(f"{folder}/whole/out/{name}").items()
+                       if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model")}
+    n, v = sizes["policy"], sizes["value_model"]
+    prompts = [row["prompt"] for row in lines(world.rl_train)]
+    for record in tiny.read_log(f"{folder}/whole/out")[:-1]:
+        sampled = 7 * record["objective/length"]
+        read = sampled + sum(len(prompts[i]) for i in batch_rows(1, record["iteration"], 7, 40))
+        seconds = record["time/iteration"] - record["time/eval"] - record.get("time/checkpoint", 0)
+        assert record["time/tokens_per_second"] == pytest.approx(sampled / seconds)
+        # sampling; policy, reference, reward model and value model read; two passes train policy and value model
+        flops = read * (2 * n + 2 * (n + n + v + v) + 2 * 6 * (n + v))
+        assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
+
+
+def test_a_peak_is_known_or_given():
+    cpu = torch.device("cpu")
+    assert peak_flops(dict(peak_tflops=0, dtype="bfloat16"), cpu) == 0
+    assert peak_flops(dict(peak_tflops=2.5, dtype="float32"), cpu) == 2.5e12
+
+
+def test_the_line_of_an_iteration_has_speed_and_memory(done):
+    out = done[2]["whole"][0]["stdout"][0] + done[2]["speed"][0]["stdout"][0]
+    assert len(re.findall(r"\d+ tok/s \| [\d.]+% of peak \| \d+ MiB \| eta", out)) >= 6
+    assert "of peak" not in done[2]["none"][0]["stdout"][0] and " tok/s | " in done[2]["none"][0]["stdout"][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# curves, plot.py
+
+
+def test_runs_are_called_by_what_tells_them_apart():
+    assert short_names(["a/x/ppo", "b/x/ppo/", "b/sft"], "runs") == ["a/x/ppo", "b/x/ppo", "sft"]
+    assert short_names(["out/ppo", "ppo", "old/out/ppo"], "runs") == ["out/ppo", "ppo", "old/out/ppo"]
+    with pytest.raises(BadConfig, match="'a/b' is given twice"):
+        short_names(["a/b", "./a/b"], "runs")
+
+
+def test_curves():
+    records = [dict(iteration=0, a=1.0), dict(iteration=1, a=None), dict(iteration=4, a=2.0, b="x")]
+    assert points(records, "a") == [(0, 1.0), (4, 2.0)] and points(records, "b") == []
+    assert points(records, "a", 0.5) == [(0, 1.0), (4, pytest.approx((0.25 * 1 + 0.5 * 2) / 0.75))]
+    known = ["eval/kl", "policy/lr", "policy/steps"]
+    assert choose_metrics("policy/*, eval/kl,policy/lr", known) == ["policy/lr", "policy/steps", "eval/kl"]
+    with pytest.raises(BadConfig, match="no run has logged 'eval/lk'; did you mean 'eval/kl'"):
+        choose_metrics("eval/lk", known)
+
+
+DRAWN = """
+import json
+from matplotlib.figure import Figure
+def savefig(figure, *args, **kwargs):
+    panels = [dict(title=axis.get_title(), curves=[[list(map(float, x)) for x in line.get_data()] for line in axis.lines],
+                   legend=[t.get_text() for t in axis.get_legend().get_texts()] if axis.get_legend() else [])
+              for axis in figure.axes if axis.get_visible()]
+    json.dump(panels, open("drawn.json", "w"))
+Figure.savefig = savefig
+"""
+
+
+@pytest.fixture(scope="module")
+def drawn(done):
+    """{name: (the table, the panels)} of pictures of runs."""
+    folder, _, _ = done
+    runs = dict(
+        ppo=dict(runs=f"{folder}/whole/out"), grpo=dict(runs=f"{folder}/grpo/out"), sft=dict(runs=f"{folder}/sft/out"),
+        two=dict(runs=f"{folder}/whole/out,{folder}/grpo/out", metrics="policy/lr,eval/k*"))
+    jobs = {f"plot {name}": one_run("tools/plot.py", (arguments(keys), DRAWN)) for name, keys in runs.items()}
+    outcomes = in_a_row(folder, jobs)
+    assert {outcome["kind"] + outcome["message"] for (outcome,) in outcomes.values()} == {""}, outcomes
+    return {name: (outcomes[f"plot {name}"][0]["stdout"], json.load(open(f"{folder}/plot {name}/drawn.json"))) for name in runs}
+
+
+def test_panels_are_chosen_by_what_is_in_the_log(drawn):
+    titles = {name: [panel["title"] for panel in panels] for name, (_, panels) in drawn.items()}
+    common = ["learned score", "accuracy", "KL to the reference (nats a response)", "response length (tokens)",
+              "policy loss"]
+    assert titles["ppo"] == [*common, "value loss, or supervised loss"]
+    assert titles["grpo"] == [*common, "groups with nothing to learn"]
+    assert titles["sft"] == ["value loss, or supervised loss", "gradient norm", "learning rate", "tokens a second"]
+
+
+def test_two_runs_of_one_name_are_both_drawn(done, drawn):
+    table, panels = drawn["two"]
+    assert [line.split()[0] for line in table.splitlines() if re.match(r"\w+/out ", line)] == ["whole/out"] * 2 + ["grpo/out"] * 2
+    assert [panel["title"] for panel in panels] == ["policy/lr", "eval/kl"] and panels[0]["legend"] == ["whole/out", "grpo/out"]
+    for name, curve in zip(("whole", "grpo"), panels[1]["curves"], strict=True):
+        log = tiny.read_log(f"{done[0]}/{name}/out")
+        assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in log]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# page.py
+
+
+@pytest.fixture(scope="module")
+def page(done, tmp_path_factory):
+    """The path of a page of two runs, made as a user makes it; one has a hostile prompt and response, and a hostile key."""
+    folder, _, _ = done
+    run = tmp_path_factory.mktemp("page") / "a<b>&c"
+    shutil.copytree(f"{folder}/whole/out", run)
+    samples = lines(run / "samples.jsonl")
+    samples[0] |= dict(text=HOSTILE, prompt=[dict(role="user", content=HOSTILE)])
+    tiny.jsonl(run / "samples.jsonl", samples)
+    with open(run / "log.jsonl", "a") as f:
+        f.write('{"iteration": 5, "eval/k')  # a run that is writing a line
+    made = tiny.run("tools/page.py", f"--run={run},{folder}/grpo/out", f"--out={run}.html")
+    assert made.returncode == 0 and made.stderr == "", made.stderr
+    return f"{run}.html"
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.opened, self.texts, self.links = [], {}, []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.opened.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+
+    def handle_data(self, data):
+        if self.opened:
+            key = f"{self.opened[-1]} {self.opened.count(self.opened[-1])}"
+            self.texts[key] = self.texts.get(key, "") + data
+
+
+def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
+    with open(page, encoding="utf-8") as f:
+        source = f.read()
+    parsed = Page(source)
+    assert parsed.opened.count("script") == 2 and "b" not in parsed.opened and "c" not in parsed.opened
+    assert all(link.startswith("#") or link == "data:," for link in parsed.links)
+    assert set(re.findall(r"\w+://[\w.]+", source)) <= {"http://www.w3.org"}  # the name of SVG's elements, which is never fetched
+    assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", source)
+    assert parsed.texts["title 1"].strip() == "a<b>&c, out"
+    first, second = json.loads(parsed.texts["script 1"])
+    assert first["samples"][0]["text"] == HOSTILE and first["config"]["batch_size"] == 7
+    log = tiny.read_log(f"{done[0]}/grpo/out")
+    assert [x for x, _ in second["curves"]["eval/kl"]] == [0, 1, 2, 3, 4]
+    assert [y for _, y in second["curves"]["eval/kl"]] == pytest.approx([record["eval/kl"] for record in log], rel=1e-5)
+    assert second["curves"].keys() == {k for record in log for k in record} - {"iteration", "objective/texts"}
+
+
+def test_long_curves_are_thinned_and_many_samples_cut(done, tmp_path):
+    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=i, a=float(i)) for i in range(10)])
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", length=1, scores={})
+                                            for i in (0, 5) for row in range(9)])
+    (tmp_path / "config.json").write_text("{}")
+    args = [f"--run={tmp_path}", f"--out={tmp_path}/x.html", "--max_points=4", "--max_samples=6"]
+    result, = forked(done[0], {"thin": [one_run("tools/page.py", args)]})["thin"]
+    assert result["codes"] == [0] and "the page has 6 of 18 samples" in result["stdout"][0]
+    data, = json.loads(Page((tmp_path / "x.html").read_text()).texts["script 1"])
+    assert data["curves"]["a"] == [[2, 1.0], [5, 4.0], [8, 7.0], [9, 9.0]]
+    assert [(s["iteration"], s["row"]) for s in data["samples"]] == [(i, row) for i in (0, 5) for row in range(3)]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+
+
+# A user: points at the middle of the first chart; then chooses all prompts and sorts by the score. Leaves what is shown.
+USER = """
+<script>
+const left = [document.getElementById("cards").outerHTML];
+const svg = document.querySelector("svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 20}));
+left.push(document.querySelector("figcaption").textContent);
+for (const [id, value] of [["prompt", ""], ["sort", "scores"], ["smooth", "0.9"], ["which", "kl"]]) {
+  document.getElementById(id).value = value;
+  document.getElementById(id).dispatchEvent(new Event("input"));
+}
+left.push(document.getElementById("cards").outerHTML);
+left.push(document.title);
+for (const text of left) document.body.append(Object.assign(document.createElement("output"), {textContent: text}));
+</script>
+"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium here")
+def test_the_page_in_a_browser(done, page, tmp_path):
+    """Charts, samples and hostile text show as they should, and the console has no error."""
+    with open(page, encoding="utf-8") as f:
+        (tmp_path / "page.html").write_text(f.read() + USER)
+    shown = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user",
+                            "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"],
+                           capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    first, pointed, by_score, title = map(html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
+    assert title.strip() == "a<b>&c, out"  # and not "hacked"
+    assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "kl_coef", "loss/kl", "policy/approx_kl"]
+
+    card = re.compile(r'<article class="card">.*?</article>', re.DOTALL)
+    assert len(card.findall(first)) == 1  # the hostile prompt has one sample
+    assert html.unescape(re.search("<pre>(.*?)</pre>", first, re.DOTALL)[1]) == HOSTILE
+    log = [tiny.read_log(f"{done[0]}/{name}/out")[2] for name in ("whole", "grpo")]
+    assert pointed.startswith("scoresat 2:")
+    for number in re.findall(r"held-out (-?[\d.]+)", pointed):
+        assert any(abs(record["eval/scores"] - float(number)) < 5e-3 for record in log), pointed
+    scores = [float(x) for x in re.findall(r"score (-?[\d.]+)", by_score)]
+    assert len(scores) == len(card.findall(by_score)) == 20 and scores == sorted(scores, reverse=True)
+
+
+def test_bad_folders_are_one_line(tmp_path):
+    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=0, a=1)])
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
+    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1: no record of a run (TypeError"),
+                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1: no record of a run (KeyError: 'row')"),
+                                    ("page", "--run=nowhere", "No such file")):
+        done = subprocess.run([sys.executable, f"{tiny.ROOT}/tools/{script}.py", argument], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr

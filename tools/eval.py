@@ -1,0 +1,289 @@
+"""
+Judge one policy or several on a file of prompts: how often they are right, pass@k, majority@k,
+lengths, rewards, and how often one wins against another.
+
+python tools/eval.py --policies=out/arithmetic_ppo/policy
+python tools/eval.py --policies=out/arithmetic_sft/policy,out/arithmetic_ppo/policy \\
+    --samples=8 --reward_path=out/arithmetic_rm/reward_model
+torchrun --nproc_per_node=8 tools/eval.py --policies=out/gsm8k_grpo/policy \\
+    --prompts_path=data/gsm8k/test.jsonl --samples=16 --max_new_tokens=1024 --dtype=bfloat16
+
+Each prompt is answered once greedily, and `samples` times at the temperature. It prints a table,
+and leaves OUT.json, the table with all its digits, and OUT.jsonl, a line for each response. With
+several policies, the first one is compared with each other one.
+
+The numbers are the same for any number of ranks: a response's noise belongs to its prompt, and the
+responses that decode together are the same ones, whichever rank has them.
+"""
+import os
+import sys
+
+# Python looks for modules in this file's folder, tools/; ours are in the folder above it.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
+
+import json  # noqa: E402
+import math  # noqa: E402
+import time  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+
+from configurator import configure  # noqa: E402
+from data import encode_for_all  # noqa: E402
+from engine import build, launch, together  # noqa: E402
+from engine.curves import short_names  # noqa: E402
+from engine.disk import write_json  # noqa: E402
+from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
+from engine.placement import precisions  # noqa: E402
+from engine.pretrained import from_pretrained  # noqa: E402
+from engine.run_folder import today  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from errors import BadConfig, BadInput, warn  # noqa: E402
+from model import freeze  # noqa: E402
+from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
+from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+
+
+# --------------------------------------------------------------------------------------------------
+policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
+prompts_path = "data/arithmetic/rl_val.jsonl"  # "prompt", and "answer" for accuracy; docs/data.md
+fields = ""  # the data's names for ours: "question>prompt,solution>answer"
+limit = 0  # how many prompts of the file, 0 = all [>= 0]
+out = "out/eval"  # OUT.json and OUT.jsonl are written; an older evaluation there is replaced
+# sampling
+samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
+greedy = True  # also one response to each prompt at temperature 0
+max_new_tokens = 48  # longest response [1..1000000]
+temperature = 1.0  # of the samples [> 0]
+batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
+seed = 1  # decides the samples [>= 0]
+chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
+template_kwargs = ""  # what the template is told, such as enable_thinking=False
+system_prompt = ""  # the system message of chats that have none
+chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
+# judging
+k = ""  # of pass@k and majority@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
+right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
+reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
+reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
+reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
+micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
+# device
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
+timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
+config = configure(globals())
+# --------------------------------------------------------------------------------------------------
+# set-up: the ranks, what is judged by what, the prompts
+
+rank, world_size, device = launch.init(device_type, timeout)
+paths = [path.strip() for path in policies.split(",") if path.strip()]
+if not paths:
+    raise BadConfig("policies is empty; type --policies=out/arithmetic_ppo/policy")
+names = short_names(paths, "policies")
+modes = [("greedy", 0.0, 1)] if greedy else []  # (name, temperature, responses to each prompt)
+modes += [("sampled", temperature, samples)] if samples else []
+if not modes:
+    raise BadConfig("greedy = False and samples = 0 leave nothing to do; type --samples=4")
+
+try:
+    ks = [int(word) for word in k.split(",") if word.strip()]
+except ValueError as e:
+    raise BadConfig(f"k = {k!r}: wanted numbers with commas between, such as 1,4,8") from e
+ks = ks or [2**i for i in range(samples.bit_length())]
+if samples and not all(1 <= x <= samples for x in ks):
+    raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}; raise --samples")
+
+terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
+if reward_path and "reward_model" not in [name for _, name, _ in terms]:
+    terms += reward_terms("reward_model")
+if not reward_path and "reward_model" in [name for _, name, _ in terms]:
+    raise BadConfig("reward_functions names reward_model; say which by --reward_path=FOLDER")
+rewards = [name for _, name, _ in terms]
+known = list(dict.fromkeys(["accuracy", *rewards]))  # the scores that are measured
+if len(terms) > 1:
+    known.append("scores")  # their weighted sum
+compare_by = compare_by or (known[-1] if terms else right_by)
+for key, name in (("right_by", right_by), ("compare_by", compare_by)):
+    if name not in known:
+        raise BadConfig(f"{key} = {name!r} is not measured; there are {', '.join(known)}, and what "
+                        "--reward_functions adds")
+
+rows = build.read_prompts(prompts_path, terms, fields)
+rows = rows[:limit or None]
+config["chat_date"] = chat_date or together.from_rank(today)
+if right_by == "accuracy" and not any("answer" in row for row in rows):
+    warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
+tokenizers = [load_tokenizer(path, config) for path in paths]
+autocast, weights_dtype, matrices = precisions(dtype, True, device)
+# the keys of a training run that this script does not have, as they are by default
+settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
+                master_weights=True, gradient_checkpointing=False) | config
+reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
+
+
+def try_out():
+    """On rank 0: raise BadInput now, and not after hours, if OUT.jsonl cannot be written."""
+    try:
+        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+        open(f"{out}.jsonl", "a", encoding="utf-8").close()
+    except OSError as e:
+        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+
+
+together.agree(config | {"the prompts": rows})
+together.alone(try_out)
+
+# --------------------------------------------------------------------------------------------------
+# responses: one policy after the other is loaded and answers all prompts. All responses are cut
+# into batches; each rank takes every world_size-th of them
+
+threads = ThreadPoolExecutor(1)  # for the rules
+records = []  # of this rank: a dict for each response
+for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
+    policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
+    check_tokenizer_fits(tokenizer, policy, path)
+    models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
+    reward_tokenizer = reader if reward_model else tokenizer
+    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
+    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
+    for mode, heat, count in modes:
+        picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
+        batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
+        began = said = time.time()
+        for first in range(0, len(batches), world_size):
+            # every rank goes through as many batches, for scoring may be a collective; the last
+            # ones of some ranks are empty
+            mine = batches[first + rank] if first + rank < len(batches) else []
+            where = [i for i, _ in mine]
+            uniforms = response_uniforms(seed, "sample", 0, where, max_new_tokens,
+                                         [sample for _, sample in mine])
+            with autocast:
+                batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
+                                 tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
+                                 uniforms, stop=launch.stop_asked)
+            if launch.stop_agreed():
+                if rank == 0:
+                    print("stopped; nothing is written")
+                launch.finish()
+                sys.exit(130)
+            batch |= dict(rows=[rows[i] for i in where],
+                          prompts=[tokenizer.decode(ids[i]) for i in where],
+                          completions=decode_responses(tokenizer, batch))
+            batch |= scorer.score(batch, [scorer.start(batch, 1.0)], len(mine) * world_size)
+            if mine and terms:
+                scorer.add_up(batch)
+
+            # what is kept of each response; a score that does not apply to it, NaN, is not
+            columns = {"accuracy": batch["accuracy"]}  # (b,) each
+            columns |= {name: batch[f"reward/{name}"] for name in rewards}
+            columns |= {"scores": batch["scores"]} if "scores" in known and mine else {}
+            columns = {name: x.tolist() for name, x in columns.items()}
+            texts = whole_responses(batch)
+            for j, (i, sample) in enumerate(mine):
+                scores = {name: x[j] for name, x in columns.items() if math.isfinite(x[j])}
+                records.append(dict(
+                    policy=name, mode=mode, row=i, sample=sample, prompt=rows[i]["prompt"],
+                    text=batch["completions"][j], answer=final_answer(texts[j]),
+                    finished=bool(batch["finished"][j]),
+                    length=int(batch["response_mask"][j].sum()), scores=scores))
+            done = min((first + world_size) * batch_size, len(picks))
+            if rank == 0 and (time.time() - said > 5 or done == len(picks)):
+                said = time.time()
+                left = (said - began) / done * (len(picks) - done)
+                print(f"{name}, {mode}: {done} of {len(picks)} responses, eta {left:.0f}s",
+                      flush=True)
+    del policy, models  # before the next one is loaded
+
+# everyone's responses, in one order
+records = [record for source in range(world_size)
+           for record in together.from_rank(lambda: records, source)]
+records.sort(key=lambda r: (names.index(r["policy"]), r["mode"], r["row"], r["sample"]))
+
+# --------------------------------------------------------------------------------------------------
+# figures: each is a mean over the prompts, of one number a prompt
+
+by_prompt = {}  # (policy, mode) -> for each prompt, the records of its responses
+for record in records:
+    prompts = by_prompt.setdefault((record["policy"], record["mode"]), [[] for _ in rows])
+    prompts[record["row"]].append(record)
+
+
+def scores_of(prompt, name):
+    """The scores of that name of the responses to a prompt, a list; without those it lacks."""
+    return [record["scores"][name] for record in prompt if name in record["scores"]]
+
+
+figures = {name: {} for name in names}  # policy -> "mode metric" -> (mean, error)
+for (name, mode), prompts in by_prompt.items():
+    numbers = {}  # metric -> one number a prompt
+    for score in known:
+        each = [scores_of(prompt, score) for prompt in prompts]
+        numbers[score] = [sum(values) / len(values) for values in each if values]
+    judged = [prompt for prompt in prompts if len(scores_of(prompt, right_by)) == len(prompt)]
+    right = [[float(value == 1.0) for value in scores_of(prompt, right_by)] for prompt in judged]
+    for x in ks if mode == "sampled" else ():
+        numbers[f"pass@{x}"] = [pass_at_k(samples, int(sum(values)), x) for values in right]
+    for x in ks if mode == "sampled" and right_by == "accuracy" else ():
+        numbers[f"majority@{x}"] = [
+            majority_at_k([record["answer"] for record in prompt], values, x)
+            for prompt, values in zip(judged, right, strict=True)]
+    numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
+    numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
+    figures[name] |= {f"{mode} {metric}": mean_and_error(values)
+                      for metric, values in numbers.items() if values}
+
+# the first policy against each other one, prompt by prompt
+mode = modes[-1][0]  # of the samples, where there are some
+duels = []
+for other in names[1:]:
+    both = [(scores_of(ours, compare_by), scores_of(theirs, compare_by)) for ours, theirs
+            in zip(by_prompt[names[0], mode], by_prompt[other, mode], strict=True)]
+    values = [wins(ours, theirs) for ours, theirs in both if ours and theirs]
+    if values:
+        low, high = bootstrap(values)
+        duels.append(dict(policy=names[0], against=other, by=compare_by, responses=mode,
+                          prompts=len(values), win_rate=sum(values) / len(values), low=low,
+                          high=high))
+
+# --------------------------------------------------------------------------------------------------
+# what is printed and written, by rank 0
+
+
+def write():
+    try:
+        with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(record) + "\n" for record in records)
+        os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
+        listed = {name: {metric: dict(mean=mean, error=None if math.isnan(error) else error)
+                         for metric, (mean, error) in its.items()}
+                  for name, its in figures.items()}
+        write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
+                                       win_rates=duels))
+    except OSError as e:
+        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+
+
+if rank == 0:
+    metrics = list(dict.fromkeys(metric for its in figures.values() for metric in its))
+    wide = max(16, *(len(name) + 2 for name in names))
+    print(f"\n{len(rows)} prompts, with 95 % confidence intervals of the means over prompts")
+    print(f"{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
+    for metric in metrics:
+        cells = []
+        for name in names:
+            mean, error = figures[name].get(metric, (math.nan, math.nan))
+            digits = 1 if metric.endswith("length") else 3
+            cells.append(f"{mean:.{digits}f} ±{error:.{digits}f}" if not math.isnan(error)
+                         else f"{mean:.{digits}f}")
+        print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
+    for duel in duels:
+        print(f"{duel['policy']} wins {duel['win_rate']:.1%} against {duel['against']} "
+              f"(95 %: {duel['low']:.1%} to {duel['high']:.1%}; by {duel['by']}, ties count half, "
+              f"{duel['prompts']} prompts)")
+together.alone(write)
+if rank == 0:
+    print(f"saved {out}.json and {out}.jsonl")
+launch.finish()
