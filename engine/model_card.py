@@ -72,7 +72,9 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
         lines += ["", f"`score_shift` ({model_config.score_shift:.6g}, in {where}) is what "
                   "quartet adds to the score that transformers computes: with it the average "
                   "demonstration of the training scores 0. It changes no comparison of two "
-                  "responses. The score is read at the last token, the end of the response."]
+                  "responses. The score is read at the last token, the end of the response: what a "
+                  "chat template writes behind the end of the last turn, such as a line break, must "
+                  "be cut off. Batches may be padded: the pad_token_id ends nothing."]
 
     data = {key: value for key, value in config.items()
             if key.endswith("_path") and value and "policy" not in key and "reward" not in key}
