@@ -36,6 +36,7 @@ from engine.disk import write_json  # noqa: E402
 from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
 from engine.placement import precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
+from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
@@ -60,6 +61,7 @@ k = ""  # of pass@k and majority@k, as "1,4,8"; empty = 1, 2, 4, ... up to sampl
 right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
@@ -119,6 +121,9 @@ if reward_path:
         raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language "
                         "model; train one with rm.py")
     check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
+    reward_tokenizer, how = reader_of(reward_model, reward_tokenizer, reward_format, reward_path)
+    if how and rank == 0:
+        print(how)
 
 
 def try_out():
