@@ -28,7 +28,7 @@ def files(*patterns):
 PAGES = {path: read(path) for path in files("*.md", "docs/*.md")}
 HOUSE = files("*.py", "engine/*.py", "tools/*.py")
 MAP = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["README.md"], re.MULTILINE)
-SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh")))
+SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def keys_of(path):
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
-KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*/*.py", "tests/*.py"))) | memory.OPTIONS.keys()
+KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py"))) | memory.OPTIONS.keys()
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint"}  # of pip and torchrun
 
@@ -275,5 +275,5 @@ def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):
 
 
 def test_nothing_private_is_in_the_repository():
-    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*/*.py", "runs/*.sh"):
+    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "runs/*.sh"):
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path

@@ -108,7 +108,7 @@ del reward_model
 try:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = find_folder(reward_path)
+    folder = find_folder(reward_path, weights=True)
     theirs = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=weights_dtype)
     model = model.eval().to(device)
