@@ -302,7 +302,8 @@ def hash_of_ids(sequences):
     """sha256 of sequences of token ids, and of where each of them ends."""
     digest = hashlib.sha256()
     for ids in sequences:
-        digest.update(array("q", [len(ids), *ids]).tobytes())
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids if isinstance(ids, array) else array("i", ids))
     return digest.hexdigest()
 
 

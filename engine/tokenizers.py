@@ -377,25 +377,29 @@ class HFTokenizer(Tokenizer):
         self.special_ids = {i for i, t in added.items() if t.special}
         names = getattr(self.backend, "vocab_files_names", {}).values()
         self.files = read_tokenizer_files(folder, names)
-        self.own_template = bool(chat_template)
+        self.take_template(chat_template, template_kwargs, system_prompt, chat_date)
+
+    def take_template(self, chat_template, template_kwargs, system_prompt, chat_date):
+        """The part of __init__ that is about chats."""
+        self.own_template, self.system_prompt = bool(chat_template), system_prompt
         self.template_kwargs = parse_template_kwargs(template_kwargs)
-        self.system_prompt = system_prompt
-        self.template_name = f"the chat template of {folder}"
+        self.template_name = f"the chat template of {self.folder}"
         self.template = self.find_template(chat_template)
+        text = self.template or ""
         self.fix_date(chat_date)
-        chat = json.dumps([self.template, template_kwargs, system_prompt, chat_date])
+        dated = chat_date if "strftime_now" in text else ""  # only some templates print a date
+        chat = json.dumps([text, template_kwargs, system_prompt, dated])
         self.chat_fingerprint = hashlib.blake2b(chat.encode()).hexdigest()
-        unused = [name for name in self.template_kwargs
-                  if not re.search(rf"\b{name}\b", self.template or "")]
-        if unused and self.template:
-            raise BadInput(f"template_kwargs: {self.template_name} has no variable {unused[0]!r}")
+        for name in self.template_kwargs if text else ():
+            if not re.search(rf"\b{name}\b", text):
+                raise BadInput(f"template_kwargs: {self.template_name} has no variable {name!r}")
         self.said_no_turn_end = False
         self.turn_end = self.find_turn_end()
         self.eos_ids |= {self.turn_end} - {None}
-        written = set(re.findall(r"<\|\w+\|>", self.template or ""))
-        if written - vocab.keys():
-            warn(f"{self.template_name} writes {min(written - vocab.keys())}, which to its "
-                 "tokenizer is no token but plain letters; is that meant?")
+        letters = set(re.findall(r"<\|\w+\|>", text)) - self.backend.get_vocab().keys()
+        if letters:
+            warn(f"{self.template_name} writes {min(letters)}, which to its tokenizer is no token "
+                 "but plain letters; is that meant?")
 
     def find_template(self, file):
         """
