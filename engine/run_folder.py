@@ -234,8 +234,8 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
             if sha and known.get(key, sha) != sha:
                 raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
                                "become now: its chat template, template_kwargs, system_prompt, "
-                               "chat_date or libraries were other ones; restore them, or choose "
-                               "another --out_dir")
+                               "chat_date, limits of length or libraries were other ones; restore "
+                               "them, or choose another --out_dir")
         elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
