@@ -245,6 +245,8 @@ class ByteTokenizer(Tokenizer):
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
             json.dump(dict(tokenizer_class="PreTrainedTokenizerFast",
                            eos_token=self.settings["eos"], pad_token=self.settings["pad"],
+                           # transformers 4 would add token_type_ids, which GPT-2 takes for words
+                           model_input_names=["input_ids", "attention_mask"],
                            clean_up_tokenization_spaces=False), f, indent=2)
 
 
