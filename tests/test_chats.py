@@ -5,6 +5,7 @@ models_of_the_world.py; and of them SFT trains what the assistant says, ends of 
 import filecmp
 import json
 import os
+import random
 import re
 import shutil
 import unicodedata
@@ -105,6 +106,43 @@ def test_rows_equal_apply_chat_template(tokenizers, row, name):
     opened = ours.encode_prompt(prompt)
     assert opened == theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     assert ids[:len(opened)] == opened or row == "blanks"
+
+
+# a family's turn in its template; the same in pieces: the header, what the assistant says with its end, what is behind it
+GENERATED = {
+    "llama3.2": ('{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" + message["content"] | trim + "<|eot_id|>" }}',
+                 '{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}',
+                 '{{- message["content"] | trim + "<|eot_id|>" }}', ''),
+    "qwen2.5": ('{{- "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" }}',
+                '{{- "<|im_start|>" + message["role"] + "\\n" }}', '{{- message["content"] + "<|im_end|>" }}', '{{- "\\n" }}'),
+    "mistral": ('{{- " " + message["content"] | trim + eos_token }}',
+                '', '{{- " " + message["content"] | trim + eos_token }}', '')}
+PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user", " Paris", "caf\u00e9", "\U0001f600",
+          "1+2=3", "  ", "<tool_response>", "<|im_start", "[INST", "\ue000", "\ue0001\ue000", "e\u0301", "\t", "It is", "."]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
+    """Templates that mark {% generation %} tell transformers which tokens are the assistant's: nonsense of every kind."""
+    (ours, theirs), rng = tokenizers[name], random.Random(5)
+    turn, head, said, behind = GENERATED[name]
+    marked = (head + "{%- if message['role'] == 'assistant' %}{%- generation -%}" + said + "{%- endgeneration -%}{%- else %}"
+              + said + "{%- endif %}" + behind)
+    assert turn in world.FAMILIES[name]["template"]
+    marked = world.FAMILIES[name]["template"].replace(turn, marked)
+    for _ in range(80):
+        chat = [system("".join(rng.choices(PIECES, k=3)))] * (name != "mistral" and rng.random() < 0.3)
+        for _ in range(rng.randint(1, 3)):
+            chat += [dict(role=role, content="".join(rng.choices(PIECES, k=rng.randint(1, 7)))) for role in ("user", "assistant")]
+        first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
+        ids, trained = ours.encode_example(chat[:first], chat[first:])
+        want = theirs.apply_chat_template(chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
+        assert ids == want["input_ids"][:len(ids)] == theirs.apply_chat_template(chat, return_dict=False)[:len(ids)], chat
+        # without the turns of the prompt
+        skip, turns = sum(m["role"] == "assistant" for m in chat[:first]), 0
+        for one, before, mine in zip(want["assistant_masks"], [0, *want["assistant_masks"]], trained, strict=False):
+            turns += one > before
+            assert mine == (one == 1 and turns > skip), (chat, first)
 
 
 @pytest.mark.parametrize("row, name", CASES)
