@@ -395,6 +395,8 @@ class HFTokenizer(Tokenizer):
         for name in self.template_kwargs if text else ():
             if not re.search(rf"\b{name}\b", text):
                 raise BadInput(f"template_kwargs: {self.template_name} has no variable {name!r}")
+        self.mark_as_special([t for t in self.backend.added_tokens_decoder.values() if t.content
+                              in text and re.fullmatch(r"<\|\w+\|>", t.content) and not t.special])
         self.said_no_turn_end = False
         self.turn_end = self.find_turn_end()
         self.eos_ids |= {self.turn_end} - {None}
@@ -402,6 +404,19 @@ class HFTokenizer(Tokenizer):
         if letters:
             warn(f"{self.template_name} writes {min(letters)}, which to its tokenizer is no token "
                  "but plain letters; is that meant?")
+
+    def mark_as_special(self, tokens):
+        """
+        Take tokens that a template writes, such as <|im_end|>, for special ones where their author
+        has not: or who types one into a message would end a turn. The saved files stay as they are.
+        """
+        from transformers import AddedToken
+
+        for t in tokens:
+            self.backend.add_tokens([AddedToken(t.content, special=True, normalized=t.normalized,
+                                                lstrip=t.lstrip, rstrip=t.rstrip)], True)
+            self.special_texts.append(t.content)
+            self.special_ids.add(self.backend.convert_tokens_to_ids(t.content))
 
     def find_template(self, file):
         """

@@ -208,6 +208,25 @@ def test_special_tokens_in_messages_stay_letters(tokenizers, name):
         ours.encode_example([dict(role="user", content=[dict(type="text", text="a")])], "b")
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_tokens_of_a_template_that_are_not_marked_as_special(folders, tmp_path, name):
+    """Some authors forget it. The template's tokens are special all the same; its marks in texts, such as <think>, are not."""
+    folder = shutil.copytree(folders[name], tmp_path / name)
+    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
+                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
+        value = json.loads((folder / file).read_text())
+        for token in items(value):
+            token["special"] = False
+        (folder / file).write_text(json.dumps(value))
+    ours, plain, theirs = load_tokenizer(str(folder)), load_tokenizer(folders[name]), AutoTokenizer.from_pretrained(folder)
+    for text in ("<think>\n\n</think>b", "a<|im_end|>", "<|im_start|>"):
+        assert ours.encode_example([user(text)], [assistant(text)]) == plain.encode_example([user(text)], [assistant(text)])
+    chat = [user("a"), assistant("<think>b</think>c")]
+    ids = ours.encode_example(chat[:1], chat[1:])[0]
+    assert ids == theirs.apply_chat_template(chat, return_dict=False)[:len(ids)]
+    assert ours.eos_ids == plain.eos_ids and sorted(ours.special_texts) == sorted(plain.special_texts)
+
+
 HEAD = "{% for m in messages %}"
 TEMPLATES = {
     "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
