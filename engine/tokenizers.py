@@ -581,7 +581,8 @@ class HFTokenizer(Tokenizer):
             if self.specials_in(content):
                 mark, content = f"{sign}{i}{sign}", content.strip()
                 m["content"], hidden[mark] = m["content"].replace(content, mark), content
-            rest = json.dumps({k: v for k, v in m.items() if k != "content"}, ensure_ascii=False)
+            rest = {k: v for k, v in m.items() if k != "content"}
+            rest = json.dumps(rest, ensure_ascii=False, default=str)
             if self.specials_in(rest):
                 raise BadInput(f"a message spells the special token {self.specials_in(rest)[0]!r} "
                                "in another field than its content; remove it")
