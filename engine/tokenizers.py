@@ -245,6 +245,8 @@ class ByteTokenizer(Tokenizer):
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
             json.dump(dict(tokenizer_class="PreTrainedTokenizerFast",
                            eos_token=self.settings["eos"], pad_token=self.settings["pad"],
+                           # transformers 4 would add token_type_ids, which GPT-2 takes for words
+                           model_input_names=["input_ids", "attention_mask"],
                            clean_up_tokenization_spaces=False), f, indent=2)
 
 
@@ -273,10 +275,7 @@ class GPT2Tokenizer(Tokenizer):
     def __init__(self, folder):
         import tiktoken
 
-        self.files = {}  # as they are, for save
-        for name in ("vocab.json", "merges.txt"):
-            if os.path.isfile(os.path.join(folder, name)):
-                self.files[name] = read_text(os.path.join(folder, name))
+        self.files = read_tokenizer_files(folder)
         vocab = read_json(os.path.join(folder, "vocab.json"))
         check_ids(vocab, f"{folder}/vocab.json")
         byte_of = {name: b for b, name in BYTE_LEVEL.items()}
@@ -299,7 +298,7 @@ class GPT2Tokenizer(Tokenizer):
         self.eos_id = self.pad_id = vocab[eos]
         self.eos_ids = {self.eos_id}
         self.vocab_size = max(vocab.values()) + 1
-        self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
+        self.fingerprint = hashlib.blake2b(self.files["vocab.json"]).hexdigest()
 
     def is_plain_text(self, i):
         return i != self.eos_id
@@ -311,20 +310,13 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.decode([i for i in ids if i != self.eos_id], errors="replace")
 
     def save(self, folder):
-        for name, text in self.files.items():
-            with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-                f.write(text)
+        write_files(folder, self.files)
 
 
 # --------------------------------------------------------------------------------------------------
 # Hugging Face
 
 
-# beside the files that a class of transformers names itself
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json")
 # what render passes itself, and what is for tokens, not for templates
 OUR_KWARGS = (
     "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -385,7 +377,8 @@ class HFTokenizer(Tokenizer):
             vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
         self.special_ids = {i for i, t in added.items() if t.special}
-        self.files = read_tokenizer_files(folder, self.backend)
+        names = getattr(self.backend, "vocab_files_names", {}).values()
+        self.files = read_tokenizer_files(folder, names)
         self.own_template = bool(chat_template)
         self.template_kwargs = parse_template_kwargs(template_kwargs)
         self.system_prompt = system_prompt
@@ -665,13 +658,8 @@ class HFTokenizer(Tokenizer):
         The files that it was read from, as they are: other versions of transformers, and other
         programs, read them as they read the source's. A template of the run's own comes with them.
         """
-        for name, content in self.files.items():
-            os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
-            with open(os.path.join(folder, name), "wb") as f:
-                f.write(content)
-        if self.own_template:
-            with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
-                f.write(self.template)
+        own = {"chat_template.jinja": self.template.encode()} if self.own_template else {}
+        write_files(folder, self.files | own)
 
 
 def content_of(message):
@@ -698,19 +686,6 @@ def attempt(read):
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
         return None, e
-
-
-def read_tokenizer_files(folder, backend):
-    """{name: content in bytes} of all files in a folder that its tokenizer is made from."""
-    names = {*TOKENIZER_FILES, *getattr(backend, "vocab_files_names", {}).values()}
-    more = os.path.join(folder, "additional_chat_templates")
-    if os.path.isdir(more):
-        names |= {f"additional_chat_templates/{name}" for name in os.listdir(more)}
-    files = {}
-    for name in sorted(names):
-        if os.path.isfile(os.path.join(folder, name)):
-            files[name] = read_file(os.path.join(folder, name))
-    return files
 
 
 def parse_template_kwargs(text):
@@ -757,6 +732,34 @@ def tokenizer_file_at_fault(folder):
 
 # --------------------------------------------------------------------------------------------------
 # files
+
+
+# what a tokenizer is read from, beside the files that its class of transformers names itself
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json")
+
+
+def read_tokenizer_files(folder, more=()):
+    """{name: content in bytes} of the files in a folder that its tokenizer is made from."""
+    names = {*TOKENIZER_FILES, *more}
+    templates = "additional_chat_templates"
+    if os.path.isdir(os.path.join(folder, templates)):
+        names |= {f"{templates}/{name}" for name in os.listdir(os.path.join(folder, templates))}
+    files = {}
+    for name in sorted(names):
+        if os.path.isfile(os.path.join(folder, name)):
+            files[name] = read_file(os.path.join(folder, name))
+    return files
+
+
+def write_files(folder, files):
+    """Write {name: content in bytes} into a folder."""
+    for name, content in files.items():
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(content)
 
 
 def read_file(file):

@@ -5,6 +5,8 @@ models_of_the_world.py; and of them SFT trains what the assistant says, ends of 
 import filecmp
 import json
 import os
+import re
+import shutil
 import unicodedata
 from datetime import date
 
@@ -15,6 +17,7 @@ from engine.tokenizers import load_tokenizer
 from errors import BadInput
 
 import models_of_the_world as world
+import tiny
 
 
 @pytest.fixture(scope="module")
@@ -356,3 +359,83 @@ def test_ends_and_generation_config_of_a_saved_policy(folders, tmp_path):
             if file not in ("config.json", "model.safetensors", "generation_config.json"):
                 assert filecmp.cmp(f"{folders[name]}/{file}", f"{saved}/{file}", shallow=False), file
         assert GenerationConfig.from_pretrained(saved).eos_token_id == wanted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole runs
+
+
+DAY = "import engine.run_folder\nengine.run_folder.today = lambda: '2026-03-0{}'"  # of March, as a run's start sees it
+RL = dict(prompts_path="rl", eval_path="rl", policy_path="llama3.2", max_new_tokens=4, micro_batch_size=4)
+SCRIPTS = {  # script: (what it trains, the keys of a short run, what may not change when it goes on)
+    "sft.py": ("policy", dict(train_path="sft", val_path="sft", init_from="llama3.2"), dict(system_prompt="Be brief.")),
+    "rm.py": ("reward_model", dict(train_path="pairs", val_path="pairs", demonstrations_path="sft", init_from="llama3.2"),
+              dict(chat_date="2026-03-02")),
+    "ppo.py": ("policy", dict(RL, reward_path="reward", value_init="policy"), dict(chat_date="2026-03-02")),
+    "grpo.py": ("policy", dict(RL, reward_functions="mine.py:letters", group_size=2), dict(system_prompt="Be brief."))}
+ALL = dict(batch_size=4, eval_size=2, learning_rate=1e-2, lr_decay="constant", timeout=60, device_type="cpu")
+
+
+@pytest.fixture(scope="module")
+def runs(folders, tmp_path_factory):
+    """(folder, {script and case: [result of each run]})"""
+    root = tmp_path_factory.mktemp("chats")
+    world.make(root / "reward", "llama3.2", head="scalar", seed=1)
+    shutil.copytree(folders["llama3.2"], root / "llama3.2")
+    completion = [assistant("It is 3."), user("sure?"), assistant("Sure!")]
+    asked = [dict(prompt=[user(f"What is {i} + 1?")], completion=completion, chosen=completion, rejected=[assistant("no")])
+             for i in range(6)]
+    for name, fields in (("sft", ["completion"]), ("pairs", ["chosen", "rejected"]), ("rl", [])):
+        tiny.jsonl(root / f"{name}.jsonl", [{field: row[field] for field in ("prompt", *fields)} for row in asked])
+    (root / "mine.py").write_text("def letters(batch):\n    return [sum(map(str.isascii, c)) for c in batch['completions']]\n")
+    files = dict(sft="sft.jsonl", pairs="pairs.jsonl", rl="rl.jsonl")
+    files |= {name: name for name in ("reward", "llama3.2", "mine.py:letters")}
+
+    def run(script, *days, **keys):
+        keys = ALL | SCRIPTS[script][1] | dict(out_dir="out") | keys
+        keys = {key: f"{root}/{files[value]}" if value in files else value for key, value in keys.items()}
+        return tiny.one_run(script, *((tiny.arguments(keys), DAY.format(day)) for day in days))
+
+    cases = {"sft.py ranks": [run("sft.py", 1, 2, max_iters=2)]}  # it is midnight between two ranks
+    for script, (_, _, other) in SCRIPTS.items():
+        cases[f"{script} whole"] = [run(script, 1, max_iters=2)]
+        cases[f"{script} resumed"] = [run(script, 1, max_iters=1), run(script, 2, max_iters=2),
+                                      run(script, 2, max_iters=3, **other)]
+    return root, tiny.forked(str(root), cases)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_that_goes_on_tomorrow_reads_the_same_prompts(runs, script):
+    root, results = runs
+    model = SCRIPTS[script][0]
+    first, second, third = results[f"{script} resumed"]
+    assert [first["codes"], second["codes"], third["codes"]] == [[0], [0], [2]], results[f"{script} resumed"]
+    assert tiny.distance(f"{root}/{script} resumed/out/{model}", f"{root}/{script} whole/out/{model}") == 0
+    config = json.load(open(f"{root}/{script} resumed/out/config.json"))
+    assert config["chat_date"] == "2026-03-01" and len(config["sha256"]["token_ids"]) == 64
+    for result in (first, second):
+        said = [line for line in result["stdout"][0].splitlines() if "prints a date: here always 2026-03-01" in line]
+        assert len(said) == (2 if script == "ppo.py" else 1), result  # the reward model has a template as well
+    assert re.fullmatch(rf"{script}: error: out holds a run whose data became other token ids than they become now: [^\n]*\n",
+                        third["stderr"][0]), third
+
+
+def test_two_ranks_over_midnight(runs):
+    root, results = runs
+    assert results["sft.py ranks"][0]["codes"] == [0, 0], results["sft.py ranks"]
+    assert tiny.distance(f"{root}/sft.py ranks/out/policy", f"{root}/sft.py whole/out/policy") < 1e-4
+
+
+def test_a_policy_that_was_taught_by_a_chat_ends_with_its_end(runs):
+    saved = f"{runs[0]}/sft.py whole/out/policy"
+    ends = json.load(open(f"{saved}/generation_config.json"))["eos_token_id"]
+    assert ends == [401, 404, 405] == sorted(load_tokenizer(saved).eos_ids)
+
+
+def test_sample_has_the_keys(folders, tmp_path):
+    """As a user runs it: a system prompt and a template of the user's own."""
+    (tmp_path / "my.jinja").write_text("{% if messages[0]['role'] != 'system' or think %}{{ raise_exception('so') }}{% endif %}"
+                                       + TEMPLATES["thinks"])
+    result = tiny.run("tools/sample.py", f"--policy_path={folders['pythia']}", "--prompt=a", "--max_new_tokens=2",
+                      f"--chat_template={tmp_path / 'my.jinja'}", "--template_kwargs=think=False", "--system_prompt=Be brief.")
+    assert result.returncode == 0 and "> a\n" in result.stdout, result

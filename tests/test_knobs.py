@@ -29,7 +29,7 @@ SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first itera
 PPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=8, max_new_tokens=9,
                    temperature=1.2, ppo_epochs=1, num_minibatches=3, kl_in="loss", entropy_coef=0.1,
-                   cliprange=0.02), dict(kl_estimator="k2")),
+                   cliprange=0.02, reward_format="plain"), dict(kl_estimator="k2")),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length",
                     scale_scores="running", missing_eos_penalty=3.0, cliprange_value=0.0, vf_coef=1.0,
                     target_kl=0.01, fields=SWAPPED, epochs=0.5, max_prompt_tokens=2),
@@ -46,7 +46,8 @@ PPO = {
 }
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
-                   temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3), {}),
+                   temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3,
+                   reward_format="plain"), {}),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length", group_size=5,
                     missing_eos_penalty=3.0, baseline="others", scale_by="none", fields=SWAPPED,
                     epochs=0.2, max_prompt_tokens=2), dict(too_long="cut")),

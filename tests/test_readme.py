@@ -231,7 +231,7 @@ def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
-    rewards = f"{world.rule('letters')},0*{world.rule('odd')}"
+    rewards = f"{world.rule('some')},0*{world.rule('odd')}"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
@@ -259,9 +259,9 @@ def test_every_logged_metric_is_explained_and_no_other(script, logs):
 def test_rewards_are_logged_one_by_one_where_there_are_several(logs):
     for script in ("ppo", "grpo"):  # odd has weight 0
         keys = set().union(*logs[script])
-        assert {f"{group}/reward/{name}" for group in ("objective", "eval") for name in ("letters", "odd")} <= keys
+        assert {f"{group}/reward/{name}" for group in ("objective", "eval") for name in ("some", "odd")} <= keys
         first = logs[script][0]
-        assert first["objective/scores"] == pytest.approx(first["objective/reward/letters"])
+        assert first["objective/scores"] == pytest.approx(first["objective/reward/some"])
     assert not any("/reward/" in key for record in logs["alone"] for key in record)
 
 
