@@ -525,7 +525,8 @@ def bad(world, tmp_path_factory):
     cases |= {
         "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"),
                             "row 4: prompt and completion make 45 tokens"),
-        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"), "row 4: prompt and completion make 45"),
+        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"),
+                                    "row 4: prompt and completion make 45"),
         "sft: heads": ("sft.py", world.sft("out", d_model=18, n_head=4), "d_model = 18 must be a multiple"),
         "sft: no completion": ("sft.py", world.sft("out", train_path=world.rl_train), "field 'completion' is missing"),
         "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: prompt and chosen make 45 tokens"),
