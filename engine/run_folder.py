@@ -310,11 +310,13 @@ def hash_of_ids(sequences):
 def fix_chat_date(config):
     """
     A collective: set config["chat_date"], if it is empty, to the date of the run's first start,
-    which config.json in its folder has kept. Today, if this is the first one.
+    which config.json in its folder has kept. Today, if this is the first one. It stands right
+    behind launch.init: a rank that failed between the two would be waited for.
     """
     if config["chat_date"]:
         return
-    folders = [config["out_dir"], *reversed(list_checkpoints(config["out_dir"]))]
+    out_dir = config["out_dir"]
+    folders = [out_dir, *reversed(list_checkpoints(out_dir) if os.path.isdir(out_dir) else [])]
 
     def find():
         for folder in folders:

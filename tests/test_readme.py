@@ -28,7 +28,8 @@ def files(*patterns):
 PAGES = {path: read(path) for path in files("*.md", "docs/*.md")}
 HOUSE = files("*.py", "engine/*.py", "tools/*.py")
 MAP = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["README.md"], re.MULTILINE)
-SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh")))
+SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py",
+                                   "runs/*.sh")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,5 +278,6 @@ def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):
 
 
 def test_nothing_private_is_in_the_repository():
-    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "runs/*.sh"):
+    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py",
+                      "runs/*.sh"):
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path
