@@ -244,7 +244,7 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     padding token (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
     """
     final, config = os.path.join(out_dir, name), config or {}
-    dtype = saved_dtype(model, config.get("save_dtype", "auto"))
+    dtype = saved_dtype(model, config["save_dtype"])
     source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
     def write_merged(folder, weights):

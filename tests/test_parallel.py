@@ -24,8 +24,10 @@ from tiny import forked, one_run
 
 
 def two_layers(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)).to(dtype)
+    model, generator = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)), torch.Generator().manual_seed(seed)
+    for p in model.parameters():  # not by torch's own draw, which forked runs leave out
+        p.data.normal_(generator=generator)
+    return model.to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
