@@ -74,15 +74,19 @@ def encode_each(rows, path, tokenizer):
     return prompts
 
 
-def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context of the models",
-                   too_long="error", encode=encode_each):
+BESIDE = "beside max_new_tokens into {}. Shorten or drop it, or lower max_new_tokens"
+CONTEXT = BESIDE.format("the smallest context of the models")
+
+
+def encode_prompts(rows, tokenizer, longest, path, limit=CONTEXT, too_long="error",
+                   encode=encode_each):
     """
     The token ids of each row's prompt: a list of lists. The toy's "123+456=" becomes
     [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
 
     All prompts are encoded once, at the start: otherwise a prompt that is too long could end a run
-    on its third day. longest: how many tokens a prompt may have. path: the file, and whose: the
-    context that is the limit, both for the message. too_long: what becomes of a longer prompt:
+    on its third day. longest: how many tokens a prompt may have. path: the file, and limit: what
+    they fit into and what to do, both for the message. too_long: what becomes of a longer prompt:
     "error"; "drop", it is taken out of `rows`, too; "cut", it loses tokens at its beginning, behind
     BOS. encode: does what encode_each does, perhaps faster. Raises BadInput with the row.
     """
@@ -90,9 +94,7 @@ def encode_prompts(rows, tokenizer, longest, path, whose="the smallest context o
     for number, ids in enumerate(prompts):
         if len(ids) == 0 or len(ids) > longest and (too_long == "error" or longest < 1):
             with naming(*where_is(rows, path, number)):
-                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit beside "
-                               f"max_new_tokens into {whose}. Shorten or drop it, or lower "
-                               "max_new_tokens")
+                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit {limit}")
         if len(ids) > longest and too_long == "cut":
             bos = len(tokenizer.bos_ids) if longest > len(tokenizer.bos_ids) else 0
             prompts[number] = ids[:bos] + ids[len(ids) - longest + bos:]
@@ -121,13 +123,13 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokeniz
     contexts = {name: model.config.max_positions for name, model in models.items()}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
         longest = contexts.pop("reward_model") - max_new_tokens
-        encode_prompts(rows, reward_tokenizer, longest, path, "the context of the reward model, in "
-                       "whose tokenizer this is counted", "drop" if too_long == "drop" else "error",
-                       encode)
-    longest, whose = min(contexts.values()) - max_new_tokens, "the smallest context of the models"
+        limit = BESIDE.format("the context of the reward model, in whose tokenizer this is counted")
+        encode_prompts(rows, reward_tokenizer, longest, path, limit,
+                       "drop" if too_long == "drop" else "error", encode)
+    longest, limit = min(contexts.values()) - max_new_tokens, CONTEXT
     if 0 < max_prompt_tokens < longest:
-        longest, whose = max_prompt_tokens, f"max_prompt_tokens = {max_prompt_tokens}"
-    return encode_prompts(rows, tokenizer, longest, path, whose, too_long, encode)
+        longest, limit = max_prompt_tokens, "max_prompt_tokens; raise it, or type --too_long=drop"
+    return encode_prompts(rows, tokenizer, longest, path, limit, too_long, encode)
 
 
 # --------------------------------------------------------------------------------------------------

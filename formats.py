@@ -323,8 +323,11 @@ def preference_row(row):
              and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
     if any(whole):
         row = split_dialogues(row)
-    elif row["prompt"] is None:
-        row = split_hh(row)
+    elif row["prompt"] is None or all(str(row[name]).startswith("\n\nHuman:")
+                                      for name in ("chosen", "rejected")):
+        given, row = row["prompt"], split_hh(row)
+        if given is not None and str(given).strip() != row["prompt"].strip():
+            raise BadInput("the prompt is not what chosen and rejected begin with")
     return dialogue(row, "chosen", "rejected")
 
 

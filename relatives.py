@@ -49,15 +49,14 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
     has none: means and deviations are those of the others, and its advantage is 0.
     """
     groups = scores.double().view(-1, group_size)  # (B / G, G)
+    advantages = groups - groups.nanmean(1, keepdim=True)
     scored = ~groups.isnan()  # (B / G, G)
-    n = scored.sum(1, keepdim=True)  # (B / G, 1)
-    differences = groups - groups.nanmean(1, keepdim=True)  # (B / G, G)
-    advantages = differences
+    n = scored.sum(1, keepdim=True)  # (B / G, 1): G, where all have a score
+    variances = advantages.square().nansum(1, keepdim=True) / (n - 1)  # (B / G, 1)
     if baseline == "others":
         # score - (sum of the group - score) / (n - 1) = (score - mean of the group) * n / (n - 1)
-        advantages = differences * n / (n - 1)
+        advantages = advantages * n / (n - 1)
     if scale_by == "std":
-        variances = differences.square().nansum(1, keepdim=True) / (n - 1)  # (B / G, 1)
         advantages = advantages / (variances.sqrt() + 1e-4)
     elif scale_by == "batch":
         advantages = advantages / (groups[scored].std() + 1e-4)

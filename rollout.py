@@ -308,9 +308,9 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
         run.enter("score")
     try:
         mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
-    except Lost:
-        raise
     except Stop as e:  # a reward has failed, and all ranks know it: what was learned so far is kept
+        if isinstance(e, Lost) or run.iteration == run.start:
+            raise
         run.save()  # COLLECTIVE
         raise Stop(f"{e}. The run is saved before iteration {run.iteration}: the same command goes "
                    "on from there") from e

@@ -98,7 +98,7 @@ def load_reward_model(config, device, policy, tokenizer, terms):
     if not reward_model.score.weight.any():
         raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
                        "same; was it trained?")
-    reader, said = reader_of(reward_model, tokenizer, config.get("reward_format", "auto"), path)
+    reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
     if said and parallel.rank_and_size()[0] == 0:
         print(said, flush=True)
     return reward_model, reader

@@ -245,21 +245,27 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     """
     final, config = os.path.join(out_dir, name), config or {}
     dtype = saved_dtype(model, config.get("save_dtype", "auto"))
+    source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
     def write_merged(folder, weights):
         elements = save_model(folder, model, tokenizer, weights, dtype)
         if padding:
             give_padding(folder, tokenizer)
-        # the last line of the log is not of the policy that is the best so far
-        lines = [] if name == "best_policy" else [line for i, line in read_log(out_dir)
-                                                  if i is not None]
-        card = model_card(name, final, config, getattr(trunk_of(model), "path", ""), model.config,
-                          elements, in_words(dtype), json.loads(lines[-1]) if lines else {})
-        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
-            f.write(card)
+        write_card(folder, name, elements, dtype)
 
     def write_adapter(folder, _):
-        save_adapter(model, folder, getattr(trunk_of(model), "path", ""))
+        save_adapter(model, folder, source)
+        own = list(model.parameters())
+        write_card(folder, f"{name}_adapter", sum(p.numel() for p in own), own[0].dtype)
+
+    def write_card(folder, name, elements, dtype):
+        # the last line of the log is not of the policy that is the best so far
+        lines = [line for i, line in read_log(out_dir) if i is not None]
+        record = json.loads(lines[-1]) if lines and not name.startswith("best_policy") else {}
+        card = model_card(name, os.path.join(out_dir, name), config, source, model.config, elements,
+                          in_words(dtype), record)
+        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
+            f.write(card)
 
     put_in_place([(partial(whole_weights, model), write_merged)], final)
     merged = isinstance(model, Adapted) and bool(model.layers)  # a head alone has no adapter

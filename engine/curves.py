@@ -7,7 +7,7 @@ import json
 import math
 import os
 
-from errors import BadConfig, BadInput
+from errors import BadConfig, BadInput, first_line
 
 
 def read_runs(folders, key="runs"):
@@ -40,10 +40,11 @@ def short_names(paths, key):
     return names
 
 
-def read_records(file):
+def read_records(file, fields=()):
     """
-    The dicts of a log.jsonl or samples.jsonl, each with its iteration. A last line without an end
-    is left out: the run may be writing it. Raises BadInput, also where there are no lines.
+    The dicts of a log.jsonl or samples.jsonl, each with its iteration and these fields. A last line
+    without an end is left out: the run may be writing it. Raises BadInput, also where there are no
+    lines.
     """
     try:
         with open(file, encoding="utf-8") as f:
@@ -58,9 +59,11 @@ def read_records(file):
             record = json.loads(line) if line.strip() else None
             if record is not None:
                 records.append({**record, "iteration": int(record["iteration"])})
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise BadInput(f"{file}, line {number}: no record of a run ({type(e).__name__}); is it "
-                           "a log.jsonl of these scripts?") from e
+                for field in fields:
+                    record[field]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); did these "
+                           "scripts write it?") from e
     if not records:
         raise BadInput(f"{file}: nothing is logged yet")
     return records

@@ -83,12 +83,12 @@ def encode_examples(config, rows, path, tokenizer, fields, longest):
         elif how == "cut" and first < limit:  # or nothing would be left to learn
             kept.append(number)
             cut += 1
-            for examples in lists:
-                examples[number] = tuple(part[:limit] for part in examples[number])
+            for found in lists:
+                found[number] = tuple(part[:limit] for part in found[number])
     say_too_long(path, len(rows), len(rows) - len(kept), cut, limit, whose)
     if len(kept) < len(rows):
         rows.keep(kept)
-        lists = [[examples[number] for number in kept] for examples in lists]
+        lists = [[found[number] for number in kept] for found in lists]
     return lists
 
 
@@ -107,7 +107,7 @@ def encode_row(row, tokenizer, field):
 def encode_all(rows, path, tokenizer, field, folder):
     """[encode_row of each row], from the folder if it is there. Raises BadInput with the row."""
     sizes = (len(json.dumps([row["prompt"], row.get(field)])) for row in rows)
-    if sum(sizes) < LARGE:
+    if sum(sizes) <= LARGE:
         return encode_slice(rows, path, tokenizer, field, range(len(rows)))
     file = os.path.join(folder, f"{name_of(rows, path, tokenizer, field)}.safetensors")
     with locked(folder):
@@ -183,10 +183,11 @@ def folder_of(config):
 def name_of(rows, path, tokenizer, field):
     """
     A hash of what the ids depend on. The ids of some rows are in it, too: then whatever else may
-    change in how a row is encoded, such as a date in a template, gives another name.
+    change in how a row is encoded, such as a date that a template prints, gives another name.
     """
     fast = getattr(getattr(tokenizer, "backend", None), "backend_tokenizer", None)
-    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint, fast and fast.to_str(), field]
+    chat = [getattr(tokenizer, key, "") for key in ("template", "template_kwargs", "system_prompt")]
+    settings = [type(tokenizer).__name__, tokenizer.fingerprint, fast and fast.to_str(), chat, field]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for row in rows:
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())

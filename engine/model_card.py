@@ -22,14 +22,15 @@ WHAT = {
 
 def model_card(name, folder, config, source, model_config, elements, dtype, record):
     """
-    The text of a model card. name: what the run calls the model, such as policy. folder: where it
-    is saved. config: of the run. source: the path or hub name of the model that it was made from,
-    or "". elements: how many numbers its weights have. dtype: of the saved weights, a str. record:
-    the run's last line of metrics, or {}.
+    The text of a model card. name: what the run calls the model, such as policy, or policy_adapter.
+    folder: where it is saved. config: of the run. source: the path or hub name of the model that it
+    was made from, or "". elements: how many numbers its weights have. dtype: of the saved weights,
+    a str. record: the run's last line of metrics, or {}.
     """
     method = next((m for m in METHODS if m[0] in config), (None, "rlhf", "training"))
+    adapter, name = name.endswith("_adapter"), name.removesuffix("_adapter")
     scalar = name in ("reward_model", "value_model")
-    lines = ["---", "library_name: transformers",
+    lines = ["---", f"library_name: {'peft' if adapter else 'transformers'}",
              f"pipeline_tag: {'text-classification' if scalar else 'text-generation'}"]
     base = hub_name(source)
     lines += [f"base_model: {base}"] * bool(base)
@@ -37,30 +38,43 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
              if re.match(r"hf:[\w.-]+/[\w.-]+", str(value))]
     if named:
         lines += ["datasets:", *(f"- {name}" for name in dict.fromkeys(named))]
-    lines += ["tags:", "- quartet", f"- {method[1]}", "---", "", f"# {name}", ""]
+    lines += ["tags:", "- quartet", *["- lora"] * adapter, f"- {method[1]}", "---", "",
+              f"# {os.path.basename(folder)}", ""]
 
     start = f" from `{public(source)}`" if source else ""
+    alone = " This is the LoRA adapter alone, to be used with that model." * adapter
     lines += [f"{WHAT.get(name, WHAT['policy'])} Family {model_config.family}, "
               f"{elements / 1e6:.2f}M weights in {dtype}. It is the result of {method[2]}{start} "
-              "with quartet.", "", "## How to load it", ""]
+              f"with quartet.{alone}", "", "## How to load it", ""]
     if not scalar:
         lines += ["With quartet:", "", f"    python tools/sample.py --policy_path={public(folder)}"]
     elif name == "reward_model":
         lines += ["With quartet:", "",
                   f"    python ppo.py --reward_path={public(folder)}"]
     kind = "SequenceClassification" if scalar else "CausalLM"
-    lines += ["" if name != "value_model" else None, "With transformers:", "", "```python",
-              f"from transformers import AutoModelFor{kind}, AutoTokenizer", "",
-              f'model = AutoModelFor{kind}.from_pretrained("{public(folder)}")',
-              f'tokenizer = AutoTokenizer.from_pretrained("{public(folder)}")']
-    if name == "reward_model":
-        lines += ["score = model(**inputs).logits[:, 0] + model.config.score_shift"]
+    lines += ["" if name != "value_model" else None]
+    if adapter:
+        labels = ", num_labels=1" * scalar
+        lines += ["With peft, where the model that it was trained on is:", "", "```python",
+                  f"from peft import AutoPeftModelFor{kind}", "",
+                  f'model = AutoPeftModelFor{kind}.from_pretrained("{public(folder)}"{labels})']
+    else:
+        lines += ["With transformers:", "", "```python",
+                  f"from transformers import AutoModelFor{kind}, AutoTokenizer", "",
+                  f'model = AutoModelFor{kind}.from_pretrained("{public(folder)}")',
+                  f'tokenizer = AutoTokenizer.from_pretrained("{public(folder)}")']
+    if name == "reward_model" and not adapter:
+        lines += ['inputs = tokenizer(text, return_tensors="pt")  # prompt, response and its end',
+                  "score = model(**inputs).logits[:, 0] + model.config.score_shift"]
     lines += ["```"]
+    where = "adapter_model.safetensors" if adapter else "config.json"
     if name == "reward_model":
-        lines += ["", f"`score_shift` ({model_config.score_shift:.6g}, in config.json) is what "
+        lines += ["", f"`score_shift` ({model_config.score_shift:.6g}, in {where}) is what "
                   "quartet adds to the score that transformers computes: with it the average "
                   "demonstration of the training scores 0. It changes no comparison of two "
-                  "responses. The score is read at the last token, the end of the response."]
+                  "responses. The score is read at the last token, the end of the response: what a "
+                  "chat template writes behind the end of the last turn, such as a line break, must "
+                  "be cut off. Batches may be padded: the pad_token_id ends nothing."]
 
     data = {key: value for key, value in config.items()
             if key.endswith("_path") and value and "policy" not in key and "reward" not in key}

@@ -132,9 +132,6 @@ def find_tensors(path, folder, c, head):
             shape = (3 * shape[0], *shape[1:])
         if is_transposed(c, disk_name, shape):
             shape = shape[::-1]
-        if name == "score.weight" and shape_there != shape:
-            raise BadInput(f"{path}: its score head has {shape_there[0]} labels, and a reward model "
-                           "has one; train one with rm.py")
         if shape_there != shape:
             raise BadInput(f"{path}: tensor {disk_name!r} is {shape_there} in the file, but "
                            f"config.json says {shape}")

@@ -20,11 +20,11 @@ def reader_of(reward_model, tokenizer, reward_format, path):
     ours = "score_shift" in config.hf  # rm.py writes it
     if reward_format == "auto" and ours:
         return tokenizer, None
-    template = bool(getattr(getattr(tokenizer, "backend", None), "chat_template", None))
-    if reward_format == "chat" and not template:
+    if reward_format == "chat" and not tokenizer.template:
         raise BadInput(f"reward_format = 'chat', but the tokenizer of {path} has no chat template; "
                        "type --reward_format=plain")
-    reader = Reader(tokenizer, template and reward_format != "plain", config.hf.get("pad_token_id"))
+    chat = bool(tokenizer.template) and reward_format != "plain"
+    reader = Reader(tokenizer, chat, config.hf.get("pad_token_id"))
     whose = "" if ours else "not trained by rm.py; "
     how = "as plain text, with EOS behind it"
     if reader.chat:
@@ -46,6 +46,7 @@ class Reader(Tokenizer):
         """chat: in its chat template; skipped_id: the pad_token_id of its config.json, or None."""
         self.tokenizer, self.chat, self.skipped_id = tokenizer, chat, skipped_id
         self.fingerprint = f"{tokenizer.fingerprint} in {'chat' if chat else 'plain text'}"
+        self.chat_fingerprint = tokenizer.chat_fingerprint
         self.special_texts, self.vocab_size = tokenizer.special_texts, tokenizer.vocab_size
         self.eos_id, self.pad_id = tokenizer.eos_id, tokenizer.pad_id
 

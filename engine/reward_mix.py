@@ -188,14 +188,14 @@ BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *arg
 
 def trl_parameters(function):
     """
-    The parameters of a function in TRL's form, which has one called prompts or completions, or
-    **kwargs alone; None for any other function: it is called with the batch.
+    The parameters of a function in TRL's form, which has one of the names in GIVEN, or **kwargs
+    alone; None for any other function: it is called with the batch.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not a function of Python's, or nothing at all
         return None
-    named = any(p.name in ("prompts", "completions") for p in parameters)
+    named = any(p.name in GIVEN for p in parameters)
     bare = [p.kind for p in parameters] == [inspect.Parameter.VAR_KEYWORD]
     return parameters if named or bare else None
 

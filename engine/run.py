@@ -289,5 +289,5 @@ class Run:
                        self.config)  # COLLECTIVE
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
-                  "it, tools/plot.py to draw the run")
+                  "it, tools/page.py to see the run")
         launch.finish()  # COLLECTIVE

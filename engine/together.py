@@ -51,7 +51,7 @@ def from_rank(function, source=0):
     if is_source:
         sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     collective(dist.broadcast, sent, src=source)
-    kind, value = json.loads(bytes(sent.tolist()))
+    kind, value = json.loads(sent.cpu().numpy().tobytes())
     if kind == "value":
         return value
     raise BadConfig(value) if kind == "BadInput" else Stop(value)

@@ -245,6 +245,8 @@ class ByteTokenizer(Tokenizer):
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
             json.dump(dict(tokenizer_class="PreTrainedTokenizerFast",
                            eos_token=self.settings["eos"], pad_token=self.settings["pad"],
+                           # transformers 4 would add token_type_ids, which GPT-2 takes for words
+                           model_input_names=["input_ids", "attention_mask"],
                            clean_up_tokenization_spaces=False), f, indent=2)
 
 
@@ -273,10 +275,7 @@ class GPT2Tokenizer(Tokenizer):
     def __init__(self, folder):
         import tiktoken
 
-        self.files = {}  # as they are, for save
-        for name in ("vocab.json", "merges.txt"):
-            if os.path.isfile(os.path.join(folder, name)):
-                self.files[name] = read_text(os.path.join(folder, name))
+        self.files = read_tokenizer_files(folder)
         vocab = read_json(os.path.join(folder, "vocab.json"))
         check_ids(vocab, f"{folder}/vocab.json")
         byte_of = {name: b for b, name in BYTE_LEVEL.items()}
@@ -299,7 +298,7 @@ class GPT2Tokenizer(Tokenizer):
         self.eos_id = self.pad_id = vocab[eos]
         self.eos_ids = {self.eos_id}
         self.vocab_size = max(vocab.values()) + 1
-        self.fingerprint = hashlib.blake2b(self.files["vocab.json"].encode()).hexdigest()
+        self.fingerprint = hashlib.blake2b(self.files["vocab.json"]).hexdigest()
 
     def is_plain_text(self, i):
         return i != self.eos_id
@@ -311,20 +310,13 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.decode([i for i in ids if i != self.eos_id], errors="replace")
 
     def save(self, folder):
-        for name, text in self.files.items():
-            with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-                f.write(text)
+        write_files(folder, self.files)
 
 
 # --------------------------------------------------------------------------------------------------
 # Hugging Face
 
 
-# beside the files that a class of transformers names itself
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json")
 # what render passes itself, and what is for tokens, not for templates
 OUR_KWARGS = (
     "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -369,6 +361,7 @@ class HFTokenizer(Tokenizer):
         if eos is None:
             raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever "
                            "end; set eos_token in tokenizer_config.json")
+        self.fast = self.backend.is_fast  # whether it knows which characters a token stands for
         fast = getattr(self.backend, "backend_tokenizer", None)
         check_ids(fast.get_vocab(with_added_tokens=False) if fast else vocab,
                   f"{folder}: its vocabulary")
@@ -384,7 +377,8 @@ class HFTokenizer(Tokenizer):
             vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
         self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
         self.special_ids = {i for i, t in added.items() if t.special}
-        self.files = read_tokenizer_files(folder, self.backend)
+        names = getattr(self.backend, "vocab_files_names", {}).values()
+        self.files = read_tokenizer_files(folder, names)
         self.own_template = bool(chat_template)
         self.template_kwargs = parse_template_kwargs(template_kwargs)
         self.system_prompt = system_prompt
@@ -580,7 +574,7 @@ class HFTokenizer(Tokenizer):
         are encoded without any. ends: where in the text each token ends; None where the tokenizer
         does not know.
         """
-        ids, ends, at, fast = [], [], 0, self.backend.is_fast
+        ids, ends, at = [], [], 0
         pattern = "|".join(map(re.escape, hidden))
         for piece in re.split(f"({pattern})", text) if hidden else [text]:
             if piece in hidden:
@@ -591,12 +585,12 @@ class HFTokenizer(Tokenizer):
                     raise BadInput("a message spells special tokens and the chat template changes "
                                    "its text; remove the special tokens from it")
                 found = self.backend(piece, add_special_tokens=False, verbose=False,
-                                     return_offsets_mapping=fast)
+                                     return_offsets_mapping=self.fast)
                 new = found["input_ids"]
-                new_ends = [end for _, end in found["offset_mapping"]] if fast else []
+                new_ends = [end for _, end in found["offset_mapping"]] if self.fast else []
             ids, ends = ids + new, ends + [at + end for end in new_ends]
             at += len(piece)
-        return ids, ends if fast else None
+        return ids, ends if self.fast else None
 
     def token_at(self, at, text, ids, ends, hidden):
         """
@@ -644,15 +638,16 @@ class HFTokenizer(Tokenizer):
         """
         if not self.template:
             return None
-        question = [{"role": "user", "content": f"{MARK}0"}]
-        answer = [{"role": "assistant", "content": f"{MARK}1"}]
+        question = {"role": "user", "content": f"{MARK}0"}
+        answer = {"role": "assistant", "content": f"{MARK}1"}
+        opening = ""  # what the template writes in front of an answer
         try:
-            text, before = self.render(question + answer), self.render(question)
-            prompt = self.render_open(question)
+            _, answered, rest = self.render([question, answer]).rpartition(answer["content"])
         except BadInput:
             return None  # it is said where a message is to be encoded
-        _, answered, rest = text.rpartition(f"{MARK}1")
-        opening = prompt[common_prefix(prompt, before):]
+        with contextlib.suppress(BadInput):  # of a question alone, too
+            prompt = self.render([question], add_generation_prompt=True)
+            opening = prompt[common_prefix(prompt, self.render([question])):]
         opens, behind = ([i for i in self.backend.encode(piece, add_special_tokens=False)
                           if i in self.special_ids] for piece in (opening, rest))
         # a template that always opens the next turn writes that behind the answer, too
@@ -663,13 +658,8 @@ class HFTokenizer(Tokenizer):
         The files that it was read from, as they are: other versions of transformers, and other
         programs, read them as they read the source's. A template of the run's own comes with them.
         """
-        for name, content in self.files.items():
-            os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
-            with open(os.path.join(folder, name), "wb") as f:
-                f.write(content)
-        if self.own_template:
-            with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
-                f.write(self.template)
+        own = {"chat_template.jinja": self.template.encode()} if self.own_template else {}
+        write_files(folder, self.files | own)
 
 
 def content_of(message):
@@ -698,19 +688,6 @@ def attempt(read):
         return None, e
 
 
-def read_tokenizer_files(folder, backend):
-    """{name: content in bytes} of all files in a folder that its tokenizer is made from."""
-    names = {*TOKENIZER_FILES, *getattr(backend, "vocab_files_names", {}).values()}
-    more = os.path.join(folder, "additional_chat_templates")
-    if os.path.isdir(more):
-        names |= {f"additional_chat_templates/{name}" for name in os.listdir(more)}
-    files = {}
-    for name in sorted(names):
-        if os.path.isfile(os.path.join(folder, name)):
-            files[name] = read_file(os.path.join(folder, name))
-    return files
-
-
 def parse_template_kwargs(text):
     """
     {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
@@ -721,6 +698,8 @@ def parse_template_kwargs(text):
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
         kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+        if len(kwargs) < len(call.keywords):  # a name twice
+            raise ValueError
     except (ValueError, SyntaxError, MemoryError, RecursionError) as e:
         raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
                         "as enable_thinking=False,language='en'") from e
@@ -753,6 +732,34 @@ def tokenizer_file_at_fault(folder):
 
 # --------------------------------------------------------------------------------------------------
 # files
+
+
+# what a tokenizer is read from, beside the files that its class of transformers names itself
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json")
+
+
+def read_tokenizer_files(folder, more=()):
+    """{name: content in bytes} of the files in a folder that its tokenizer is made from."""
+    names = {*TOKENIZER_FILES, *more}
+    templates = "additional_chat_templates"
+    if os.path.isdir(os.path.join(folder, templates)):
+        names |= {f"{templates}/{name}" for name in os.listdir(os.path.join(folder, templates))}
+    files = {}
+    for name in sorted(names):
+        if os.path.isfile(os.path.join(folder, name)):
+            files[name] = read_file(os.path.join(folder, name))
+    return files
+
+
+def write_files(folder, files):
+    """Write {name: content in bytes} into a folder."""
+    for name, content in files.items():
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(content)
 
 
 def read_file(file):

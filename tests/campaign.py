@@ -54,6 +54,7 @@ import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process impo
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402, F401
 import torch.distributed.optim  # noqa: E402, F401
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
 
 import configurator  # noqa: E402
 import errors  # noqa: E402

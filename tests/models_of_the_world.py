@@ -219,10 +219,13 @@ def train_mistral(special):
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
                                          decoders.Strip(" ", 1, 0)])
     data = [f"<0x{b:02X}>" for b in range(256)]
+    # SentencePiece learns within words, and then encodes without cutting the text into them
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
         vocab_size=700, show_progress=False, special_tokens=[AddedToken(s, normalized=False) for s in special] + data))
     # the bytes are pieces of the vocabulary, and no special tokens
     state = json.loads(backend.to_str())
+    state["pre_tokenizer"] = None
     state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] in special]
     return Backend.from_str(json.dumps(state))
 

@@ -380,8 +380,9 @@ def test_a_prefill_stays_open(hf_folder, name):
     tokenizer, theirs = load_tokenizer(str(hf_folder)), AutoTokenizer.from_pretrained(hf_folder)
     for prefill in PREFILLS:
         user, assistant = dict(role="user", content="the"), dict(role="assistant", content=prefill)
-        for before in ([user], [user, assistant, dict(role="user", content="go on")]):
-            messages = [*before, dict(assistant)]  # a dict of its own: transformers 4.57 marks the last one
+        # dicts of their own: transformers 4.57 marks the last one
+        for before in ([user], [user, dict(assistant), dict(role="user", content="go on")]):
+            messages = [*before, dict(assistant)]
             got = tokenizer.encode_prompt(messages)
             assert got == theirs.apply_chat_template(messages, continue_final_message=True,
                                                      return_dict=False)

@@ -96,7 +96,10 @@ def done(tmp_path_factory):
         word=dict(k="two"), no_mode=dict(samples=0, greedy=False), right=dict(right_by="code"), by=dict(compare_by="kl"),
         head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
         out=dict(out="/dev/null/x"), task=dict(reward_functions="countdown"))
-    cases = {"one": call(), "two": call(2), "plain": call(
+    os.mkdir(f"{folder}/one")
+    one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
+    assert one.returncode == 0 and one.stderr == "", one.stderr
+    cases = {"two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
     return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
 
@@ -110,10 +113,13 @@ def read(folder, name):
 
 def test_two_ranks_make_the_same_files(done):
     folder, results = done
-    assert [result["codes"] for name in ("one", "two") for result in results[name]] == [[0], [0, 0]], results["two"]
+    assert results["two"][0]["codes"] == [0, 0], results["two"]
     for file in OUT:
-        one, two = (open(f"{folder}/{name}/{file}", "rb").read() for name in ("one", "two"))
-        assert one == two and one
+        one, two = (open(f"{folder}/{name}/{file}", encoding="utf-8").read() for name in ("one", "two"))
+        assert one.replace(f"{folder}/one/eval", "eval") == two and one
+    table = [line.split() for line in results["two"][0]["stdout"][0].splitlines()]
+    mean = read(folder, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
+    assert ["sampled", "pass@2", f"{mean:.3f}"] in [words[:3] for words in table]
 
 
 def test_the_figures_are_those_of_the_samples(done):

@@ -251,6 +251,9 @@ def test_sft_rows(row, want):
     ({"chosen": [user("x"), A, user("y"), A], "rejected": [user("x"), B]},  # of different lengths
      {"prompt": [user("x")], "chosen": [A, user("y"), A], "rejected": [B]}),
     ({"chosen": [user("x"), A], "rejected": [user("x"), A]}, {"prompt": [user("x")], "chosen": [A], "rejected": [A]}),
+    ({"prompt": "\n\nHuman: x\n\nAssistant:", "chosen": "\n\nHuman: x\n\nAssistant: a",
+      "rejected": "\n\nHuman: x\n\nAssistant: b"},
+     {"prompt": "\n\nHuman: x\n\nAssistant:", "chosen": " a", "rejected": " b"}),
     ({"chosen": "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant: Yes.", "rejected":
       "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant: Yet."},
      {"prompt": "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant:", "chosen": " Yes.", "rejected": " Yet."}),
@@ -300,7 +303,8 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"messages": [U, C, S, S, U, C]}, "a system message in the middle .message 3"),
     (sft_row, {"messages": [U, C, U]}, "ends with the role 'user'"), (sft_row, {"messages": [C, U, C]}, "nothing to learn"),
     (sft_row, {"messages": [S, U]}, "nothing to learn"), (sft_row, {"messages": "hi"}, "'messages' is a string"),
-    (sft_row, {"messages": []}, "'messages' must be"), (sft_row, {"messages": [U, {"role": "tool", "content": "x"}, C]}, "role 'tool'"),
+    (sft_row, {"messages": []}, "'messages' must be"),
+    (sft_row, {"messages": [U, {"role": "tool", "content": "x"}, C]}, "role 'tool'"),
     (sft_row, {"messages": [U, {**C, "tool_calls": [{"name": "f"}]}]}, "a call of a tool"),
     (sft_row, {"messages": [U, C], "tools": [{"name": "f"}]}, "with tools are not supported"),
     (sft_row, {"messages": [U, C], "prompt": "another"}, "the prompt is not in the messages"),
@@ -328,6 +332,8 @@ S, U, C = system("s"), user("u"), assistant("c")
     (preference_row, {"prompt": [S], "chosen": [U, A], "rejected": [U, B]}, "not what chosen and rejected begin with"),
     (preference_row, {"prompt": "u", "chosen": [U, A], "rejected": [B]}, "different prompts"),
     (preference_row, {"prompt": "u", "chosen": [U, A], "rejected": "b"}, "the other a string"),
+    (preference_row, {"prompt": "z", "chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: x\n\nAssistant: z"},
+     "the prompt is not what chosen"),
     (preference_row, {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}, "do not begin with"),
     (preference_row, {"chosen": "\n\nHuman: x\n\nAssistant: a\n\nHuman: b\n\nAssistant: c",
                       "rejected": "\n\nHuman: x\n\nAssistant: d"}, "a human speaks behind"),
@@ -352,8 +358,8 @@ def test_nothing_is_glued_whatever_comes():
         return [{rng.choice(["role"] * 9 + ["from"]): rng.choice(roles), "content": rng.choice(texts[:3] * 3 + texts)}
                 for _ in range(rng.randrange(5))]
 
-    names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output", "answer",
-             "question", "system", "tools", "label", "reward_model"]
+    names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output",
+             "answer", "question", "system", "tools", "label", "reward_model"]
     for _ in range(6000):
         row = {name: messages() if rng.random() < 0.5 else rng.choice(texts)
                for name in rng.sample(names, rng.randrange(1, 5))}
@@ -552,7 +558,9 @@ def runs(world, tmp_path_factory):
         "hh": [job("rm", dict(train_path=f"{folder}/hh.jsonl", val_path="", max_tokens=31, too_long="drop") | HELD)],
         "rm cut": [job("rm", dict(too_long="cut"))],
         "ppo": [job("ppo", dict(prompts_path=f"{folder}/numbers.json", fields="q>prompt,a>answer", eval_path="", epochs=0.2,
-                                reward_functions="accuracy", value_init="policy", max_prompt_tokens=5, too_long="drop") | HELD)],
+                                reward_functions="accuracy", value_init="policy", max_prompt_tokens=5,
+                                too_long="drop") | HELD, code=ON_DISK)],
+        "long prompt": [job("ppo", dict(max_prompt_tokens=2))],
         "grpo": [job("grpo", dict(prompts_path=f"{folder}/numbers.json,2*{folder}/more.jsonl", fields="", eval_path="", **HELD))],
         "grpo mix": [job("grpo", dict(prompts_path=f"{world.rl_train},2*{folder}/more.jsonl", eval_path="", max_prompt_tokens=6,
                                       reward_functions=world.rule("prompts"), too_long="cut", max_refills=1, **HELD))],
@@ -620,6 +628,8 @@ def test_reward_models_without_held_out_pairs_and_demonstrations(runs):
 def test_prompts_with_other_names_and_no_evaluation(runs):
     said = good(runs, "ppo")
     assert "50 dropped of 59 rows" in said  # 10+10= has six tokens
+    assert "numbers.json: 59 of 59 rows" in said  # the ids were put on the disk
+    bad(runs, "long prompt", "row 1: the prompt has . tokens; from 1 to 2 fit max_prompt_tokens; raise it, .*--too_long=drop")
     log = tiny.read_log(runs[0] / "ppo" / "out")
     assert len(log) == 2 and not any(key.startswith("eval/") for record in log for key in record)  # ceil(0.2 * 9 / 7) iterations
     assert "objective/accuracy" in log[0]
@@ -628,7 +638,7 @@ def test_prompts_with_other_names_and_no_evaluation(runs):
     bad(runs, "best", "keep_best needs held-out prompts")
 
 
-def test_a_damaged_file_of_ids_is_made_anew(world, tmp_path):
+def test_a_damaged_file_of_ids_is_made_anew(world, tmp_path, monkeypatch):
     """Cut off, or with a bit changed, or of another version: it is as if it were not there; and another template's is another."""
     import engine.encoded as encoded
     from engine.tokenizers import load_tokenizer
@@ -646,8 +656,16 @@ def test_a_damaged_file_of_ids_is_made_anew(world, tmp_path):
                     content.replace(b"sha256", b"sha512")):
         file.write_bytes(damaged)
         assert encoded.read(str(file), 40) is None
+    # the processes that encode give the same, and a row that cannot be encoded is named
+    monkeypatch.setattr(encoded, "SLICE", 7)
+    assert encoded.encode_in_parallel(rows, "", tokenizer, "completion") == want
+    rows[30] = dict(prompt=[user("x")], completion=[assistant("y")])
+    with pytest.raises(BadInput, match="sft_train.jsonl, row 31: .*no chat template"):
+        encoded.encode_in_parallel(rows, "", tokenizer, "completion")
+    rows[30] = rows[0]
     other = [dict(rows[0], completion="?"), *rows[1:]]
-    names = {name, encoded.name_of(other, "", tokenizer, "completion"), encoded.name_of(rows, "", tokenizer, None),
+    names = {encoded.name_of(rows, "", tokenizer, "completion"), encoded.name_of(other, "", tokenizer, "completion"),
+             encoded.name_of(rows, "", tokenizer, None),
              encoded.name_of(rows, "", load_tokenizer(world.other_reward), "completion")}
     tokenizer.encode_completion = lambda text: [1]  # as if something else in the encoding had changed
     assert len(names | {encoded.name_of(rows, "", tokenizer, "completion")}) == 5

@@ -22,16 +22,18 @@ import tiny
 from tiny import alike, in_a_row, measured, one_run
 
 HELD = dict(dtype="float64", max_iters=2, micro_batch_size=64)
+SWAPPED = "answer>prompt,prompt>answer"
 SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first iteration is looked at, too
 # Name -> (keys that are turned together, what else is set so that each of them matters). Without any
 # one of its keys, a group's run must end in another policy.
 PPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=8, max_new_tokens=9,
                    temperature=1.2, ppo_epochs=1, num_minibatches=3, kl_in="loss", entropy_coef=0.1,
-                   cliprange=0.02), dict(kl_estimator="k2")),
+                   cliprange=0.02, reward_format="plain"), dict(kl_estimator="k2")),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length",
                     scale_scores="running", missing_eos_penalty=3.0, cliprange_value=0.0, vf_coef=1.0,
-                    target_kl=0.01), dict(value_init="policy", grad_clip=2.0)),
+                    target_kl=0.01, fields=SWAPPED, epochs=0.5, max_prompt_tokens=2),
+               dict(value_init="policy", grad_clip=2.0, too_long="cut")),
     "adaptive": (dict(kl_estimator="k3", kl_coef=0.5, kl_coef_target=5.0, kl_horizon=50,
                       reward_clip=0.1, lr_decay="cosine", value_lr_decay="constant",
                       max_iters=3, lora="policy=2,value=2:8:q+k+v"), {}),
@@ -44,9 +46,11 @@ PPO = {
 }
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
-                   temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3), {}),
+                   temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3,
+                   reward_format="plain"), {}),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length", group_size=5,
-                    missing_eos_penalty=3.0, baseline="others", scale_by="none"), {}),
+                    missing_eos_penalty=3.0, baseline="others", scale_by="none", fields=SWAPPED,
+                    epochs=0.2, max_prompt_tokens=2), dict(too_long="cut")),
     "refills": (dict(max_refills=1, refill_by="odd", truncated="mask", aggregation="token-mean",
                      loss_type="cispo", kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
                 dict(reward_functions="ODD,reward_model")),
@@ -65,7 +69,7 @@ UNMOVING = {
     "zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False,
     "ema_decay": 0.5, "micro_batch_size": 7, "rollout_batch_size": 3, "head_chunk": 5,
     "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
-    "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER",
+    "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
     # this world has no chats: test_chats.py turns these

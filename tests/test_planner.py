@@ -224,7 +224,8 @@ def test_every_tensor_of_every_family(variant, head):
 
 def test_shapes_by_name_are_those_of_the_hub():
     billions = {"llama-3.2-1b": 1.236, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554, "qwen2.5-0.5b": 0.494,
-                "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012}
+                "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "pythia-1b": 1.012, "olmo-2-0425-1b": 1.485,
+                "gemma-3-1b": 1.0}
     for name, shape in memory.KNOWN.items():
         m = formulas.Model(parse_config(shape), "lm", False, 1, 1)
         assert round(formulas.parameters(m) / 1e9, 3) == billions.pop(name)

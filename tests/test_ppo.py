@@ -323,7 +323,7 @@ STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatch
 CASES = {  # case -> what is said, optimizer steps before
     "reward_model on rank 1": (r"iteration 3: .*: reward_model, parameter layers\.0\.up\.weight, differs on .*rank 1", 3 * STEPS),
     "ref_policy on all ranks": (r"iteration 3: the frozen ref_policy has changed: parameter layers\.0\.up\.weight", 3 * STEPS),
-    "NaN score": (r"iteration 2: scores is not finite \(first in response 3 ", 2 * STEPS),
+    "NaN score": (r"iteration 2: reward/reward_model is not finite \(first in response 3 ", 2 * STEPS),
     "NaN policy": (r"iteration 2: the gradient of policy's \w\S+ is not finite; stopped before the step", 2 * STEPS),
     "NaN value_model": (r"iteration 2: the gradient of value_model's \w\S+ is not finite; stopped before the step", 2 * STEPS),
     "another reference": (r"iteration 0: before any update, the log-probs of the reference differ", 0),

@@ -28,7 +28,7 @@ def files(*patterns):
 PAGES = {path: read(path) for path in files("*.md", "docs/*.md")}
 HOUSE = files("*.py", "engine/*.py", "tools/*.py")
 MAP = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["README.md"], re.MULTILINE)
-SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh")))
+SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def keys_of(path):
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
-KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*/*.py", "tests/*.py"))) | memory.OPTIONS.keys()
+KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py"))) | memory.OPTIONS.keys()
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint"}  # of pip and torchrun
 
@@ -231,7 +231,7 @@ def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
-    rewards = f"{world.rule('letters')},0*{world.rule('odd')}"
+    rewards = f"{world.rule('some')},0*{world.rule('odd')}"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
@@ -259,9 +259,9 @@ def test_every_logged_metric_is_explained_and_no_other(script, logs):
 def test_rewards_are_logged_one_by_one_where_there_are_several(logs):
     for script in ("ppo", "grpo"):  # odd has weight 0
         keys = set().union(*logs[script])
-        assert {f"{group}/reward/{name}" for group in ("objective", "eval") for name in ("letters", "odd")} <= keys
+        assert {f"{group}/reward/{name}" for group in ("objective", "eval") for name in ("some", "odd")} <= keys
         first = logs[script][0]
-        assert first["objective/scores"] == pytest.approx(first["objective/reward/letters"])
+        assert first["objective/scores"] == pytest.approx(first["objective/reward/some"])
     assert not any("/reward/" in key for record in logs["alone"] for key in record)
 
 
@@ -275,5 +275,5 @@ def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):
 
 
 def test_nothing_private_is_in_the_repository():
-    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*/*.py", "runs/*.sh"):
+    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "runs/*.sh"):
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path

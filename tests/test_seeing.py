@@ -266,7 +266,7 @@ def drawn(done):
 
 def test_panels_are_chosen_by_what_is_in_the_log(drawn):
     titles = {name: [panel["title"] for panel in panels] for name, (_, panels) in drawn.items()}
-    common = ["learned score", "true accuracy", "KL to the reference (nats a response)", "response length (tokens)",
+    common = ["learned score", "accuracy", "KL to the reference (nats a response)", "response length (tokens)",
               "policy loss"]
     assert titles["ppo"] == [*common, "value loss, or supervised loss"]
     assert titles["grpo"] == [*common, "groups with nothing to learn"]
@@ -338,7 +338,7 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
 
 def test_long_curves_are_thinned_and_many_samples_cut(done, tmp_path):
     tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=i, a=float(i)) for i in range(10)])
-    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", scores={})
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", length=1, scores={})
                                             for i in (0, 5) for row in range(9)])
     (tmp_path / "config.json").write_text("{}")
     args = [f"--run={tmp_path}", f"--out={tmp_path}/x.html", "--max_points=4", "--max_samples=6"]
@@ -352,24 +352,55 @@ def test_long_curves_are_thinned_and_many_samples_cut(done, tmp_path):
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 
 
+# A user: points at the middle of the first chart; then chooses all prompts and sorts by the score. Leaves what is shown.
+USER = """
+<script>
+const left = [document.getElementById("cards").outerHTML];
+const svg = document.querySelector("svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 20}));
+left.push(document.querySelector("figcaption").textContent);
+for (const [id, value] of [["prompt", ""], ["sort", "scores"], ["smooth", "0.9"], ["which", "kl"]]) {
+  document.getElementById(id).value = value;
+  document.getElementById(id).dispatchEvent(new Event("input"));
+}
+left.push(document.getElementById("cards").outerHTML);
+left.push(document.title);
+for (const text of left) document.body.append(Object.assign(document.createElement("output"), {textContent: text}));
+</script>
+"""
+
+
 @pytest.mark.skipif(not BROWSER, reason="no chromium here")
-def test_the_page_in_a_browser(page, tmp_path):
-    """Its charts and cards are there, hostile text shows as text, and the console has no error."""
-    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
-                           "--enable-logging=stderr", "--dump-dom", f"file://{page.replace('<', '%3C').replace('>', '%3E')}"],
-                          capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    dom = Page(done.stdout)
-    assert dom.opened.count("svg") == len(re.findall("<figure>", done.stdout)) > 20
-    assert dom.texts["title 1"].strip() == "a<b>&c, out"  # and not "hacked"
-    cards = re.findall(r'<article class="card">.*?</article>', done.stdout, re.DOTALL)
-    assert len(cards) == 1 and html.unescape(re.search(r"<pre>(.*?)</pre>", cards[0], re.DOTALL)[1]) == HOSTILE
-    assert "iteration 4" in done.stdout and "sampler_gap" in done.stdout
+def test_the_page_in_a_browser(done, page, tmp_path):
+    """Charts, samples and hostile text show as they should, and the console has no error."""
+    with open(page, encoding="utf-8") as f:
+        (tmp_path / "page.html").write_text(f.read() + USER)
+    shown = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user",
+                            "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"],
+                           capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    first, pointed, by_score, title = map(html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
+    assert title.strip() == "a<b>&c, out"  # and not "hacked"
+    assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "kl_coef", "loss/kl", "policy/approx_kl"]
+
+    card = re.compile(r'<article class="card">.*?</article>', re.DOTALL)
+    assert len(card.findall(first)) == 1  # the hostile prompt has one sample
+    assert html.unescape(re.search("<pre>(.*?)</pre>", first, re.DOTALL)[1]) == HOSTILE
+    log = [tiny.read_log(f"{done[0]}/{name}/out")[2] for name in ("whole", "grpo")]
+    assert pointed.startswith("scoresat 2:")
+    for number in re.findall(r"held-out (-?[\d.]+)", pointed):
+        assert any(abs(record["eval/scores"] - float(number)) < 5e-3 for record in log), pointed
+    scores = [float(x) for x in re.findall(r"score (-?[\d.]+)", by_score)]
+    assert len(scores) == len(card.findall(by_score)) == 20 and scores == sorted(scores, reverse=True)
 
 
 def test_bad_folders_are_one_line(tmp_path):
-    (tmp_path / "log.jsonl").write_text("[1]\n")
-    for script, argument, words in (("plot", f"--runs={tmp_path}", "line 1: no record of a run"),
+    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=0, a=1)])
+    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
+    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1: no record of a run (TypeError"),
+                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1: no record of a run (KeyError: 'row')"),
                                     ("page", "--run=nowhere", "No such file")):
         done = subprocess.run([sys.executable, f"{tiny.ROOT}/tools/{script}.py", argument], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr

@@ -2,7 +2,6 @@
 Reward models that TRL's RewardTrainer has trained, and those of rm.py in TRL's hands. Skipped where TRL is not installed
 (pip install trl); it is no requirement of quartet's.
 """
-import json
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from rewards import reward_model_scores  # noqa: E402
 
 import models_of_the_world as world  # noqa: E402
 from test_reward_models import PAIRS, as_chat, batch_of, padded_scores, texts_of  # noqa: E402
-from tiny import ROOT, jsonl, run  # noqa: E402
+from tiny import jsonl, run  # noqa: E402
 
 
 @pytest.mark.parametrize("pad", ["its own", "another"])
@@ -59,3 +58,58 @@ def test_trained_by_trl(name, pad, tmp_path):
         jsonl(tmp_path / "pairs.jsonl", PAIRS)
         done = run("tools/score.py", f"--reward_path={folder}", f"--pairs={tmp_path}/pairs.jsonl")
         assert done.returncode == 0 and "they agree" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "mistral", "pythia"])
+def test_trl_evaluates_what_rm_py_leaves(name, tmp_path):
+    """Templates that write nothing behind the end of the turn: TRL finds the same pairs right, in padded batches."""
+    policy, chat = world.make(tmp_path / "policy", name), name in world.CHATS
+    rows = [as_chat(row) if chat else row for row in PAIRS]
+    jsonl(tmp_path / "pairs.jsonl", rows)
+    jsonl(tmp_path / "demos.jsonl", [dict(prompt=row["prompt"], completion=row["chosen"]) for row in rows])
+    done = run("rm.py", f"--init_from={policy}", f"--out_dir={tmp_path}/rm", f"--train_path={tmp_path}/pairs.jsonl",
+               f"--val_path={tmp_path}/pairs.jsonl", f"--demonstrations_path={tmp_path}/demos.jsonl", "--max_iters=3",
+               "--batch_size=5", "--learning_rate=3e-3", "--device_type=cpu")
+    assert done.returncode == 0, done.stderr
+    folder = str(tmp_path / "rm" / "reward_model")
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    before = model.config.pad_token_id
+    arguments = RewardConfig(str(tmp_path / "run"), per_device_eval_batch_size=5, report_to="none", use_cpu=True, bf16=False,
+                             gradient_checkpointing=False, disable_tqdm=True, max_length=None, remove_unused_columns=False)
+    trainer = RewardTrainer(model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows),
+                            processing_class=tokenizer)
+    found = trainer.evaluate()
+    assert model.config.pad_token_id == before != tokenizer.eos_token_id
+    reward_model, own = freeze(from_pretrained(folder, "scalar")), load_tokenizer(folder)
+    reader, _ = reader_of(reward_model, own, "auto", folder)
+    got = reward_model_scores(batch_of(PAIRS, chat), reward_model, Other(reader), own, 5)
+    margins = got[::2] - got[1::2]
+    assert found["eval_accuracy"] == pytest.approx((margins > 0).double().mean().item())
+    assert found["eval_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+
+
+class Other:
+    """A tokenizer that reads the texts, for it passes for another one than the policy's."""
+
+    fingerprint, skipped_id = "another", None
+
+    def __init__(self, tokenizer):
+        self.pad_id, self.encode_response = tokenizer.pad_id, tokenizer.encode_response
+
+
+def test_rewards_of_trl_work_as_they_are(tmp_path):
+    """TRL's own reward functions, by FILE.py:FUNCTION, give what they give when TRL calls them."""
+    from trl.rewards import think_format_reward
+
+    from engine.reward_mix import call_rewards, parse_rewards
+
+    (tmp_path / "mine.py").write_text("from trl.rewards import get_soft_overlong_punishment, think_format_reward\n"
+                                      "overlong = get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4)\n")
+    rewards = parse_rewards("mine.py:think_format_reward,mine.py:overlong", {}, str(tmp_path))
+    texts = ["<think>\na\n</think>\nb", "b", "<think>\n</think>"]
+    rows = [dict(prompt=[dict(role="user", content="?")], answer="b")] * 3
+    mask = torch.arange(9) < torch.tensor([[3], [6], [9]])
+    given = call_rewards(rewards, dict(rows=rows, completions=texts, tokens=torch.zeros(3, 12), response_mask=mask))
+    want = think_format_reward([[dict(role="assistant", content=text)] for text in texts])
+    assert given["think_format_reward"].tolist() == want and len(set(want)) == 2
+    assert given["overlong"].tolist() == [0, -0.5, -1]

@@ -63,6 +63,9 @@ def odd(batch):  # the groups of every other prompt are flat
 def flat(batch):
     return [0.1] * len(batch["rows"])
 
+def some(batch):  # the responses of an odd length have no score
+    return [None if len(c) % 2 else len(c) / 8 for c in batch["completions"]]
+
 calls = 0
 
 def fades(batch):  # the evaluation and the rollout of iteration 0, then nothing

@@ -36,6 +36,7 @@ from engine.disk import write_json  # noqa: E402
 from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
 from engine.placement import precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
+from engine.run_folder import today  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
@@ -45,7 +46,8 @@ from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
-prompts_path = "data/arithmetic/rl_val.jsonl"  # JSONL with "prompt", and "answer" for accuracy
+prompts_path = "data/arithmetic/rl_val.jsonl"  # "prompt", and "answer" for accuracy; docs/data.md
+fields = ""  # the data's names for ours: "question>prompt,solution>answer"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 out = "out/eval"  # OUT.json and OUT.jsonl are written; an older evaluation there is replaced
 # sampling
@@ -55,11 +57,16 @@ max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # of the samples [> 0]
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
+chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
+template_kwargs = ""  # what the template is told, such as enable_thinking=False
+system_prompt = ""  # the system message of chats that have none
+chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
 # judging
 k = ""  # of pass@k and majority@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
+reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
@@ -104,21 +111,17 @@ for key, name in (("right_by", right_by), ("compare_by", compare_by)):
         raise BadConfig(f"{key} = {name!r} is not measured; there are {', '.join(known)}, and what "
                         "--reward_functions adds")
 
-rows = build.read_prompts(prompts_path, terms)
+rows = build.read_prompts(prompts_path, terms, fields)
 rows = rows[:limit or None]
+config["chat_date"] = chat_date or together.from_rank(today)
 if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
-tokenizers = [load_tokenizer(path) for path in paths]
+tokenizers = [load_tokenizer(path, config) for path in paths]
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
-reward_model, reward_tokenizer = None, None
-if reward_path:
-    reward_tokenizer = load_tokenizer(reward_path)
-    reward_model = freeze(from_pretrained(reward_path, "scalar", weights_dtype, device,
-                                          matrices=matrices))
-    if reward_model.new_head:
-        raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language "
-                        "model; train one with rm.py")
-    check_tokenizer_fits(reward_tokenizer, reward_model, reward_path)
+# the keys of a training run that this script does not have, as they are by default
+settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
+                master_weights=True, gradient_checkpointing=False) | config
+reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
 
 
 def try_out():
@@ -143,10 +146,9 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
     check_tokenizer_fits(tokenizer, policy, path)
     models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
-    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer,
-                         reward_tokenizer or tokenizer)
-    scorer = Scorer(config | dict(master_weights=True), terms, reward_model, tokenizer,
-                    reward_tokenizer or tokenizer, threads, device)
+    reward_tokenizer = reader if reward_model else tokenizer
+    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
+    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -171,7 +173,7 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
                           prompts=[tokenizer.decode(ids[i]) for i in where],
                           completions=decode_responses(tokenizer, batch))
             batch |= scorer.score(batch, [scorer.start(batch, 1.0)], len(mine) * world_size)
-            if mine:
+            if mine and terms:
                 scorer.add_up(batch)
 
             # what is kept of each response; a score that does not apply to it, NaN, is not

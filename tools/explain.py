@@ -163,8 +163,14 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
     launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 
-    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="explain-") as parent:
+        folder = os.path.join(parent, "run")
+        os.mkdir(folder)
         os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
+        # the token ids of large data, which the run has left beside its folder
+        ids = os.path.join(os.path.dirname(os.path.abspath(run)), "encoded")
+        if os.path.isdir(ids):
+            os.symlink(ids, os.path.join(parent, "encoded"))
         arguments = keys | dict(out_dir=folder)
         sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in arguments.items())]
         try:

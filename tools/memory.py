@@ -81,6 +81,9 @@ KNOWN = {  # parts of hub names, in lower case
     "qwen2.5-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768),
     "qwen2.5-3b": _shape("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 32768),
     "qwen2.5-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+    "olmo-2-0425-1b": _shape("olmo2", 2048, 8192, 16, 16, 16, 100352, False, 4096),
+    "gemma-3-1b": _shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 32768, head_dim=256,
+                         sliding_window=512),
     "pythia-1b": _shape("gpt_neox", 2048, 8192, 16, 8, 8, 50304, False, 2048),
 }
 
@@ -362,7 +365,7 @@ def main(argv):
         P = P or measured
     except BadInput as e:
         differ, held_out = True, 0
-        padding = policy.family in ("qwen2", "qwen3", "gpt_neox")  # as their usual models have
+        padding = policy.family in ("qwen2", "qwen3", "olmo2", "gpt_neox")  # as their usual models have
         if not P:
             P = min(512, longest)
             print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can "

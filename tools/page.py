@@ -51,10 +51,11 @@ pages = []
 for name, (folder, records) in read.items():
     curves = {metric: thinned(points(records, metric))
               for metric in metrics_in({name: (folder, records)})}
+    curves = {metric: curve for metric, curve in curves.items() if curve}
     samples_file, config_file = (os.path.join(folder, x) for x in ("samples.jsonl", "config.json"))
     samples = []
     if os.path.exists(samples_file) and os.path.getsize(samples_file):
-        samples = read_records(samples_file)
+        samples = read_records(samples_file, ("row", "prompt", "text", "length", "scores"))
         kept = first_prompts(samples)
         if len(kept) < len(samples):
             print(f"{name}: the page has {len(kept)} of {len(samples)} samples (max_samples)")

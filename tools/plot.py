@@ -29,7 +29,7 @@ config = configure(globals())
 # Where metrics is empty: the first six of them of which something is logged
 PANELS = {
     "learned score": ("eval/scores", "objective/scores"),
-    "true accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
+    "accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
     "KL to the reference (nats a response)": ("eval/kl", "objective/kl"),
     "response length (tokens)": ("eval/length", "objective/length"),
     "policy loss": ("loss/policy",),
