@@ -294,7 +294,8 @@ import loss, relatives
 exact = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
 """
-# Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows].
+# Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
+# and checks that prompts have no logits, nor what is behind the micro-batch's longest response.
 FORWARDS = """
 import json, loss, parallel, torch
 original = loss.response_logprobs
@@ -302,8 +303,13 @@ def noted(model, mb, *rest, **more):
     with open("forwards.jsonl", "a") as f:
         trained = any(p.requires_grad for p in model.parameters())
         print(json.dumps([parallel.phase, trained, torch.is_grad_enabled(), len(mb["tokens"])]), file=f)
+    mask[0] = mb["response_mask"]
     return original(model, mb, *rest, **more)
-loss.response_logprobs = noted
+head, mask = loss.logprobs_and_entropy, [None]
+def only_responses(hidden, *rest, **more):
+    assert hidden.shape[:-1] == mask[0].shape and mask[0].any(0).all()
+    return head(hidden, *rest, **more)
+loss.response_logprobs, loss.logprobs_and_entropy = noted, only_responses
 """
 STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_high=4e-4, learning_rate=1e-30, num_iterations=1,
              num_minibatches=4, micro_batch_size=3, kl_coef=0)
