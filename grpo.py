@@ -38,6 +38,7 @@ from engine.encoded import encode_prompts
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
+from engine.run_folder import fix_chat_date
 from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, reward_terms
@@ -111,13 +112,14 @@ config = configure(globals(), "engine/keys.py")
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
+fix_chat_date(config)  # COLLECTIVE: of templates that print one
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_grpo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms, fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)  # COLLECTIVE
+policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None

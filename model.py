@@ -78,11 +78,11 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = c.norm_eps, c.norm_offset
 
     def forward(self, x):
-        if not self.offset:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        # Gemma's weights are near 0: in 16 bits, 1 + weight would lose most of them
-        weight = 1.0 + at_least_float32(self.weight)
-        return F.rms_norm(at_least_float32(x), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        weight = self.weight
+        if self.offset:  # weights are near 0: in 16 bits, 1 + weight would lose most of them
+            weight = 1.0 + at_least_float32(weight)
+        # under autocast x may have 16 bits where the weight has 32, as queries and keys do
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
 def make_norm(c, there=True):

@@ -70,6 +70,7 @@ config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_ch
                    head_chunk=None)
 # -------------------------------------------------------------------------------------------------
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
+fix_chat_date(config)
 master = rank == 0
 place = place_of_one("reward", zero_stage, offload, lora, optim)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
@@ -81,7 +82,6 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 train_rows = read_rows(train_path, preference_row, fields)
 val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
-fix_chat_date(config)
 tokenizer = load_tokenizer(init_from, config)
 
 

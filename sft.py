@@ -79,6 +79,7 @@ if init_from == "scratch" and lora:
                     "--init_from=FOLDER, or leave lora out")
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
+fix_chat_date(config)
 master = rank == 0
 place = place_of_one("policy", zero_stage, offload, lora, optim)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
@@ -89,7 +90,6 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 
 train_rows = read_rows(train_path, sft_row, fields)
 val_rows = read_rows(val_path, sft_row, fields) if val_path else Rows()
-fix_chat_date(config)
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
 
 

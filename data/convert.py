@@ -138,15 +138,31 @@ def kind_of(row):
     return "sft" if told else "prompts"
 
 
-def as_chat(row):
-    """A row whose strings are chat messages; Alpaca's instruction and input without headings."""
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def dialogues(row):
+    """
+    For --chat: a row in which strings that stand for a dialogue are one. HH's "\\n\\nHuman: x
+    \\n\\nAssistant: y" becomes messages; Alpaca's instruction and input a prompt without headings.
+    """
     row = dict(row)
-    if row.get("instruction") and row.get("output") is not None:
-        row["prompt"] = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    for name in ("chosen", "rejected"):
+        if isinstance(row.get(name), str) and row[name].startswith("\n\nHuman:"):
+            parts = re.split(r"\n\n(Human|Assistant):", row[name])  # "", "Human", " x", "Assistant" ...
+            row[name] = [{"role": ROLES[who], "content": text.strip()}
+                         for who, text in zip(parts[1::2], parts[2::2], strict=True)]
+    if all(isinstance(row.get(name), str) for name in ("instruction", "output")):
+        row["prompt"] = "\n\n".join(filter(None, (row["instruction"], str(row.get("input") or ""))))
         row["completion"] = row["output"]
-    if isinstance(row.get("prompt"), str):
-        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     return row
+
+
+def as_chat(row):
+    """One of our rows, in which strings are messages."""
+    roles = dict(prompt="user", completion="assistant", chosen="assistant", rejected="assistant")
+    return row | {name: [{"role": roles[name], "content": row[name]}] for name in roles.keys() & row
+                  if isinstance(row[name], str)}
 
 
 def converted(args, names, kept):
@@ -161,9 +177,8 @@ def converted(args, names, kept):
             try:
                 row = rename(row, fields)
                 kind = kind or kind_of(row)
-                if args.chat:
-                    row = as_chat(row if "question" not in row else prompt_row(row))
-                row = SHAPES[kind](row)
+                row = SHAPES[kind](dialogues(row) if args.chat else row)
+                row = as_chat(row) if args.chat else row
                 if kind == "preferences" and row["chosen"] == row["rejected"]:
                     raise BadInput("chosen and rejected are the same")
                 if kind == "prompts":

@@ -11,7 +11,6 @@ from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
-from engine.run_folder import fix_chat_date
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from formats import Rows, prompt_row, read_rows
 from model import freeze
@@ -56,11 +55,9 @@ def read_prompts(path, terms, fields=""):
 
 def load_policy(config, device):
     """
-    A collective: the SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained
-    instead.
+    The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead.
     """
     path = config["policy_path"]
-    fix_chat_date(config)  # COLLECTIVE
     tokenizer = load_tokenizer(path, config)
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)

@@ -139,6 +139,23 @@ def tokenizer_folders(path):
     return folder, folders[-1]
 
 
+def read_file(file):
+    """The bytes of a file. Raises BadInput."""
+    try:
+        with open(file, "rb") as f:
+            return f.read()
+    except OSError as e:
+        raise BadInput(f"{file}: {e.strerror}") from e
+
+
+def read_text(file):
+    """The text of a file. Raises BadInput."""
+    try:
+        return read_file(file).decode()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{file}: {e}") from e
+
+
 def read_json(file):
     """A JSON object from a file. Raises BadInput."""
     try:

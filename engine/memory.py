@@ -282,7 +282,7 @@ def kept_by_layer(m, run):
     What a layer keeps for its backward pass: N bytes of each of
         residual  2 d s; d s if attention and MLP work in parallel
         norms     2 d s, the outputs, and norm_inside; under autocast as 16-bit copies, one for each
-                  matrix that reads them; of norms after attention and MLP their inputs, 2 d a
+                  matrix that reads them; of norms after attention and MLP their inputs, 2 d s
         products  4 q a: queries, keys, values (repeated for all heads), the result of attention;
                   ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
         sums      4 bytes for each head: attention's logsumexp
@@ -299,10 +299,12 @@ def kept_by_layer(m, run):
     elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
         norms = ((5 + branches) * d + q) * 4
 
-    if not c.norm_before and not run.autocast:
-        norms = 0  # the matrices read the residual stream itself
+    if not c.norm_before:  # the matrices read the residual stream itself
+        norms = norms - 2 * d * inside if run.autocast else 0
     if c.norm_after:
-        norms += 2 * d * (run.a + inside)
+        norms += 2 * d * (run.stream + inside)
+    if c.qk_norm and run.autocast:  # in 32 bits
+        norms += (q + kv) * run.stream
 
     products = 4 * q + branches * c.d_ff
     products += 2 * (q + kv) if c.qk_norm else 0

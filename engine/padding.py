@@ -32,8 +32,7 @@ def give_padding(folder, tokenizer):
         add_embeddings(folder, config["model_type"], number + 1 - config["vocab_size"])
         config["vocab_size"] = number + 1
     write_json(file, config)
-    if number != tokenizer.pad_id or tokenizer.pad_id == tokenizer.eos_id:
-        name_padding(folder, text)
+    name_padding(folder, text)
 
 
 def choose_padding(tokenizer):
@@ -51,7 +50,7 @@ def choose_padding(tokenizer):
         return backend.pad_token, backend.pad_token_id
     special = {t.content: i for i, t in backend.added_tokens_decoder.items()
                if t.special and i not in ends and i != backend.bos_token_id}
-    padding = [s for s in special if re.search(r"pad(?!\w*(image|video))", s, re.IGNORECASE)]
+    padding = [s for s in special if "pad" in s.lower()]
     wanted = [s for s in padding if not re.search("fim|vision|image|video|audio", s)]
     wanted += [s for s in ("<|endoftext|>", "<unk>") if s in special] + padding
     wanted += [s for s in special if "reserved" in s or "control" in s]
@@ -72,13 +71,18 @@ def add_token(folder, tokenizer):
 
 
 def name_padding(folder, text):
-    """Make `text` the pad_token in the tokenizer's settings in a folder."""
-    file = os.path.join(folder, "tokenizer_config.json")
-    settings = read_json(file) if os.path.isfile(file) else {}
-    write_json(file, settings | {"pad_token": text})
-    file = os.path.join(folder, "special_tokens_map.json")
-    if os.path.isfile(file):
-        write_json(file, read_json(file) | {"pad_token": text})
+    """
+    Make `text` the pad_token in the tokenizer's settings in a folder, where it is not: a class of
+    transformers may have one of its own, in some versions.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = os.path.join(folder, name)
+        there = os.path.isfile(file)
+        settings = read_json(file) if there else {}
+        given = settings.get("pad_token")
+        given = given.get("content") if isinstance(given, dict) else given
+        if given != text and (there or name == "tokenizer_config.json"):
+            write_json(file, settings | {"pad_token": text})
 
 
 def add_embeddings(folder, family, count):

@@ -4,6 +4,7 @@ of the policy, or the same text in its own tokens. One that others have trained 
 transformers do (class Reader): prompt and response are a dialogue in its own chat template, and its
 score is read at the last token that is not its pad_token_id.
 """
+from engine.hf_files import find_folder, is_adapter
 from engine.tokenizers import Tokenizer
 from errors import BadInput
 
@@ -24,7 +25,11 @@ def reader_of(reward_model, tokenizer, reward_format, path):
         raise BadInput(f"reward_format = 'chat', but the tokenizer of {path} has no chat template; "
                        "type --reward_format=plain")
     chat = bool(tokenizer.template) and reward_format != "plain"
-    reader = Reader(tokenizer, chat, config.hf.get("pad_token_id"))
+    skipped_id = config.hf.get("pad_token_id")
+    if skipped_id is None and is_adapter(find_folder(path)):
+        # an adapter, whose trainer has set it in the base model's config and in the tokenizer
+        skipped_id = getattr(getattr(tokenizer, "backend", None), "pad_token_id", None)
+    reader = Reader(tokenizer, chat, skipped_id)
     whose = "" if ours else "not trained by rm.py; "
     how = "as plain text, with EOS behind it"
     if reader.chat:

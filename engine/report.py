@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import resource
+import sys
 import time
 
 import torch
@@ -118,7 +119,8 @@ def peak_memory_mib(device):
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status", encoding="utf-8") as f:
             return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    unit = 2**20 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 # --------------------------------------------------------------------------------------------------

@@ -234,8 +234,8 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
             if sha and known.get(key, sha) != sha:
                 raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
                                "become now: its chat template, template_kwargs, system_prompt, "
-                               "chat_date or libraries were other ones; restore them, or choose "
-                               "another --out_dir")
+                               "chat_date, limits of length or libraries were other ones; restore "
+                               "them, or choose another --out_dir")
         elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
@@ -302,18 +302,21 @@ def hash_of_ids(sequences):
     """sha256 of sequences of token ids, and of where each of them ends."""
     digest = hashlib.sha256()
     for ids in sequences:
-        digest.update(array("q", [len(ids), *ids]).tobytes())
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids if isinstance(ids, array) else array("i", ids))
     return digest.hexdigest()
 
 
 def fix_chat_date(config):
     """
     A collective: set config["chat_date"], if it is empty, to the date of the run's first start,
-    which config.json in its folder has kept. Today, if this is the first one.
+    which config.json in its folder has kept. Today, if this is the first one. It stands right
+    behind launch.init: a rank that failed between the two would be waited for.
     """
     if config["chat_date"]:
         return
-    folders = [config["out_dir"], *reversed(list_checkpoints(config["out_dir"]))]
+    out_dir = config["out_dir"]
+    folders = [out_dir, *reversed(list_checkpoints(out_dir) if os.path.isdir(out_dir) else [])]
 
     def find():
         for folder in folders:

@@ -238,6 +238,9 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         raise Stop("the sandbox does not start while SIGCHLD is ignored; call check_sandbox first")
     bwrap = shutil.which("bwrap")
+    if bwrap is None and sys.platform != "linux":
+        raise BadInput("model-written code runs only under bwrap, which needs Linux; run it in "
+                       "docker (docs/scale.md)")
     if bwrap is None:
         raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install "
                        "bubblewrap")

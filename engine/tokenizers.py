@@ -8,17 +8,16 @@ Text -> ids and back. There are three kinds of tokenizer with one interface (cla
 load_tokenizer chooses by the files in a model's folder. Text that looks like a special token is
 plain text to all three: nobody who writes a prompt can end a turn or a response.
 """
-import ast
 import bisect
 import contextlib
 import hashlib
 import json
 import os
 import re
-from datetime import datetime
 
-from engine.hf_files import read_json, tokenizer_folders
-from errors import BadConfig, BadInput, first_line, one_line, say, shorten, warn
+from engine.chats import CHAT_KEYS, MARK, ChatTemplate, attempt, common_prefix, content_of
+from engine.hf_files import read_file, read_json, read_text, tokenizer_folders
+from errors import BadInput, first_line, shorten, warn
 from formats import is_surrogate
 
 
@@ -26,7 +25,6 @@ from formats import is_surrogate
 # which tokenizer a folder holds
 
 MODEL_FILES = ("config.json", "generation_config.json")
-CHAT_KEYS = "chat_template", "template_kwargs", "system_prompt", "chat_date"
 JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokenizer.json",
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -103,9 +101,6 @@ def check_tokenizer_fits(tokenizer, model, path):
 
 # --------------------------------------------------------------------------------------------------
 # the interface
-
-
-MARK = "\ue000"  # the first of Unicode's private area, whose characters texts hardly ever hold
 
 
 class Tokenizer:
@@ -317,21 +312,11 @@ class GPT2Tokenizer(Tokenizer):
 # Hugging Face
 
 
-# what render passes itself, and what is for tokens, not for templates
-OUR_KWARGS = (
-    "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens")
-
-
 class HFTokenizer(Tokenizer):
-    """
-    Any tokenizer that transformers can load, with its chat template. The arguments beside the
-    folder are the keys of engine/keys.py; chat_date: "" is today.
-    """
+    """Any tokenizer that transformers can load, with its chat template."""
 
-    def __init__(self, folder, chat_template="", template_kwargs="", system_prompt="",
-                 chat_date=""):
+    def __init__(self, folder, *chat):
+        """chat: the values of CHAT_KEYS."""
         # imported here: it takes seconds and 150 MB, which the other tokenizers do not need
         from transformers import AutoTokenizer
 
@@ -379,66 +364,31 @@ class HFTokenizer(Tokenizer):
         self.special_ids = {i for i, t in added.items() if t.special}
         names = getattr(self.backend, "vocab_files_names", {}).values()
         self.files = read_tokenizer_files(folder, names)
-        self.own_template = bool(chat_template)
-        self.template_kwargs = parse_template_kwargs(template_kwargs)
-        self.system_prompt = system_prompt
-        self.template_name = f"the chat template of {folder}"
-        self.template = self.find_template(chat_template)
-        self.fix_date(chat_date)
-        chat = json.dumps([self.template, template_kwargs, system_prompt, chat_date])
-        self.chat_fingerprint = hashlib.blake2b(chat.encode()).hexdigest()
-        unused = [name for name in self.template_kwargs
-                  if not re.search(rf"\b{name}\b", self.template or "")]
-        if unused and self.template:
-            raise BadInput(f"template_kwargs: {self.template_name} has no variable {unused[0]!r}")
+        self.chat = ChatTemplate(self.backend, folder, *chat)
+        self.template, self.chat_fingerprint = self.chat.text, self.chat.fingerprint
+        text = self.template or ""
+        self.mark_as_special([t for t in added.values() if t.content in text and not t.special
+                              and re.fullmatch(r"<\|\w+\|>", t.content)])
         self.said_no_turn_end = False
         self.turn_end = self.find_turn_end()
         self.eos_ids |= {self.turn_end} - {None}
-        written = set(re.findall(r"<\|\w+\|>", self.template or ""))
-        if written - vocab.keys():
-            warn(f"{self.template_name} writes {min(written - vocab.keys())}, which to its "
-                 "tokenizer is no token but plain letters; is that meant?")
+        letters = set(re.findall(r"<\|\w+\|>", text)) - self.backend.get_vocab().keys()
+        if letters:
+            warn(f"{self.chat.name} writes {min(letters)}, which to its tokenizer is no token but "
+                 "plain letters; is that meant?")
 
-    def find_template(self, file):
+    def mark_as_special(self, tokens):
         """
-        The text of the chat template: of a file, or of the tokenizer itself where that is "". None
-        where there is none.
+        Take tokens that a template writes, such as <|im_end|>, for special ones where their author
+        has not: or who types one into a message would end a turn. The saved files stay as they are.
         """
-        if file:
-            self.template_name = f"the chat template {file}"
-            return read_text(file)
-        if not self.backend.chat_template:
-            return None
-        # where there are several, the one called default, or tool_use if there are tools
-        tools = self.template_kwargs.get("tools")
-        template, e = attempt(lambda: self.backend.get_chat_template(None, tools))
-        if isinstance(template, str):
-            return template
-        warn(f"{self.template_name} cannot be used ({first_line(e)[:200] if e else 'it is no text'}"
-             "); for chats give one with --chat_template=FILE")
-        return None
+        from transformers import AddedToken
 
-    def fix_date(self, date):
-        """
-        Let the template print this date ("2026-01-31"), not the day on which it is rendered: a run
-        that goes on tomorrow must read the same prompts. Raises BadInput where the key's template
-        is none.
-        """
-        from transformers.utils import chat_template_utils
-
-        fixed = parse_date(date)
-        if not self.template:
-            return
-        # transformers keeps one compiled template for each text, and hands it out here as well
-        compiled, e = attempt(lambda: chat_template_utils._compile_jinja_template(self.template))
-        if e:
-            if self.own_template:
-                raise BadInput(f"{self.template_name} is not written in Jinja: "
-                               f"{one_line(first_line(e), 300)}") from e
-            return  # said where a message is to be encoded
-        compiled.globals["strftime_now"] = lambda form: (fixed or datetime.now()).strftime(form)
-        if fixed and "strftime_now" in self.template:
-            say(f"{self.template_name} prints a date: here always {date} (the key chat_date)")
+        for t in tokens:
+            self.backend.add_tokens([AddedToken(t.content, special=True, normalized=t.normalized,
+                                                lstrip=t.lstrip, rstrip=t.rstrip)], True)
+            self.special_texts.append(t.content)
+            self.special_ids.add(self.backend.convert_tokens_to_ids(t.content))
 
     def is_plain_text(self, i):
         return i not in self.specials
@@ -457,8 +407,8 @@ class HFTokenizer(Tokenizer):
         """
         if not self.template:
             return super().encode_chat(messages)
-        filled, hidden = self.hide(self.with_system_prompt(messages))
-        return self.encode_text(self.render_open(filled), hidden)[0]
+        filled, hidden = self.hide(self.chat.with_system_prompt(messages))
+        return self.encode_text(self.chat.render_open(filled), hidden)[0]
 
     def encode_whole(self, messages):
         """
@@ -466,7 +416,7 @@ class HFTokenizer(Tokenizer):
         that spells a special token gets its letters. Raises BadInput.
         """
         filled, hidden = self.hide(messages)
-        return self.encode_text(self.render(filled), hidden)[0]
+        return self.encode_text(self.chat.render(filled), hidden)[0]
 
     def encode_dialogue(self, prompt, completion):
         """
@@ -475,20 +425,20 @@ class HFTokenizer(Tokenizer):
         """
         if not self.template:
             return super().encode_dialogue(prompt, completion)
-        prompt = self.with_system_prompt(prompt)
+        prompt = self.chat.with_system_prompt(prompt)
         filled, hidden = self.hide([*prompt, *completion])
         first = len(prompt)  # the first message that may be trained
         opened = None  # the text in front of it, where it goes on with the prompt's last message
         if first and filled[first - 1]["role"] == filled[first]["role"] == "assistant":
-            opened = self.render_open(filled[:first])
+            opened = self.chat.render_open(filled[:first])
             whole = content_of(filled[first - 1]) + content_of(filled[first])
             first -= 1
             filled[first:first + 2] = [{**filled[first], **filled[first + 1], "content": whole}]
-        text = self.render(filled)
+        text = self.chat.render(filled)
         ids, ends = self.encode_text(text, hidden)
         trained = [False] * len(ids)
 
-        begins = [self.turn_begin(text, filled, i) for i in range(first, len(filled))
+        begins = [self.chat.turn_begin(text, filled, i) for i in range(first, len(filled))
                   if filled[i]["role"] == "assistant"]
         if opened is not None:
             begins[0] = common_prefix(text, opened)
@@ -497,52 +447,19 @@ class HFTokenizer(Tokenizer):
         for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
             end = next((j for j in range(begin, limit) if ids[j] in turn_ends), None)
             if limit < len(ids) and (end is None or self.turn_end is None):
-                raise BadInput(f"{self.template_name} writes no end of turn behind "
-                               "the assistant's messages, so several of them cannot be told apart; "
-                               "leave one in each row, or give another --chat_template")
+                raise BadInput(f"{self.chat.name} writes no end of turn behind the assistant's "
+                               "messages, so several of them cannot be told apart; leave one in "
+                               "each row, or give another --chat_template")
             if end is None:  # the last turn, and the template does not end it
                 self.say_no_turn_end()
                 end, ids, trained = len(ids), [*ids, self.eos_id], [*trained, True]
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
-    def with_system_prompt(self, messages):
-        """The messages, with the run's system_prompt in front, if they have no system message."""
-        if not self.system_prompt or messages and messages[0]["role"] in ("system", "developer"):
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
-
-    def turn_begin(self, text, messages, i):
-        """
-        Where in the text of a whole dialogue the turn of message i, the assistant's, begins: behind
-        the template's generation prompt. Some templates do not write all of that prompt in a turn
-        that is there already, such as Qwen3's empty thoughts: then it begins where they stop.
-        """
-        before = prompt = None
-        if i > 0:  # transformers refuses to render no messages at all
-            with contextlib.suppress(BadInput):  # the template may want more messages than these
-                prompt = self.render(messages[:i], add_generation_prompt=True)
-                if text.startswith(prompt) and len(prompt) < len(text):
-                    return len(prompt)
-                before = self.render(messages[:i])
-        other = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1:]]
-        content = common_prefix(text, self.render(other))  # where the message itself begins
-        if content == len(text):
-            raise BadInput(f"{self.template_name} drops the assistant's message, so "
-                           "there is nothing to learn; give another --chat_template")
-        if before is None:
-            return content
-        if text.startswith(before):
-            return min(content, common_prefix(text, prompt))
-        # the template writes earlier messages in another way when they are the last ones
-        header = prompt[common_prefix(prompt, before):]
-        at = text.rfind(header, 0, content) if header else -1
-        return content if at < 0 else at + len(header)
-
     def say_no_turn_end(self):
         """Print once that the template does not end the assistant's turn."""
         if not self.said_no_turn_end:
-            warn(f"{self.template_name} writes no end of turn behind the assistant's message; EOS is "
+            warn(f"{self.chat.name} writes no end of turn behind the assistant's message; EOS is "
                  "put there")
         self.said_no_turn_end = True
 
@@ -562,7 +479,8 @@ class HFTokenizer(Tokenizer):
             if self.specials_in(content):
                 mark, content = f"{sign}{i}{sign}", content.strip()
                 m["content"], hidden[mark] = m["content"].replace(content, mark), content
-            rest = json.dumps({k: v for k, v in m.items() if k != "content"}, ensure_ascii=False)
+            rest = {k: v for k, v in m.items() if k != "content"}
+            rest = json.dumps(rest, ensure_ascii=False, default=str)
             if self.specials_in(rest):
                 raise BadInput(f"a message spells the special token {self.specials_in(rest)[0]!r} "
                                "in another field than its content; remove it")
@@ -601,36 +519,6 @@ class HFTokenizer(Tokenizer):
             return common_prefix(ids, self.encode_text(text[:at], hidden)[0])
         return bisect.bisect_right(ends, at)
 
-    def render(self, messages, **how):
-        """
-        The text that the chat template makes of the messages. how: arguments for transformers.
-        Raises BadInput with the template's own words where it refuses the messages.
-        """
-        try:
-            return self.backend.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, **self.template_kwargs, **how)
-        except Exception as e:  # a template is a program of its author, and may raise anything
-            if "continue_final_message" in how and "continue_final_message" in str(e):
-                return ""  # transformers has not found the last message in the template's text
-            raise BadInput(f"{self.template_name} refuses the messages: "
-                           f"{one_line(first_line(e), 300)}") from e
-
-    def render_open(self, messages):
-        """
-        The template's text of the messages that ends in an open turn of the assistant: the last
-        message, if that is the assistant's, or an empty one. Raises BadInput if the template does
-        not keep that last message.
-        """
-        if messages[-1]["role"] != "assistant":
-            return self.render(messages, add_generation_prompt=True)
-        last = content_of(messages[-1]).strip()
-        text = self.render(messages, continue_final_message=True)
-        if not (last and text.rstrip().endswith(last)):
-            raise BadInput("the last message is the assistant's, for the response to go on with, "
-                           "but the chat template drops or changes a part of it, or it is blank; "
-                           "end the prompt with another role's message, or write it as a string")
-        return text
-
     def find_turn_end(self):
         """
         The id of the template's end-of-turn token: the first special token behind the message of an
@@ -642,12 +530,12 @@ class HFTokenizer(Tokenizer):
         answer = {"role": "assistant", "content": f"{MARK}1"}
         opening = ""  # what the template writes in front of an answer
         try:
-            _, answered, rest = self.render([question, answer]).rpartition(answer["content"])
+            _, answered, rest = self.chat.render([question, answer]).rpartition(answer["content"])
         except BadInput:
             return None  # it is said where a message is to be encoded
         with contextlib.suppress(BadInput):  # of a question alone, too
-            prompt = self.render([question], add_generation_prompt=True)
-            opening = prompt[common_prefix(prompt, self.render([question])):]
+            prompt = self.chat.render([question], add_generation_prompt=True)
+            opening = prompt[common_prefix(prompt, self.chat.render([question])):]
         opens, behind = ([i for i in self.backend.encode(piece, add_special_tokens=False)
                           if i in self.special_ids] for piece in (opening, rest))
         # a template that always opens the next turn writes that behind the answer, too
@@ -658,64 +546,8 @@ class HFTokenizer(Tokenizer):
         The files that it was read from, as they are: other versions of transformers, and other
         programs, read them as they read the source's. A template of the run's own comes with them.
         """
-        own = {"chat_template.jinja": self.template.encode()} if self.own_template else {}
+        own = {"chat_template.jinja": self.template.encode()} if self.chat.own else {}
         write_files(folder, self.files | own)
-
-
-def content_of(message):
-    """The content of a message, a string; "" where there is none, as beside a call of a tool."""
-    content = message.get("content")
-    if content is not None and not isinstance(content, str):
-        raise BadInput(f"the content of a message must be a string, found {shorten(content)}")
-    return content or ""
-
-
-def common_prefix(a, b):
-    """How many characters, or ids, two strings or lists have in common at their beginning."""
-    return len(os.path.commonprefix([a, b]))
-
-
-def attempt(read):
-    """
-    (what read() returns, None), or (None, the exception). read calls libraries that raise anything
-    on a broken file; PanicException is that of Rust code, and no Exception.
-    """
-    try:
-        return read(), None
-    except BaseException as e:
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-            raise
-        return None, e
-
-
-def parse_template_kwargs(text):
-    """
-    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
-    arguments of a call in Python whose values are literals. Raises BadConfig.
-    """
-    try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
-        if len(kwargs) < len(call.keywords):  # a name twice
-            raise ValueError
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as e:
-        raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
-                        "as enable_thinking=False,language='en'") from e
-    for name in kwargs:
-        if name is None or name in OUR_KWARGS:
-            raise BadConfig(f"template_kwargs = {shorten(text)}: {name} is not the template's; "
-                            "leave it out")
-    return kwargs
-
-
-def parse_date(text):
-    """The key chat_date, such as "2026-01-31", as a datetime; None for "". Raises BadConfig."""
-    try:
-        return datetime.fromisoformat(text) if text else None
-    except ValueError as e:
-        raise BadConfig(f"chat_date = {shorten(text)} is no date such as 2026-01-31") from e
 
 
 def tokenizer_file_at_fault(folder):
@@ -760,23 +592,6 @@ def write_files(folder, files):
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         with open(os.path.join(folder, name), "wb") as f:
             f.write(content)
-
-
-def read_file(file):
-    """The bytes of a file. Raises BadInput."""
-    try:
-        with open(file, "rb") as f:
-            return f.read()
-    except OSError as e:
-        raise BadInput(f"{file}: {e.strerror}") from e
-
-
-def read_text(file):
-    """The text of a file. Raises BadInput."""
-    try:
-        return read_file(file).decode()
-    except UnicodeDecodeError as e:
-        raise BadInput(f"{file}: {e}") from e
 
 
 def check_ids(vocab, file):

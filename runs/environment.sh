@@ -1,6 +1,7 @@
 # The other scripts source this file. It makes a virtual environment, once, in .venv or
-# $QUARTET_VENV, and installs requirements.txt there. If an environment is active, it uses that one.
-# It sets $PYTHON. $more_requirements: further files of requirements to install.
+# $QUARTET_VENV, and installs requirements.txt there, in the versions of requirements.lock. If an
+# environment is active, it uses that one. It sets $PYTHON. $more_requirements: further files of
+# requirements to install.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${QUARTET_VENV:-${VIRTUAL_ENV:-.venv}}"
@@ -28,9 +29,9 @@ PYTHON="$venv/bin/python"
 # install once for each version of the requirements
 for file in requirements.txt ${more_requirements:-}; do
     stamp="$venv/.installed-$(basename "$file")"
-    if ! cmp -s "$file" "$stamp"; then
-        echo "+ $PYTHON -m pip install -r $file"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$file"
-        cp "$file" "$stamp"
+    if ! cat "$file" requirements.lock | cmp -s - "$stamp"; then
+        echo "+ $PYTHON -m pip install -r $file -c requirements.lock"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$file" -c requirements.lock
+        cat "$file" requirements.lock > "$stamp"
     fi
 done

@@ -9,7 +9,7 @@ case "$seed" in
 esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Small operations are slow when two threads share a core: two threads, each on a core of its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) < 2 ? 1 : 2))}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
 export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }

@@ -262,8 +262,11 @@ def inject(points):
 def warm():
     """
     What every child would do again, done once in the parent: import our modules, compile the scripts and read their keys, look
-    through what we imported.
+    through what we imported. And leave out what is of no use.
     """
+    # torch draws weights for each layer that is made, and all of them are overwritten: a seventh of a tiny run
+    for layer in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
+        layer.reset_parameters = lambda self: None
     configurator.read_lines = functools.cache(configurator.read_lines)
     runpy.compile = functools.cache(compile)  # where runpy looks for it
     for module in OURS:

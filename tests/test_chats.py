@@ -5,6 +5,7 @@ models_of_the_world.py; and of them SFT trains what the assistant says, ends of 
 import filecmp
 import json
 import os
+import random
 import re
 import shutil
 import unicodedata
@@ -107,6 +108,43 @@ def test_rows_equal_apply_chat_template(tokenizers, row, name):
     assert ids[:len(opened)] == opened or row == "blanks"
 
 
+# a family's turn in its template; the same in pieces: the header, what the assistant says with its end, what is behind it
+GENERATED = {
+    "llama3.2": ('{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" + message["content"] | trim + "<|eot_id|>" }}',
+                 '{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}',
+                 '{{- message["content"] | trim + "<|eot_id|>" }}', ''),
+    "qwen2.5": ('{{- "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" }}',
+                '{{- "<|im_start|>" + message["role"] + "\\n" }}', '{{- message["content"] + "<|im_end|>" }}', '{{- "\\n" }}'),
+    "mistral": ('{{- " " + message["content"] | trim + eos_token }}',
+                '', '{{- " " + message["content"] | trim + eos_token }}', '')}
+PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user", " Paris", "caf\u00e9", "\U0001f600",
+          "1+2=3", "  ", "<tool_response>", "<|im_start", "[INST", "\ue000", "\ue0001\ue000", "e\u0301", "\t", "It is", "."]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
+    """Templates that mark {% generation %} tell transformers which tokens are the assistant's: nonsense of every kind."""
+    (ours, theirs), rng = tokenizers[name], random.Random(5)
+    turn, head, said, behind = GENERATED[name]
+    marked = (head + "{%- if message['role'] == 'assistant' %}{%- generation -%}" + said + "{%- endgeneration -%}{%- else %}"
+              + said + "{%- endif %}" + behind)
+    assert turn in world.FAMILIES[name]["template"]
+    marked = world.FAMILIES[name]["template"].replace(turn, marked)
+    for _ in range(80):
+        chat = [system("".join(rng.choices(PIECES, k=3)))] * (name != "mistral" and rng.random() < 0.3)
+        for _ in range(rng.randint(1, 3)):
+            chat += [dict(role=role, content="".join(rng.choices(PIECES, k=rng.randint(1, 7)))) for role in ("user", "assistant")]
+        first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
+        ids, trained = ours.encode_example(chat[:first], chat[first:])
+        want = theirs.apply_chat_template(chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
+        assert ids == want["input_ids"][:len(ids)] == theirs.apply_chat_template(chat, return_dict=False)[:len(ids)], chat
+        # without the turns of the prompt
+        skip, turns = sum(m["role"] == "assistant" for m in chat[:first]), 0
+        for one, before, mine in zip(want["assistant_masks"], [0, *want["assistant_masks"]], trained, strict=False):
+            turns += one > before
+            assert mine == (one == 1 and turns > skip), (chat, first)
+
+
 @pytest.mark.parametrize("row, name", CASES)
 def test_without_offsets(tokenizers, row, name, monkeypatch):
     """Slow tokenizers do not say which characters a token stands for. The same comes of it."""
@@ -168,6 +206,25 @@ def test_special_tokens_in_messages_stay_letters(tokenizers, name):
             ours.encode_prompt([dict(role=f"user{text}", content="a")])
     with pytest.raises(BadInput, match="content of a message must be a string, found \\["):
         ours.encode_example([dict(role="user", content=[dict(type="text", text="a")])], "b")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_tokens_of_a_template_that_are_not_marked_as_special(folders, tmp_path, name):
+    """Some authors forget it. The template's tokens are special all the same; its marks in texts, such as <think>, are not."""
+    folder = shutil.copytree(folders[name], tmp_path / name)
+    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
+                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
+        value = json.loads((folder / file).read_text())
+        for token in items(value):
+            token["special"] = False
+        (folder / file).write_text(json.dumps(value))
+    ours, plain, theirs = load_tokenizer(str(folder)), load_tokenizer(folders[name]), AutoTokenizer.from_pretrained(folder)
+    for text in ("<think>\n\n</think>b", "a<|im_end|>", "<|im_start|>"):
+        assert ours.encode_example([user(text)], [assistant(text)]) == plain.encode_example([user(text)], [assistant(text)])
+    chat = [user("a"), assistant("<think>b</think>c")]
+    ids = ours.encode_example(chat[:1], chat[1:])[0]
+    assert ids == theirs.apply_chat_template(chat, return_dict=False)[:len(ids)]
+    assert ours.eos_ids == plain.eos_ids and sorted(ours.special_texts) == sorted(plain.special_texts)
 
 
 HEAD = "{% for m in messages %}"

@@ -480,6 +480,24 @@ def test_convert_holds_rows_out_and_limits(tmp_path, convert):
         assert (code, stdout) == (2, "") and re.fullmatch(f"convert.py: error: .*{said}.*\n", stderr), stderr
 
 
+def test_convert_makes_chats_of_strings(tmp_path, convert):
+    source, out = tmp_path / "theirs.jsonl", tmp_path / "ours.jsonl"
+
+    def ours(row):
+        jsonl(source, [row])
+        code, _, stderr = convert(f"--source={source}", f"--out={out}", "--chat")
+        return json.loads(out.read_text()) if code == 0 else stderr
+
+    start = "\n\nHuman: hi\nyou\n\nAssistant: hello\n\nHuman: u\n\nAssistant:"
+    begun = [user("hi\nyou"), assistant("hello"), U]
+    assert ours({"chosen": f"{start} a", "rejected": f"{start} b"}) == {"prompt": begun, "chosen": [A], "rejected": [B]}
+    assert ours({"prompt": "u", "chosen": "a", "rejected": "b"}) == {"prompt": [U], "chosen": [A], "rejected": [B]}
+    assert ours({"prompt": "u", "completion": ""}) == {"prompt": [U], "completion": [assistant("")]}
+    assert ours({"question": "u", "answer": "#### 4"}) == {"prompt": [U], "answer": "4"}
+    assert ours({"prompt": [S, U], "completion": "a"}) == {"prompt": [S, U], "completion": [A]}
+    assert "'instruction' must be a string" in ours({"instruction": [U], "output": "b"})
+
+
 def test_convert_as_a_user_runs_it(tmp_path):
     (tmp_path / "rows.csv").write_text("instruction,input,output\nAdd.,1 2,3\n")
     done = subprocess.run([sys.executable, CONVERT, "--source=rows.csv", "--out=ours.jsonl", "--chat"], cwd=tmp_path,

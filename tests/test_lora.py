@@ -13,7 +13,7 @@ from errors import BadInput
 from families import make, padded
 from tiny import read_weights
 
-VARIANTS = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral", "qwen2-gqa", "qwen3"]
+VARIANTS = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral", "qwen2-gqa", "qwen3", "olmo2", "gemma3"]
 ALL = "q,k,v,o,gate,up,down"
 
 
@@ -304,7 +304,7 @@ def test_adapters_that_are_no_models(tmp_path):
             from_pretrained(str(folder), "scalar")
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "qwen2-gqa"])
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "qwen2-gqa", "olmo2", "gemma3"])
 @torch.no_grad()
 def test_what_peft_saved_is_read_as_peft_merges_it(variant, tmp_path):
     """A language model's adapter, with rsLoRA, and a reward model's with its score head (modules_to_save)."""

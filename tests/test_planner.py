@@ -159,8 +159,8 @@ def runs(cases, folder):
             f.write(f"OUT = {out!r}\n" + (tiny.ONE_GROUP if ranks > 1 else "") + DRIVER)
         with open(jobs, "w", encoding="utf-8") as f:
             json.dump([call for _, call in calls], f)
-        done = tiny.run(driver, jobs, ranks=ranks, timeout=900)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        done, = tiny.forked(folder, {f"{ranks} ranks": [tiny.one_run(driver, *[[jobs]] * ranks)]})[f"{ranks} ranks"]
+        assert set(done["codes"]) == {0}, done
         files = [open(f"{out}{rank}", encoding="utf-8") for rank in range(ranks)]
         for (name, _), *each in zip(calls, *map(json.load, files), strict=True):  # of the fullest rank, as predicted
             results[name] = {key: max(result[key] for result in each) for key in each[0]}

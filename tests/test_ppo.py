@@ -150,7 +150,7 @@ MEMORY = dict(micro_batch_size=64, rollout_batch_size=3, head_chunk=5, gradient_
 
 @pytest.fixture(scope="module")
 def ranks(world, tmp_path_factory):
-    """The same runs on one rank, on three with other memory knobs, and some on two by torchrun: RANKS/NAME in this folder."""
+    """The same runs on one rank, on three with other memory knobs, and some on two: RANKS/NAME in this folder."""
     out = str(tmp_path_factory.mktemp("ranks"))
     in_loss = IN_LOSS | dict(reward_path=world.other_reward)
 
@@ -164,12 +164,10 @@ def ranks(world, tmp_path_factory):
 
     half = [("ppo.py", world.ppo(f"{out}/half", dtype="bfloat16"))]
     jobs = {f"job {n} {i}": one_run(script, *[args] * n)
-            for n, work in ((3, calls(f"{out}/3", MEMORY, 1)[:5]), (1, calls(f"{out}/1", {}, 3) + half))
+            for n, work in ((3, calls(f"{out}/3", MEMORY, 1)[:5]), (2, calls(f"{out}/2", {}, 7)[2:]),
+                            (1, calls(f"{out}/1", {}, 3) + half))
             for i, (script, args) in enumerate(work)}
-    with ThreadPoolExecutor(1) as pool:
-        two = pool.submit(tiny.run_in_one, out, "two", calls(f"{out}/2", {}, 7)[2:], ranks=2)
-        outcomes = in_a_row(out, jobs)
-    succeeded(two.result())
+    outcomes = in_a_row(out, jobs)
     for name, each in outcomes.items():
         assert {outcome["kind"] for outcome in each} == {""}, (name, each)
     return out
@@ -225,8 +223,8 @@ def test_ranks_and_memory_do_not_change_sft_and_rm(ranks, name, model):
         assert tiny.distance(f"{one}/{model}", f"{ranks}/{other}/{name}/{model}") < 1e-9, other
 
 
-def test_grpo_under_torchrun(ranks):
-    """Its other promises about ranks have their tests in test_grpo.py, on forked ranks."""
+def test_two_ranks_do_not_change_grpo(ranks):
+    """Its other promises about ranks have their tests in test_grpo.py."""
     logs = [[measured(r) for r in tiny.read_log(folder)] for folder in (f"{ranks}/1/grpo", f"{ranks}/2/grpo")]
     assert alike(*logs, tolerance=1e-9) and len(logs[0]) == 2
     assert tiny.distance(f"{ranks}/1/grpo/policy", f"{ranks}/2/grpo/policy") < 1e-9

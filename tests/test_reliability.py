@@ -57,10 +57,10 @@ NOT_SHARED = """
 import os
 from engine import disk, optimizers, run_folder
 run_folder.SEEN_WAIT, open_run = 1, run_folder.open_run
-def elsewhere(*args):
+def elsewhere(*args, **kwargs):
     os.mkdir("there")
     os.chdir("there")
-    return open_run(*args)
+    return open_run(*args, **kwargs)
 """
 
 
@@ -484,7 +484,7 @@ def bad(world, tmp_path_factory):
         "out of range": (["--lam=1.5"], r"lam = 1.5 .*out of range: \[0..1\]"), "no such choice": (["--kl_in=both"], "kl_in"),
         "not finite": (["--lam=1e999"], "lam .*finite"), "no value": (["--lam"], "a value is missing"),
         "no such file": (["config/nothing.py"], "cannot read config file 'config/nothing.py': No such file"),
-        "twice": (["--seed=2", "--lam=1.0", "--lam=0.9"], "--lam is given twice"),
+        "out of range at last": (["--lam=1.0", "--lam=2"], r"lam = 2.0 .*out of range"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
         "a short horizon": (["--batch_size=100", "--kl_coef_target=1.0", "--kl_horizon=20"],
@@ -523,8 +523,10 @@ def bad(world, tmp_path_factory):
     long = json.dumps(dict(prompt="1+2=", completion="3" * 40, chosen="3" * 40, rejected="4")) + "\n"
     write(f"{f}/in/long.jsonl", 3 * '{"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}\n' + long)
     cases |= {
-        "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"), "row 4: a demonstration of 45 tokens"),
-        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"), "row 4: a demonstration of 45"),
+        "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"),
+                            "row 4: prompt and completion make 45 tokens"),
+        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"),
+                                    "row 4: prompt and completion make 45"),
         "sft: heads": ("sft.py", world.sft("out", d_model=18, n_head=4), "d_model = 18 must be a multiple"),
         "sft: no completion": ("sft.py", world.sft("out", train_path=world.rl_train), "field 'completion' is missing"),
         "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: prompt and chosen make 45 tokens"),

@@ -232,6 +232,11 @@ def trained(tmp_path_factory):
     jobs["ppo"] = one_run("ppo.py", [
         f"--policy_path={policy}", f"--reward_path={found['small'][0]}", "--out_dir=ppo", f"--prompts_path={demos}",
         f"--eval_path={demos}", "--max_iters=1", "--max_new_tokens=6", "--eval_size=3", "--value_init=reward", *keys])
+    others = world.make(root / "others-reward", "mistral", head="scalar")
+    jobs["again"] = one_run("rm.py", [
+        f"--init_from={others}", "--out_dir=rm", f"--train_path={root}/pairsTrue.jsonl", f"--val_path={root}/pairsTrue.jsonl",
+        f"--demonstrations_path={root}/demosTrue.jsonl", "--max_iters=1", "--checkpoint_interval=1", *keys])
+    found["again"] = f"{root}/again/rm/reward_model", others
     for name, (done,) in in_a_row(root, jobs).items():
         assert not done["kind"], (name, done)
     return found
@@ -246,6 +251,7 @@ def test_ours_score_the_same_in_transformers_batches(name, trained):
     tokenizer, before = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(policy)
     chosen = dict(qwen3="<|endoftext|>", pythia="<|padding|>", mistral="<unk>").get(name, "[PAD]")
     assert tokenizer.pad_token == chosen and tokenizer.pad_token_id == theirs.config.pad_token_id
+    assert json.load(open(f"{folder}/tokenizer_config.json"))["pad_token"] == chosen  # no class's own, of some version
     assert said is None and reader.fingerprint == load_tokenizer(policy).fingerprint
     assert theirs.config.pad_token_id not in (tokenizer.eos_token_id, getattr(reader, "turn_end", None))
 
@@ -261,6 +267,15 @@ def test_ours_score_the_same_in_transformers_batches(name, trained):
         assert [tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"] for text in texts] == ids[::2]
     for text in ["caf\u00e9 [PADDING] it's", *[row["chosen"] for row in PAIRS]]:  # all ids are as they were
         assert tokenizer(text)["input_ids"] == before(text)["input_ids"]
+
+
+def test_what_rm_py_has_trained_is_its_own(trained):
+    """Also where it began with a reward model of others: its head went on, and it is read as rm.py has trained it."""
+    folder, others = trained["again"]
+    assert load(others)[2] is not None and load(folder)[2] is None
+    assert "score_shift" in json.load(open(f"{os.path.dirname(folder)}/checkpoint-000001/reward_model/config.json"))
+    heads = [load_file(f"{path}/model.safetensors")["score.weight"] for path in (folder, others)]
+    assert 0 < (heads[0] - heads[1]).abs().max() < 0.01
 
 
 def test_a_new_padding_token_is_no_other_tokenizer(trained):

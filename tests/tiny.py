@@ -296,13 +296,15 @@ dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or join(
 dist.destroy_process_group = lambda: None
 """
 DRIVER = f"""
-import json, runpy, sys
+import json, os, runpy, sys
 {ONE_GROUP}
 for script, *args in json.load(open(sys.argv[1])):
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
+sys.stdout.flush()
 if dist.is_initialized():
     leave()
+    os._exit(0)  # as engine.launch.finish does: otherwise 1 exit in 50 aborts in one of torch's threads
 """
 
 

@@ -164,8 +164,10 @@ with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, os.path.join(ROOT, "ppo.py")]
         command += [f"--{k}={v}" for k, v in keys.items()]
         # OpenMP may have pinned this thread to one core, and the new process would inherit that
-        done = subprocess.run(command, capture_output=True, text=True,
-                              preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+        unpin = None  # macOS pins nothing
+        if hasattr(os, "sched_setaffinity"):
+            unpin = lambda: os.sched_setaffinity(0, range(os.cpu_count()))  # noqa: E731
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=unpin)
         if done.returncode:
             raise Stop(f"ppo.py failed: {done.stderr.strip().splitlines()[-1]}")
         with open(os.path.join(path["run"], "log.jsonl"), encoding="utf-8") as f:

@@ -35,7 +35,7 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import batch_rows, prompt_text  # noqa: E402
-from engine import build, launch, run_folder  # noqa: E402
+from engine import build, encoded, launch, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.hf_files import read_json  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
@@ -44,6 +44,7 @@ from errors import BadConfig, BadInput  # noqa: E402
 from formats import check_text  # noqa: E402
 from loss import kl_estimate, masked_mean  # noqa: E402
 from relatives import clipped_loss, gspo_log_ratio  # noqa: E402
+from rewards import reward_terms  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def asked_row(rows, config, terms):
     terms: the run's rewards, [(weight, name, function)]. Raises BadInput where one of them needs a
     field that the row does not have.
     """
-    known = rows + read_prompts(config["eval_path"], terms, config.get("fields", ""))
+    known = rows + build.read_prompts(config["eval_path"], terms, config.get("fields", ""))
     row = next((row for row in known if prompt_text(row) == prompt), None)
     if row is None:
         row = {"prompt": prompt}
@@ -134,7 +135,7 @@ def asked_row(rows, config, terms):
     return row
 
 
-read_prompts, response_uniforms = build.read_prompts, rollout.response_uniforms
+encode_prompts, response_uniforms = encoded.encode_prompts, rollout.response_uniforms
 
 
 def one_more_iteration(script, config, checkpoint, iteration, keys):
@@ -144,19 +145,21 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     """
     asked = None  # the number of the prompt's row
 
-    def with_the_prompt(path, terms, fields):
+    def with_the_prompt(keys, rows, path, *rest):
         nonlocal asked
-        rows = read_prompts(path, terms, fields)
+        ids = encode_prompts(keys, rows, path, *rest)  # rows that are too long may be dropped here
         if path == config["prompts_path"]:
             prompts = config["batch_size"] // config.get("group_size", 1)
             asked = batch_rows(config["seed"], iteration, prompts, rows.mix)[0]
-            rows[asked] = asked_row(rows, config, terms)
-        return rows
+            rows[asked] = asked_row(rows, config, reward_terms(config["reward_functions"]))
+            how = "cut" if keys["too_long"] == "cut" else "error"
+            ids[asked], = encode_prompts(keys | dict(too_long=how), [rows[asked]], path, *rest)
+        return ids
 
     def end_of_iteration(self, record, tokens=0):
         raise Enough(sys._getframe(1).f_globals)
 
-    build.read_prompts = with_the_prompt
+    encoded.encode_prompts = with_the_prompt
     # the run's own seed decides which prompts are in the batch; the noise may have another
     rollout.response_uniforms = lambda _, *rest: response_uniforms(seed, *rest)
     Run.log = end_of_iteration
@@ -181,7 +184,7 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
         except BadInput as e:  # in words of what the user has typed
             said = str(e).replace(folder, run)
             if asked is not None:
-                place = f"{config['prompts_path']}, row {asked + 1}:"
+                place = f"{config['prompts_path']}, row 1:"
                 said = said.replace(place, f"prompt {prompt!r}:")
             raise BadInput(said) from e
     raise RuntimeError(f"{script}.py has ended without calling run.log")

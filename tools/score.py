@@ -35,6 +35,7 @@ from rewards import score_sequences  # noqa: E402
 reward_path = "out/arithmetic_rm/reward_model"  # folder or hub name of a reward model
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 pairs = "data/arithmetic/pairs_val.jsonl"  # JSONL with "prompt", "chosen" and "rejected"
+fields = ""  # the data's names for ours: "question>prompt,best>chosen"
 limit = 0  # how many pairs of the file, 0 = all [>= 0]
 batch_size = 8  # texts at once in quartet; transformers gets one by one [1..1000000]
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
@@ -48,7 +49,7 @@ weights_dtype = getattr(torch, dtype)
 # how far two scores may be apart by rounding alone, as a share of the largest score (at least 1)
 ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05}[dtype]
 
-rows = read_rows(pairs, preference_row)
+rows = read_rows(pairs, preference_row, fields)
 rows = rows[:limit or len(rows)]
 tokenizer = load_tokenizer(reward_path)
 reward_model = freeze(from_pretrained(reward_path, "scalar", weights_dtype, device))
@@ -108,7 +109,7 @@ del reward_model
 try:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = find_folder(reward_path)
+    folder = find_folder(reward_path, weights=True)
     theirs = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=weights_dtype)
     model = model.eval().to(device)

@@ -1,0 +1,108 @@
+"""
+Other systems than the one that the tests run on. A Mac is simulated: what Linux alone has is taken away, so a script that uses
+it ends with a traceback. And what the requirements say.
+"""
+import os
+import re
+import subprocess
+import sys
+
+from packaging.requirements import Requirement
+
+import conftest
+import tiny
+from conftest import ROOT
+
+MAC = """
+import builtins, ctypes, shutil, resource
+import torch, torch._dynamo, torch.distributed  # they know their own system
+
+for name in [name for name in vars(os) if name.startswith(("sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
+    delattr(os, name)
+for name in ("RLIMIT_SIGPENDING", "RLIMIT_OFILE", "prlimit"):
+    if hasattr(resource, name):
+        delattr(resource, name)
+sys.platform = "darwin"
+os_open, os_exists, run_usage = open, os.path.exists, resource.getrusage
+
+def is_linux(path):
+    return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(("/proc", "/sys"))
+
+def mac_open(path, *args, **kwargs):
+    if is_linux(path):
+        raise FileNotFoundError(2, "No such file or directory", path)
+    return os_open(path, *args, **kwargs)
+
+builtins.open = mac_open
+os.path.exists = lambda path: not is_linux(path) and os_exists(path)
+shutil.which = lambda name, *args, **kwargs: None
+
+class Usage:
+    ru_maxrss = 300 * 2**20  # in bytes there
+
+resource.getrusage = lambda who: Usage
+
+def no_library(*args):
+    raise OSError("there is no such call")
+
+ctypes.CDLL = no_library
+"""
+
+
+CODE_REWARD = """
+from engine import sandbox
+from errors import BadInput
+
+try:
+    sandbox.check_sandbox()
+except BadInput as e:
+    print("refused:", e)
+"""
+
+
+def test_a_mac_runs_everything_but_the_sandbox(tmp_path):
+    """PPO with a rule and a reward model, as under torchrun, whose death is then not noticed; code as a reward is refused."""
+    world = tiny.build(str(tmp_path))
+    keys = dict(reward_functions=f"{world.rule('letters')},reward_model", max_iters=1)
+    done = tiny.run("ppo.py", *world.ppo(f"{tmp_path}/out", **keys), wrapper=tiny.wrap(tmp_path / "mac.py", MAC + CODE_REWARD),
+                    env=dict(TORCHELASTIC_RUN_ID="none"))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert tiny.read_log(f"{tmp_path}/out")[0]["mem/peak_mib"] == 300
+    assert re.search(r"^refused: .*bwrap, which needs Linux; run it in docker", done.stdout, re.M), done.stdout
+
+
+def test_windows_is_told_to_use_wsl():
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.platform = 'win32'; import engine.run_folder"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "WSL" in done.stderr, done.stderr
+
+
+def test_two_pytests_take_each_file_once(tmp_path, monkeypatch):
+    """(As runs/test.sh starts them.)"""
+    takes = conftest.is_ours.__wrapped__
+    monkeypatch.setenv("QUARTET_TAKEN", str(tmp_path))
+    assert [takes(file) for file in ("test_a", "test_a", "test_b")] == [True, False, True]
+    monkeypatch.delenv("QUARTET_TAKEN")
+    assert takes("test_a")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the requirements
+
+
+def requirements(name):
+    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+        lines = [line.partition("#")[0].strip() for line in f]
+    return {r.name: r for r in map(Requirement, filter(None, lines))}
+
+
+def test_the_lock_is_within_the_ranges():
+    """And it is exact; the torch that the README names is that of the lock."""
+    lock = requirements("requirements.lock")
+    versions = {name: str(r.specifier).removeprefix("==") for name, r in lock.items()}
+    assert all(re.fullmatch(r"[\w.]+", version) for version in versions.values()), versions
+    for name, r in (requirements("requirements.txt") | requirements("requirements-dev.txt")).items():
+        assert versions[name] in r.specifier, name
+    for page in ("README.md", "requirements.txt", "Dockerfile"):
+        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+            assert set(re.findall(r"torch==([\w.]+)", f.read())) <= {versions["torch"]}, page
