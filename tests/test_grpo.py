@@ -325,7 +325,8 @@ def sampling_cases(world):
         "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3, max_iters=2), DUMP),
         "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9,
                             entropy_coef=0.1, num_minibatches=1), ""),
-        "two minibatches": (dict(max_iters=2), FORWARDS), "one minibatch": (dict(max_iters=2, num_minibatches=1), FORWARDS),
+        "two minibatches": (dict(max_iters=2, peak_tflops=0.001), FORWARDS),
+        "one minibatch": (dict(max_iters=2, peak_tflops=0.001, num_minibatches=1), FORWARDS),
         "no reference": (dict(max_iters=2, num_minibatches=1, kl_coef=0, kl_in="reward"), FORWARDS),
         "KL in one minibatch": (dict(max_iters=2, num_minibatches=1, kl_in="reward"), FORWARDS),
         "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64", max_iters=2), UNFINISHED_ALL),
@@ -474,6 +475,16 @@ def test_no_forward_is_run_twice(forks, name, rows):
     assert seen == rows and not read
     record = log_of(folder, name)[1]
     assert record["policy/ratio_gap"] == 0 < record["policy/sampler_gap"] < 1e-5 and record["objective/entropy"] > 0
+
+
+def test_a_saved_forward_is_no_share_of_peak(forks, world):
+    """Two runs with the same texts: 2 N for sampling, 2 N for each reader, 6 N in each of two passes; and 2 N less."""
+    each = [log_of(forks[0], name)[0] for name in ("two minibatches", "one minibatch")]
+    assert each[0]["objective/texts"] == each[1]["objective/texts"]
+    n, v = (sum(t.numel() for name, t in tiny.read_weights(path).items() if "wte" not in name and "wpe" not in name)
+            for path in (world.policy, world.reward))
+    two, one = (record["time/mfu"] / record["time/tokens_per_second"] for record in each)
+    assert two / one == pytest.approx((2 * n + 2 * (n + n + v) + 12 * n) / (2 * n + 2 * (n + v) + 12 * n))
 
 
 def test_rules_see_the_prompts_as_text(forks):
