@@ -14,6 +14,7 @@ read_rows(spec, shape, fields) reads files and gives each row to one of the thre
 that makes no sense as such a dialogue is refused with its file and its number: what is wrong in the
 data would otherwise be learned.
 """
+import codecs
 import csv
 import gzip
 import io
@@ -86,7 +87,8 @@ def read_rows(spec, shape, fields=""):
             try:
                 rows.append(shape(rename(row, names)))
             except BadInput as e:
-                raise BadInput(f"{where}: {e}") from e
+                hint = "; data/convert.py leaves rows like this one out" if rows else ""
+                raise BadInput(f"{where}: {e}{hint}") from e
         if len(rows) == before:
             raise BadInput(f"{path}: the file is empty; prepare the data first (data/*/prepare.py)")
         rows.parts.append((path, weight, len(rows) - before))
@@ -142,7 +144,7 @@ def read_bytes(path):
     """The content of a file, unpacked if it ends in .gz. Raises BadInput."""
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as f:
-            return f.read()
+            return f.read().removeprefix(codecs.BOM_UTF8)  # which Windows puts in front
     except (OSError, EOFError, zlib.error) as e:
         said = getattr(e, "strerror", None) or e
         raise BadInput(f"{path}: {said}; prepare the data first (data/*/prepare.py)") from e
@@ -165,23 +167,36 @@ def list_rows(path, content):
 
 def parse_json(content, where, wanted):
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=without_doubles)
     except UnicodeDecodeError as e:
         raise BadInput(f"{where}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{where}: not JSON ({e}); {wanted}") from e
 
 
+def without_doubles(pairs):
+    """A dict of (key, value) pairs. Raises ValueError where a key is there twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{shorten(double)} is there twice")
+    return made
+
+
 def csv_rows(path, delimiter):
     """The first line names the columns; a value may hold newlines, between quotes."""
     try:
-        text = read_bytes(path).decode("utf-8-sig")  # Excel writes a byte order mark in front
+        text = read_bytes(path).decode("utf-8")
         csv.field_size_limit(2**30)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        columns = reader.fieldnames or []
+        if len(set(columns)) < len(columns):
+            raise BadInput(f"{path}: two columns have the same name: {', '.join(columns)}")
         for number, row in enumerate(reader, 1):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
-                raise BadInput(f"{where}: wanted {len(reader.fieldnames)} columns, as the first "
+                raise BadInput(f"{where}: wanted {len(columns)} columns, as the first "
                                "line has; is a quote or a comma missing?")
             yield where, row
     except UnicodeDecodeError as e:
@@ -348,14 +363,18 @@ def prompt_row(row):
     asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
     if asked:
         row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
+    chat = prompt_of_chat(row) if asked in ("prompt", None) else None
+    if chat:
+        row["prompt"] = chat
     elif "prompt" not in row:
         if row.get("chosen") is not None:
             row["prompt"] = preference_row(row)["prompt"]
-        elif any(row.get(name) is not None for name in ("messages", "conversations", "output")):
+        elif row.get("output") is not None:
             row["prompt"] = sft_row(row)["prompt"]
         else:
             raise BadInput(f"field 'prompt' is missing; {names_in(row)}; rename with fields, such "
                            "as task>prompt")
+    if not asked:
         for name in ("messages", "conversations", "instruction", "input", "output", "chosen",
                      "rejected"):
             row.pop(name, None)
@@ -406,6 +425,24 @@ def dialogue(row, *completions):
     return made
 
 
+def prompt_of_chat(row):
+    """
+    The prompt, as messages, of a row that sft.py or rm.py read as a chat, although its own field
+    `prompt` may be a string (UltraFeedback, UltraChat). None of any other row. Raises BadInput.
+    """
+    if isinstance(row.get("prompt"), list):
+        return None
+    if isinstance(row.get("chosen"), list):
+        return preference_row(row)["prompt"]
+    if isinstance(row.get("completion"), list):
+        return sft_row(row)["prompt"]
+    messages = whole_dialogue(row) or []
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    if messages and first == 0:
+        raise BadInput("the dialogue begins with the assistant, so there is nothing to answer")
+    return messages[:first]
+
+
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
                   "assistant": "assistant", "system": "system"}
@@ -430,6 +467,7 @@ def clean(value, field):
                            f"{number + 1}); only the first may be one")
         if message.get("tool_calls"):
             raise BadInput(f"field {field!r} has a call of a tool, which is not supported")
+        refuse_weight(message, message["role"], field)
     return messages
 
 
@@ -472,8 +510,17 @@ def from_sharegpt(turns):
         if role is None:
             raise BadInput(f"field 'conversations' has a message from {shorten(turn.get('from'))}; "
                            "there are human, gpt and system")
+        refuse_weight(turn, role, "conversations")
         messages.append({"role": role, "content": turn.get("value")})
     return messages
+
+
+def refuse_weight(message, role, field):
+    """Raise BadInput for a message of the assistant's that shall not be learned: all of them are."""
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        raise BadInput(f"field {field!r} has an assistant message of weight "
+                       f"{shorten(message['weight'])}; all are learned alike: end the row before "
+                       "it, or make it a part of the prompt")
 
 
 def is_in(prompt, messages):

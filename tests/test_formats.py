@@ -45,7 +45,8 @@ GOOD = '{"prompt": "a", "answer": "b"}'
 
 @pytest.mark.parametrize("line, words", [
     ('{"prompt": "a"', ["not JSON"]), ("nothing", ["not JSON"]), ('{"prompt": "a"}}', ["not JSON"]),
-    ("\ufeff" + GOOD, ["not JSON"]),
+    ("\ufeff" + GOOD, ["not JSON"]), ('{"prompt": "a", "answer": "b", "prompt": "c"}', ["not JSON ('prompt' is there twice)"]),
+    ('{"prompt": [{"role": "user", "role": "user", "content": "a"}]}', ["not JSON ('role' is there twice)"]),
     ('[["prompt", "a"]]', ["an object", "list"]), ('"prompt"', ["an object", "str"]), ("null", ["an object", "NoneType"]),
     ('{"answer": "b"}', ["'prompt'", "missing", "'answer'"]), ("{}", ["'prompt'", "missing", "none"]),
     ('{"Prompt": "a", "answer": "b"}', ["'prompt'", "missing", "'Prompt'"]),
@@ -75,6 +76,7 @@ def test_errors_name_file_line_and_field(tmp_path, line, words):
     with pytest.raises(BadInput) as caught:
         read_rows(str(file), prompt_row)
     message = str(caught.value)
+    assert message.endswith("; data/convert.py leaves rows like this one out") == ("field" in message)
     assert message.startswith(f"{file}, line 3: ") and "\n" not in message and len(message) < 400
     assert all(word in message for word in words), message
 
@@ -117,7 +119,9 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "e.csv").write_text('\ufeffprompt,answer\r\n"a, ""b""\n\u00e9",1\r\nc,2\r\n', newline="", encoding="utf-8")
     (tmp_path / "f.tsv").write_text('prompt\tanswer\n"a, ""b""\n\u00e9"\t1\nc\t2\n', encoding="utf-8")
-    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.csv", "f.tsv"):
+    for name in ("a.jsonl", "b.json"):  # as some editors of Windows save them
+        (tmp_path / f"mark_{name}").write_text("\ufeff" + (tmp_path / name).read_text(), encoding="utf-8")
+    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.csv", "f.tsv", "mark_a.jsonl", "mark_b.json"):
         assert read_rows(str(tmp_path / name), prompt_row) == ROWS, name
     monkeypatch.chdir(tmp_path)
     both = read_rows("a.jsonl, 0.5*e.csv", prompt_row)
@@ -135,6 +139,7 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     ("a.json", b"[]", "a.json: the file is empty"), ("a.csv", b"prompt,answer\na\n", "a.csv, row 1: wanted 2 columns"),
     ("a.csv", b"prompt,answer\na,b,c\n", "a.csv, row 1: wanted 2 columns"), ("a.csv", b'prompt\n"a', "a.csv: not a table"),
     ("a.csv", b"prompt\n\xff", "a.csv: not UTF-8"), ("a.csv", b"", "a.csv: the file is empty"),
+    ("a.csv", b"prompt,answer,prompt\na,b,c\n", "a.csv: two columns have the same name: prompt, answer, prompt"),
     ("a.csv", b"question\n\n", "a.csv: the file is empty"), ("a.jsonl.gz", b"no", "a.jsonl.gz: Not a gzipped file"),
     ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], "a.jsonl.gz: Compressed file ended"),
     ("a.parquet", b"PAR1", "a.parquet: ")])
@@ -281,7 +286,13 @@ VERL = [{"data_source": "openai/gsm8k", "prompt": [{"content": "2+2? End with ##
     (VERL[0], {**VERL[0], "answer": "4"}),
     ({"prompt": "p", "reward_model": {"ground_truth": ["x"]}}, {"prompt": "p", "reward_model": {"ground_truth": ["x"]}}),
     ({"messages": DIALOGUE, "id": 1}, {"id": 1, "prompt": DIALOGUE[:1]}),
+    ({"messages": [user("q")], "ground_truth": "4"}, {"ground_truth": "4", "prompt": [user("q")]}),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, {"prompt": SHARED}),
+    # sft.py and rm.py read these as chats, and so the prompts are
+    ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]},
+     {"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}),
+    ({"prompt": "hi", "messages": DIALOGUE}, {"prompt": DIALOGUE[:1], "messages": DIALOGUE}),
+    ({"prompt": "hi", "completion": [A]}, {"prompt": [user("hi")], "completion": [A]}),
     ({"prompt": [user("x"), assistant("<think>")]}, {"prompt": [user("x"), assistant("<think>")]}),
 ])
 def test_prompt_rows(row, want):
@@ -339,6 +350,10 @@ S, U, C = system("s"), user("u"), assistant("c")
                       "rejected": "\n\nHuman: x\n\nAssistant: d"}, "a human speaks behind"),
     (prompt_row, {"text": "x"}, "field 'prompt' is missing; it has 'text'; rename with fields"),
     (prompt_row, {"prompt": [U, S]}, "a system message in the middle"),
+    (prompt_row, {"messages": [C, U]}, "begins with the assistant"),
+    (prompt_row, {"prompt": "another", "messages": [U, C]}, "the prompt is not in the messages"),
+    (sft_row, {"messages": [U, {**C, "weight": 0}, U, C]}, "an assistant message of weight 0; all are learned alike"),
+    (sft_row, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "weight": 0.5}]}, "weight 0.5"),
 ])
 def test_rows_without_sense_are_refused(shape, row, said):
     with pytest.raises(BadInput, match=said) as caught:
