@@ -333,14 +333,16 @@ def preference_row(row):
             raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
                            "rejected, or whole dialogues as chosen and rejected; rename with "
                            "fields, such as better>chosen,worse>rejected")
-    row = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
+    names = names_in(row)
+    row = {name: row.get(name) for name in ("system", "prompt", "chosen", "rejected")}
     whole = [isinstance(row[name], list) and len(row[name]) > 0 and isinstance(row[name][0], dict)
              and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
     if any(whole):
-        row = split_dialogues(row)
+        row |= split_dialogues(row)
     elif row["prompt"] is None or all(str(row[name]).startswith("\n\nHuman:")
                                       for name in ("chosen", "rejected")):
-        given, row = row["prompt"], split_hh(row)
+        given = row["prompt"]
+        row |= split_hh(row, names)
         if given is not None and str(given).strip() != row["prompt"].strip():
             raise BadInput("the prompt is not what chosen and rejected begin with")
     return dialogue(row, "chosen", "rejected")
@@ -381,7 +383,9 @@ def prompt_row(row):
     refuse_tools(row)
     check_text(row["prompt"], "prompt")
     if isinstance(row["prompt"], list):
-        row["prompt"] = clean(row["prompt"], "prompt")
+        row["prompt"] = with_system(clean(row["prompt"], "prompt"), row)
+    else:
+        refuse_system(row)
 
     answer = row.get("answer")
     if answer is None and isinstance(row.get("reward_model"), dict):
@@ -410,8 +414,10 @@ def dialogue(row, *completions):
             raise BadInput(f"field {field!r} is missing; {names_in(row)}")
         check_text(row[field], field)
     if all(isinstance(row[field], str) for field in fields):
+        refuse_system(row)
         return {field: row[field] for field in fields}
     made = {field: clean(row[field], field) for field in fields}
+    made["prompt"] = with_system(made["prompt"], row)
     if not any(m["role"] == "user" for m in made["prompt"]):
         raise BadInput("the prompt has no user message, so there is nothing to answer")
     for field in completions:
@@ -486,16 +492,31 @@ def whole_dialogue(row):
     if isinstance(messages, str):
         raise BadInput("field 'messages' is a string; wanted a list of {\"role\", \"content\"} "
                        "messages")
-    messages = clean(messages, "messages")
-    if row.get("system") and messages[0]["role"] != "system":
-        check_text(row["system"], "system")
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+    messages = with_system(clean(messages, "messages"), row)
     if row.get("prompt"):
         check_text(row["prompt"], "prompt")
         if not is_in(row["prompt"], messages):
             raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
                            "such as prompt>unused")
     return messages
+
+
+def with_system(messages, row):
+    """The messages, behind the row's string `system`, if it has one and they have none."""
+    if not row.get("system") or messages[0]["role"] == "system":
+        return messages
+    if not isinstance(row["system"], str):
+        raise BadInput(f"field 'system' must be a string, found {type(row['system']).__name__}")
+    check_text(row["system"], "system")
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def refuse_system(row):
+    """Raise BadInput for a string `system` beside a prompt that is a string, too."""
+    if row.get("system"):
+        raise BadInput("a system text beside strings is not supported: write messages, as "
+                       "data/convert.py --chat does, or leave it out with fields, such as "
+                       "system>unused")
 
 
 def from_sharegpt(turns):
@@ -571,15 +592,17 @@ def split_dialogues(row):
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def split_hh(row):
+def split_hh(row, names):
     """
     chosen and rejected, two dialogues as strings -> the text that they share up to its last
-    "\\n\\nAssistant:", and how they go on. Raises BadInput.
+    "\\n\\nAssistant:", and how they go on. names: of the row's fields. Raises BadInput.
     """
     turn = "\n\nAssistant:"
     chosen, rejected = row["chosen"], row["rejected"]
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues")
+    if not all(isinstance(text, str) and text.startswith("\n\nHuman:")
+               for text in (chosen, rejected)):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues; "
+                       f"{names}; rename with fields, such as question>prompt")
     shared = os.path.commonprefix([chosen, rejected])
     end = shared.rfind(turn) + len(turn)
     if end < len(turn):
@@ -602,8 +625,10 @@ def answer_text(answer):
             text = text.replace(",", "")
         return text
     if type(answer) not in (int, float) or not math.isfinite(answer):
+        part = ("; name a part of it with fields, such as answer.value>answer, or rename it, "
+                "answer>answers") if isinstance(answer, (list, dict)) else ""
         raise BadInput(f"field 'answer' must be a string or a number, found "
-                       f"{type(answer).__name__} {shorten(answer)}")
+                       f"{type(answer).__name__} {shorten(answer)}{part}")
     return str(int(answer)) if answer == int(answer) else repr(answer)
 
 

@@ -233,6 +233,7 @@ PAIR = {"prompt": SHARED, "chosen": [A], "rejected": [B]}
       "value": "more?"}, {"from": "gpt", "value": "no"}]}, SPLIT), ({"conversations": DIALOGUE}, SPLIT),
     ({"system": "be kind", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a"}]},
      {"prompt": SHARED, "completion": [A]}),
+    ({"system": "be kind", "prompt": [user("hi")], "completion": "a"}, {"prompt": SHARED, "completion": [A]}),
     ({"instruction": "Add.", "input": "1 2", "output": "3"},
      {"prompt": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "completion": "3"}),
     ({"instruction": "Add.", "input": "", "output": ""},
@@ -250,6 +251,8 @@ def test_sft_rows(row, want):
     ({"prompt": SHARED, "chosen": [A], "rejected": [B]}, PAIR), ({"prompt": SHARED, "chosen": "a", "rejected": [B]}, PAIR),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
+    ({"system": "be kind", "chosen": [user("hi"), A], "rejected": [user("hi"), B]}, PAIR),
+    ({"system": "be kind", "prompt": "hi", "chosen": "a", "rejected": [B]}, PAIR),
     ({"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"chosen": [*DIALOGUE, user("x"), A], "rejected": [*DIALOGUE, user("x"), B]},
      {"prompt": [*DIALOGUE, user("x")], "chosen": [A], "rejected": [B]}),
@@ -333,7 +336,7 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"messages": [user([{"type": "text", "text": "x"}]), C]}, "must be a string, found list"),
     (preference_row, {"prompt": "p", "chosen": "c"}, "field 'rejected' is missing"),
     (preference_row, {"prompt": "p", "completion": "c", "label": True}, "field 'chosen' is missing"),
-    (preference_row, {"chosen": "c", "rejected": "r"}, "do not begin with the same dialogue"),
+    (preference_row, {"chosen": "c", "rejected": "r"}, "are no whole dialogues; it has 'chosen', 'rejected'; rename"),
     (preference_row, {"chosen": [U, A], "rejected": [user("v"), B]}, "different prompts: message 1"),
     (preference_row, {"chosen": [U, A, U, A], "rejected": [U, A, user("v"), B]}, "different prompts: message 3"),
     (preference_row, {"chosen": [U, A, U], "rejected": [U, B]}, "'chosen' ends with the role 'user'"),
@@ -352,6 +355,13 @@ S, U, C = system("s"), user("u"), assistant("c")
     (prompt_row, {"prompt": [U, S]}, "a system message in the middle"),
     (prompt_row, {"messages": [C, U]}, "begins with the assistant"),
     (prompt_row, {"prompt": "another", "messages": [U, C]}, "the prompt is not in the messages"),
+    (prompt_row, {"prompt": "a", "answer": ["b"]}, "found list .*name a part of it with fields"),
+    (sft_row, {"system": [U], "messages": [U, C]}, "field 'system' must be a string, found list"),
+    (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
+    (preference_row, {"system": "s", "prompt": "p", "chosen": "c", "rejected": "r"}, "a system text beside strings"),
+    (prompt_row, {"system": "s", "question": "p"}, "a system text beside strings"),
+    (preference_row, {"system": "", "question": "q", "chosen": "c", "rejected": "r"},
+     "field 'prompt' is missing.*it has 'system', 'question', 'chosen', 'rejected'; rename with fields, such as question>prompt"),
     (sft_row, {"messages": [U, {**C, "weight": 0}, U, C]}, "an assistant message of weight 0; all are learned alike"),
     (sft_row, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "weight": 0.5}]}, "weight 0.5"),
 ])
@@ -400,7 +410,8 @@ def test_nothing_is_glued_whatever_comes():
                 if shape is sft_row and row.get("completion") is None and not row.get("system") and "role" in source[0]:
                     assert [m["content"] for m in source] == [m["content"] for m in got["prompt"] + got[field]]
                 if shape is preference_row and isinstance(row[field], list) and row[field][0]["role"] != "assistant":
-                    assert got["prompt"] + got[field] == row[field]
+                    more = bool(row.get("system")) and row[field][0]["role"] != "system"
+                    assert (got["prompt"] + got[field])[more:] == row[field]
     assert made > 300
 
 
@@ -511,6 +522,13 @@ def test_convert_makes_chats_of_strings(tmp_path, convert):
     assert ours({"question": "u", "answer": "#### 4"}) == {"prompt": [U], "answer": "4"}
     assert ours({"prompt": [S, U], "completion": "a"}) == {"prompt": [S, U], "completion": [A]}
     assert "'instruction' must be a string" in ours({"instruction": [U], "output": "b"})
+    # nothing beside the strings is lost
+    assert "a history" in ours({"instruction": "a", "output": "b", "history": [["x", "y"]]})
+    assert ours({"instruction": "u", "output": "a", "system": "s"}) == {"prompt": [S, U], "completion": [A]}
+    assert ours({"question": "u", "answer": 4, "system": "s"}) == {"prompt": [S, U], "answer": "4"}
+    jsonl(source, [{"system": "s", "question": "u", "chosen": "a", "rejected": "b"}])  # Intel/orca_dpo_pairs
+    assert convert(f"--source={source}", f"--out={out}", "--chat", "--fields=question>prompt")[0] == 0
+    assert json.loads(out.read_text()) == {"prompt": [S, U], "chosen": [A], "rejected": [B]}
 
 
 def test_convert_as_a_user_runs_it(tmp_path):
