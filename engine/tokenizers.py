@@ -412,7 +412,9 @@ class HFTokenizer(Tokenizer):
         if not self.template:
             return super().encode_chat(messages)
         filled, hidden = self.hide(self.chat.with_system_prompt(messages))
-        return self.encode_text(self.chat.render_open(filled), hidden)[0]
+        text = self.chat.render_open(filled)
+        self.say_what_is_left_out(text, filled)
+        return self.encode_text(text, hidden)[0]
 
     def encode_whole(self, messages):
         """
@@ -478,7 +480,7 @@ class HFTokenizer(Tokenizer):
         for m in messages:
             if "".join(content_of(m).split()) not in letters:
                 self.say_once(f"{self.chat.name} does not write all of each message of the role "
-                              f"{m['role']!r}; what it leaves out is not learned")
+                              f"{m['role']!r}; what it leaves out, the model does not see")
 
     def hide(self, messages):
         """

@@ -307,8 +307,8 @@ def test_odd_templates(folders, tmp_path):
 
 def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
     """Once for each role: the thoughts of earlier turns, of any turn, and the system message of some chats."""
-    said = "warning: the chat template {} does not write all of each message of the role {!r}; what it leaves out is not " \
-        "learned\n"
+    said = "warning: the chat template {} does not write all of each message of the role {!r}; what it leaves out, the " \
+        "model does not see\n"
     ours = load_tokenizer(folders["qwen3"])
     ours.encode_example([user("1+2? ")], [assistant(f" {THOUGHT} ")])  # its blanks may change
     ours.encode_example([user("a <|im_end|>")], [assistant("<think>b</think>\n<|im_end|>")])
@@ -322,6 +322,11 @@ def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
     ids, trained = ours.encode_example([system("Be brief"), user("1+2?")], [assistant(THOUGHT)])
     assert [span.strip() for span in spans(ours, ids, trained)] == ["3<|im_end|>"]
     assert capsys.readouterr().out == "".join(said.format(f"{tmp_path}/my.jinja", role) for role in ("system", "assistant"))
+    ours = with_template(folders["qwen2.5"], tmp_path, text)  # of a prompt, too
+    ours.encode_prompt([system("Be brief"), user("1+2?")])
+    assert capsys.readouterr().out == said.format(f"{tmp_path}/my.jinja", "system")
+    with pytest.raises(BadInput, match="my.jinja is empty; leave the key out"):
+        with_template(folders["qwen2.5"], tmp_path, " \n")
 
 
 def test_two_messages_of_the_assistant_in_a_row(tokenizers):
