@@ -130,13 +130,17 @@ def raw_rows(path):
         rows = parquet_rows(path)
     elif kind in (".csv", ".tsv"):
         rows = csv_rows(path, "\t" if kind == ".tsv" else ",")
+    elif kind in (".arrow", ".bz2", ".xlsx", ".xz", ".zip", ".zst"):
+        raise BadInput(f"{path}: {kind} files are not read; wanted .jsonl, .json, .csv, .tsv or "
+                       ".parquet, perhaps with .gz behind it")
     else:
         content = read_bytes(path)
         is_list = kind == ".json" and content.lstrip()[:1] == b"["
         rows = list_rows(path, content) if is_list else jsonl_rows(path, content)
     for where, row in rows:
         if not isinstance(row, dict):
-            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}")
+            hint = "; if the file is one list, name it .json" * isinstance(row, list)
+            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}{hint}")
         yield where, row
 
 
@@ -191,8 +195,7 @@ def csv_rows(path, delimiter):
         csv.field_size_limit(2**30)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         columns = reader.fieldnames or []
-        if len(set(columns)) < len(columns):
-            raise BadInput(f"{path}: two columns have the same name: {', '.join(columns)}")
+        refuse_equal_columns(path, columns)
         for number, row in enumerate(reader, 1):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
@@ -205,6 +208,11 @@ def csv_rows(path, delimiter):
         raise BadInput(f"{path}: not a table ({e})") from e
 
 
+def refuse_equal_columns(path, names):
+    if len(set(names)) < len(names):
+        raise BadInput(f"{path}: two columns have the same name: {', '.join(names)}")
+
+
 def parquet_rows(path):
     try:
         import pyarrow
@@ -214,10 +222,14 @@ def parquet_rows(path):
                        "pip install pyarrow") from e
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        file = parquet.ParquetFile(path)
+        refuse_equal_columns(path, file.schema_arrow.names)
+        for batch in file.iter_batches():
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", row
+    except BadInput:
+        raise
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
 

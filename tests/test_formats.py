@@ -142,6 +142,8 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     ("a.csv", b"prompt,answer,prompt\na,b,c\n", "a.csv: two columns have the same name: prompt, answer, prompt"),
     ("a.csv", b"question\n\n", "a.csv: the file is empty"), ("a.jsonl.gz", b"no", "a.jsonl.gz: Not a gzipped file"),
     ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], "a.jsonl.gz: Compressed file ended"),
+    ("a.jsonl", b'[{"prompt": "a"}]', "a.jsonl, line 1: wanted an object, found list; if the file is one list, name it .json"),
+    ("a.jsonl.zst", b"x", "a.jsonl.zst: .zst files are not read; wanted .jsonl,"),
     ("a.parquet", b"PAR1", "a.parquet: ")])
 def test_damaged_files_are_one_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
