@@ -244,6 +244,28 @@ def parse_rope(hf, where):
     return rope
 
 
+def older_rope_names(hf):
+    """
+    The rotary settings of a config.json under the names of transformers 4, which does not know
+    rope_parameters, and would silently take its defaults: {} where hf does not have those, either.
+    """
+    rope = hf.get("rope_parameters") or {}
+    names = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
+    theta, share = names.get(hf["model_type"], ("rope_theta", "partial_rotary_factor"))
+    older = {}
+    if "sliding_attention" in rope:  # Gemma 3: one for each kind of layer
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        older[theta] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        older[share] = rope["partial_rotary_factor"]
+    if rope.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in rope.items()
+                                 if name not in ("rope_theta", "partial_rotary_factor")}
+    return older
+
+
 def parse_windows(hf, c, where):
     """
     The sliding window of each layer, 0 = none. All of Mistral's layers slide; Qwen's from layer

@@ -14,7 +14,8 @@ import os
 
 import torch
 
-from engine.hf_config import ADAPTER_FIELDS, FAMILIES, FINITE, check_fields, parse_config
+from engine.hf_config import (
+    ADAPTER_FIELDS, FAMILIES, FINITE, check_fields, older_rope_names, parse_config)
 from engine.hf_files import (
     check_dtype, check_numbers, model_folders, open_bin, read_json, read_tensors, tensor_files)
 from errors import BadInput, shorten
@@ -376,7 +377,7 @@ def write_pretrained(folder, config, head, weights, dtype=None):
     written as sequence classification with one label. dtype: of the tensors; None: as they are.
     """
     os.makedirs(folder, exist_ok=True)
-    hf = dict(config.hf)
+    hf = older_rope_names(config.hf) | config.hf
     if head == "lm" and config.family in ("gpt2", "gemma3_text"):
         hf["architectures"] = [{"gpt2": "GPT2LMHeadModel"}.get(config.family, "Gemma3ForCausalLM")]
     else:
