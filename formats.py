@@ -14,6 +14,7 @@ read_rows(spec, shape, fields) reads files and gives each row to one of the thre
 that makes no sense as such a dialogue is refused with its file and its number: what is wrong in the
 data would otherwise be learned.
 """
+import codecs
 import csv
 import gzip
 import io
@@ -86,7 +87,8 @@ def read_rows(spec, shape, fields=""):
             try:
                 rows.append(shape(rename(row, names)))
             except BadInput as e:
-                raise BadInput(f"{where}: {e}") from e
+                hint = "; data/convert.py leaves rows like this one out" if rows else ""
+                raise BadInput(f"{where}: {e}{hint}") from e
         if len(rows) == before:
             raise BadInput(f"{path}: the file is empty; prepare the data first (data/*/prepare.py)")
         rows.parts.append((path, weight, len(rows) - before))
@@ -128,13 +130,17 @@ def raw_rows(path):
         rows = parquet_rows(path)
     elif kind in (".csv", ".tsv"):
         rows = csv_rows(path, "\t" if kind == ".tsv" else ",")
+    elif kind in (".arrow", ".bz2", ".xlsx", ".xz", ".zip", ".zst"):
+        raise BadInput(f"{path}: {kind} files are not read; wanted .jsonl, .json, .csv, .tsv or "
+                       ".parquet, perhaps with .gz behind it")
     else:
         content = read_bytes(path)
         is_list = kind == ".json" and content.lstrip()[:1] == b"["
         rows = list_rows(path, content) if is_list else jsonl_rows(path, content)
     for where, row in rows:
         if not isinstance(row, dict):
-            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}")
+            hint = "; if the file is one list, name it .json" * isinstance(row, list)
+            raise BadInput(f"{where}: wanted an object, found {type(row).__name__}{hint}")
         yield where, row
 
 
@@ -142,7 +148,7 @@ def read_bytes(path):
     """The content of a file, unpacked if it ends in .gz. Raises BadInput."""
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as f:
-            return f.read()
+            return f.read().removeprefix(codecs.BOM_UTF8)  # which Windows puts in front
     except (OSError, EOFError, zlib.error) as e:
         said = getattr(e, "strerror", None) or e
         raise BadInput(f"{path}: {said}; prepare the data first (data/*/prepare.py)") from e
@@ -165,29 +171,46 @@ def list_rows(path, content):
 
 def parse_json(content, where, wanted):
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=without_doubles)
     except UnicodeDecodeError as e:
         raise BadInput(f"{where}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{where}: not JSON ({e}); {wanted}") from e
 
 
+def without_doubles(pairs):
+    """A dict of (key, value) pairs. Raises ValueError where a key is there twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{shorten(double)} is there twice")
+    return made
+
+
 def csv_rows(path, delimiter):
     """The first line names the columns; a value may hold newlines, between quotes."""
     try:
-        text = read_bytes(path).decode("utf-8-sig")  # Excel writes a byte order mark in front
+        text = read_bytes(path).decode("utf-8")
         csv.field_size_limit(2**30)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        columns = reader.fieldnames or []
+        refuse_equal_columns(path, columns)
         for number, row in enumerate(reader, 1):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
-                raise BadInput(f"{where}: wanted {len(reader.fieldnames)} columns, as the first "
+                raise BadInput(f"{where}: wanted {len(columns)} columns, as the first "
                                "line has; is a quote or a comma missing?")
             yield where, row
     except UnicodeDecodeError as e:
         raise BadInput(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from e
     except csv.Error as e:
         raise BadInput(f"{path}: not a table ({e})") from e
+
+
+def refuse_equal_columns(path, names):
+    if len(set(names)) < len(names):
+        raise BadInput(f"{path}: two columns have the same name: {', '.join(names)}")
 
 
 def parquet_rows(path):
@@ -199,10 +222,14 @@ def parquet_rows(path):
                        "pip install pyarrow") from e
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        file = parquet.ParquetFile(path)
+        refuse_equal_columns(path, file.schema_arrow.names)
+        for batch in file.iter_batches():
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", row
+    except BadInput:
+        raise
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
 
@@ -318,14 +345,16 @@ def preference_row(row):
             raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
                            "rejected, or whole dialogues as chosen and rejected; rename with "
                            "fields, such as better>chosen,worse>rejected")
-    row = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
+    names = names_in(row)
+    row = {name: row.get(name) for name in ("system", "prompt", "chosen", "rejected")}
     whole = [isinstance(row[name], list) and len(row[name]) > 0 and isinstance(row[name][0], dict)
              and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
     if any(whole):
-        row = split_dialogues(row)
+        row |= split_dialogues(row)
     elif row["prompt"] is None or all(str(row[name]).startswith("\n\nHuman:")
                                       for name in ("chosen", "rejected")):
-        given, row = row["prompt"], split_hh(row)
+        given = row["prompt"]
+        row |= split_hh(row, names)
         if given is not None and str(given).strip() != row["prompt"].strip():
             raise BadInput("the prompt is not what chosen and rejected begin with")
     return dialogue(row, "chosen", "rejected")
@@ -348,21 +377,27 @@ def prompt_row(row):
     asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
     if asked:
         row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
+    chat = prompt_of_chat(row) if asked in ("prompt", None) else None
+    if chat:
+        row["prompt"] = chat
     elif "prompt" not in row:
         if row.get("chosen") is not None:
             row["prompt"] = preference_row(row)["prompt"]
-        elif any(row.get(name) is not None for name in ("messages", "conversations", "output")):
+        elif row.get("output") is not None:
             row["prompt"] = sft_row(row)["prompt"]
         else:
             raise BadInput(f"field 'prompt' is missing; {names_in(row)}; rename with fields, such "
                            "as task>prompt")
+    if not asked:
         for name in ("messages", "conversations", "instruction", "input", "output", "chosen",
                      "rejected"):
             row.pop(name, None)
     refuse_tools(row)
     check_text(row["prompt"], "prompt")
     if isinstance(row["prompt"], list):
-        row["prompt"] = clean(row["prompt"], "prompt")
+        row["prompt"] = with_system(clean(row["prompt"], "prompt"), row)
+    else:
+        refuse_system(row)
 
     answer = row.get("answer")
     if answer is None and isinstance(row.get("reward_model"), dict):
@@ -391,8 +426,10 @@ def dialogue(row, *completions):
             raise BadInput(f"field {field!r} is missing; {names_in(row)}")
         check_text(row[field], field)
     if all(isinstance(row[field], str) for field in fields):
+        refuse_system(row)
         return {field: row[field] for field in fields}
     made = {field: clean(row[field], field) for field in fields}
+    made["prompt"] = with_system(made["prompt"], row)
     if not any(m["role"] == "user" for m in made["prompt"]):
         raise BadInput("the prompt has no user message, so there is nothing to answer")
     for field in completions:
@@ -404,6 +441,24 @@ def dialogue(row, *completions):
                 raise BadInput(f"field {field!r} {place} with the role {role!r}; a completion "
                                "begins and ends with the assistant")
     return made
+
+
+def prompt_of_chat(row):
+    """
+    The prompt, as messages, of a row that sft.py or rm.py read as a chat, although its own field
+    `prompt` may be a string (UltraFeedback, UltraChat). None of any other row. Raises BadInput.
+    """
+    if isinstance(row.get("prompt"), list):
+        return None
+    if isinstance(row.get("chosen"), list):
+        return preference_row(row)["prompt"]
+    if isinstance(row.get("completion"), list):
+        return sft_row(row)["prompt"]
+    messages = whole_dialogue(row) or []
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    if messages and first == 0:
+        raise BadInput("the dialogue begins with the assistant, so there is nothing to answer")
+    return messages[:first]
 
 
 ROLES = ("system", "user", "assistant")
@@ -430,6 +485,7 @@ def clean(value, field):
                            f"{number + 1}); only the first may be one")
         if message.get("tool_calls"):
             raise BadInput(f"field {field!r} has a call of a tool, which is not supported")
+        refuse_weight(message, message["role"], field)
     return messages
 
 
@@ -448,16 +504,31 @@ def whole_dialogue(row):
     if isinstance(messages, str):
         raise BadInput("field 'messages' is a string; wanted a list of {\"role\", \"content\"} "
                        "messages")
-    messages = clean(messages, "messages")
-    if row.get("system") and messages[0]["role"] != "system":
-        check_text(row["system"], "system")
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+    messages = with_system(clean(messages, "messages"), row)
     if row.get("prompt"):
         check_text(row["prompt"], "prompt")
         if not is_in(row["prompt"], messages):
             raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
                            "such as prompt>unused")
     return messages
+
+
+def with_system(messages, row):
+    """The messages, behind the row's string `system`, if it has one and they have none."""
+    if not row.get("system") or messages[0]["role"] == "system":
+        return messages
+    if not isinstance(row["system"], str):
+        raise BadInput(f"field 'system' must be a string, found {type(row['system']).__name__}")
+    check_text(row["system"], "system")
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def refuse_system(row):
+    """Raise BadInput for a string `system` beside a prompt that is a string, too."""
+    if row.get("system"):
+        raise BadInput("a system text beside strings is not supported: write messages, as "
+                       "data/convert.py --chat does, or leave it out with fields, such as "
+                       "system>unused")
 
 
 def from_sharegpt(turns):
@@ -472,8 +543,17 @@ def from_sharegpt(turns):
         if role is None:
             raise BadInput(f"field 'conversations' has a message from {shorten(turn.get('from'))}; "
                            "there are human, gpt and system")
+        refuse_weight(turn, role, "conversations")
         messages.append({"role": role, "content": turn.get("value")})
     return messages
+
+
+def refuse_weight(message, role, field):
+    """Raise BadInput for a message of the assistant's that shall not be learned: all of them are."""
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        raise BadInput(f"field {field!r} has an assistant message of weight "
+                       f"{shorten(message['weight'])}; all are learned alike: end the row before "
+                       "it, or make it a part of the prompt")
 
 
 def is_in(prompt, messages):
@@ -524,15 +604,17 @@ def split_dialogues(row):
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def split_hh(row):
+def split_hh(row, names):
     """
     chosen and rejected, two dialogues as strings -> the text that they share up to its last
-    "\\n\\nAssistant:", and how they go on. Raises BadInput.
+    "\\n\\nAssistant:", and how they go on. names: of the row's fields. Raises BadInput.
     """
     turn = "\n\nAssistant:"
     chosen, rejected = row["chosen"], row["rejected"]
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues")
+    if not all(isinstance(text, str) and text.startswith("\n\nHuman:")
+               for text in (chosen, rejected)):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues; "
+                       f"{names}; rename with fields, such as question>prompt")
     shared = os.path.commonprefix([chosen, rejected])
     end = shared.rfind(turn) + len(turn)
     if end < len(turn):
@@ -555,8 +637,10 @@ def answer_text(answer):
             text = text.replace(",", "")
         return text
     if type(answer) not in (int, float) or not math.isfinite(answer):
+        part = ("; name a part of it with fields, such as answer.value>answer, or rename it, "
+                "answer>answers") if isinstance(answer, (list, dict)) else ""
         raise BadInput(f"field 'answer' must be a string or a number, found "
-                       f"{type(answer).__name__} {shorten(answer)}")
+                       f"{type(answer).__name__} {shorten(answer)}{part}")
     return str(int(answer)) if answer == int(answer) else repr(answer)
 
 

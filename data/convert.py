@@ -152,9 +152,14 @@ def dialogues(row):
             parts = re.split(r"\n\n(Human|Assistant):", row[name])  # "", "Human", " x", "Assistant" ...
             row[name] = [{"role": ROLES[who], "content": text.strip()}
                          for who, text in zip(parts[1::2], parts[2::2], strict=True)]
-    if all(isinstance(row.get(name), str) for name in ("instruction", "output")):
+    alpaca = all(isinstance(row.get(name), str) for name in ("instruction", "output"))
+    if alpaca and not row.get("history"):
         row["prompt"] = "\n\n".join(filter(None, (row["instruction"], str(row.get("input") or ""))))
         row["completion"] = row["output"]
+    if row.get("system"):  # formats.py puts it in front of messages
+        for name in ("prompt", "question", "problem"):
+            if isinstance(row.get(name), str):
+                row[name] = [{"role": "user", "content": row[name]}]
     return row
 
 

@@ -57,7 +57,10 @@ class ChatTemplate:
         """
         if file:
             self.name = f"the chat template {file}"
-            return read_text(file)
+            text = read_text(file)
+            if not text.strip():
+                raise BadInput(f"{self.name} is empty; leave the key out, or give another file")
+            return text
         if not self.backend.chat_template:
             return None
         # where there are several, the one called default, or tool_use if there are tools

@@ -312,6 +312,10 @@ class GPT2Tokenizer(Tokenizer):
 # Hugging Face
 
 
+# how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
+MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
+
+
 class HFTokenizer(Tokenizer):
     """Any tokenizer that transformers can load, with its chat template."""
 
@@ -368,11 +372,11 @@ class HFTokenizer(Tokenizer):
         self.template, self.chat_fingerprint = self.chat.text, self.chat.fingerprint
         text = self.template or ""
         self.mark_as_special([t for t in added.values() if t.content in text and not t.special
-                              and re.fullmatch(r"<\|\w+\|>", t.content)])
-        self.said_no_turn_end = False
+                              and re.fullmatch(MARKUP, t.content)])
+        self.said = set()  # what say_once has printed
         self.turn_end = self.find_turn_end()
         self.eos_ids |= {self.turn_end} - {None}
-        letters = set(re.findall(r"<\|\w+\|>", text)) - self.backend.get_vocab().keys()
+        letters = set(re.findall(MARKUP, text)) - self.backend.get_vocab().keys()
         if letters:
             warn(f"{self.chat.name} writes {min(letters)}, which to its tokenizer is no token but "
                  "plain letters; is that meant?")
@@ -408,7 +412,9 @@ class HFTokenizer(Tokenizer):
         if not self.template:
             return super().encode_chat(messages)
         filled, hidden = self.hide(self.chat.with_system_prompt(messages))
-        return self.encode_text(self.chat.render_open(filled), hidden)[0]
+        text = self.chat.render_open(filled)
+        self.say_what_is_left_out(text, filled)
+        return self.encode_text(text, hidden)[0]
 
     def encode_whole(self, messages):
         """
@@ -435,6 +441,7 @@ class HFTokenizer(Tokenizer):
             first -= 1
             filled[first:first + 2] = [{**filled[first], **filled[first + 1], "content": whole}]
         text = self.chat.render(filled)
+        self.say_what_is_left_out(text, filled)
         ids, ends = self.encode_text(text, hidden)
         trained = [False] * len(ids)
 
@@ -451,17 +458,29 @@ class HFTokenizer(Tokenizer):
                                "messages, so several of them cannot be told apart; leave one in "
                                "each row, or give another --chat_template")
             if end is None:  # the last turn, and the template does not end it
-                self.say_no_turn_end()
+                self.say_once(f"{self.chat.name} writes no end of turn behind the assistant's "
+                              "message; EOS is put there")
                 end, ids, trained = len(ids), [*ids, self.eos_id], [*trained, True]
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
-    def say_no_turn_end(self):
-        """Print once that the template does not end the assistant's turn."""
-        if not self.said_no_turn_end:
-            warn(f"{self.chat.name} writes no end of turn behind the assistant's message; EOS is "
-                 "put there")
-        self.said_no_turn_end = True
+    def say_once(self, message):
+        """Print a warning, but not a second time."""
+        if message not in self.said:
+            warn(message)
+        self.said.add(message)
+
+    def say_what_is_left_out(self, text, messages):
+        """
+        Print once for each role that the template's text has not all of a message's: Qwen3's drops
+        the thoughts of earlier turns, DeepSeek-R1's those of all, Mistral's the system message of
+        some chats. Blanks and line breaks may change.
+        """
+        letters = "".join(text.split())
+        for m in messages:
+            if "".join(content_of(m).split()) not in letters:
+                self.say_once(f"{self.chat.name} does not write all of each message of the role "
+                              f"{m['role']!r}; what it leaves out, the model does not see")
 
     def hide(self, messages):
         """

@@ -227,6 +227,23 @@ def test_tokens_of_a_template_that_are_not_marked_as_special(folders, tmp_path, 
     assert ours.eos_ids == plain.eos_ids and sorted(ours.special_texts) == sorted(plain.special_texts)
 
 
+def test_tokens_of_a_template_between_other_bars(folders, tmp_path):
+    """DeepSeek writes <\uff5cUser\uff5c>, and has not marked it as special."""
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "other")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.add_tokens([f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "end\u2581of\u2581it")])
+    theirs.chat_template = HEAD + "{% if m['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + m['content'] }}{% else %}" \
+        "{{ '<\uff5cAssistant\uff5c>' + m['content'] + '<\uff5cend\u2581of\u2581it\uff5c>' }}{% endif %}{% endfor %}" \
+        "{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c>' }}{% endif %}"
+    theirs.save_pretrained(folder)
+    ours, new = load_tokenizer(str(folder)), set(theirs.added_tokens_decoder) - set(load_tokenizer(folders["qwen2.5"]).specials)
+    for text in ("a", "<\uff5cUser\uff5c>b", "b<\uff5cend\u2581of\u2581it\uff5c><\uff5cAssistant\uff5c>c"):
+        ids, trained = ours.encode_example([user(text)], [assistant(text)])
+        assert [i for i in ids if i in new] == [min(new), min(new) + 1, min(new) + 2] and ids[-1] in ours.eos_ids
+        assert spans(ours, ids, trained) == [text + "<\uff5cend\u2581of\u2581it\uff5c>"]
+        assert ours.encode_prompt([user(text)]) == ids[:trained.index(True)]
+
+
 HEAD = "{% for m in messages %}"
 TEMPLATES = {
     "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -286,6 +303,30 @@ def test_odd_templates(folders, tmp_path):
     assert spans(ours, *ours.encode_example([user("a")], "b")) == ["b<|im_end|>"]
     with pytest.raises(BadInput, match="refuses the messages: .*no answer"):
         ours.encode_prompt([user("a")])
+
+
+def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
+    """Once for each role: the thoughts of earlier turns, of any turn, and the system message of some chats."""
+    said = "warning: the chat template {} does not write all of each message of the role {!r}; what it leaves out, the " \
+        "model does not see\n"
+    ours = load_tokenizer(folders["qwen3"])
+    ours.encode_example([user("1+2? ")], [assistant(f" {THOUGHT} ")])  # its blanks may change
+    ours.encode_example([user("a <|im_end|>")], [assistant("<think>b</think>\n<|im_end|>")])
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        ours.encode_example([user("1+2?")], [assistant(THOUGHT), user("sure?"), assistant("yes")])
+    assert capsys.readouterr().out == said.format(f"of {folders['qwen3']}", "assistant")
+    text = HEAD + "{% if m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].split('</think>')[-1]" \
+        " + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ours = with_template(folders["qwen2.5"], tmp_path, text)
+    ids, trained = ours.encode_example([system("Be brief"), user("1+2?")], [assistant(THOUGHT)])
+    assert [span.strip() for span in spans(ours, ids, trained)] == ["3<|im_end|>"]
+    assert capsys.readouterr().out == "".join(said.format(f"{tmp_path}/my.jinja", role) for role in ("system", "assistant"))
+    ours = with_template(folders["qwen2.5"], tmp_path, text)  # of a prompt, too
+    ours.encode_prompt([system("Be brief"), user("1+2?")])
+    assert capsys.readouterr().out == said.format(f"{tmp_path}/my.jinja", "system")
+    with pytest.raises(BadInput, match="my.jinja is empty; leave the key out"):
+        with_template(folders["qwen2.5"], tmp_path, " \n")
 
 
 def test_two_messages_of_the_assistant_in_a_row(tokenizers):

@@ -45,7 +45,8 @@ GOOD = '{"prompt": "a", "answer": "b"}'
 
 @pytest.mark.parametrize("line, words", [
     ('{"prompt": "a"', ["not JSON"]), ("nothing", ["not JSON"]), ('{"prompt": "a"}}', ["not JSON"]),
-    ("\ufeff" + GOOD, ["not JSON"]),
+    ("\ufeff" + GOOD, ["not JSON"]), ('{"prompt": "a", "answer": "b", "prompt": "c"}', ["not JSON ('prompt' is there twice)"]),
+    ('{"prompt": [{"role": "user", "role": "user", "content": "a"}]}', ["not JSON ('role' is there twice)"]),
     ('[["prompt", "a"]]', ["an object", "list"]), ('"prompt"', ["an object", "str"]), ("null", ["an object", "NoneType"]),
     ('{"answer": "b"}', ["'prompt'", "missing", "'answer'"]), ("{}", ["'prompt'", "missing", "none"]),
     ('{"Prompt": "a", "answer": "b"}', ["'prompt'", "missing", "'Prompt'"]),
@@ -75,6 +76,7 @@ def test_errors_name_file_line_and_field(tmp_path, line, words):
     with pytest.raises(BadInput) as caught:
         read_rows(str(file), prompt_row)
     message = str(caught.value)
+    assert message.endswith("; data/convert.py leaves rows like this one out") == ("field" in message)
     assert message.startswith(f"{file}, line 3: ") and "\n" not in message and len(message) < 400
     assert all(word in message for word in words), message
 
@@ -117,7 +119,9 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "e.csv").write_text('\ufeffprompt,answer\r\n"a, ""b""\n\u00e9",1\r\nc,2\r\n', newline="", encoding="utf-8")
     (tmp_path / "f.tsv").write_text('prompt\tanswer\n"a, ""b""\n\u00e9"\t1\nc\t2\n', encoding="utf-8")
-    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.csv", "f.tsv"):
+    for name in ("a.jsonl", "b.json"):  # as some editors of Windows save them
+        (tmp_path / f"mark_{name}").write_text("\ufeff" + (tmp_path / name).read_text(), encoding="utf-8")
+    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.csv", "f.tsv", "mark_a.jsonl", "mark_b.json"):
         assert read_rows(str(tmp_path / name), prompt_row) == ROWS, name
     monkeypatch.chdir(tmp_path)
     both = read_rows("a.jsonl, 0.5*e.csv", prompt_row)
@@ -135,8 +139,11 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     ("a.json", b"[]", "a.json: the file is empty"), ("a.csv", b"prompt,answer\na\n", "a.csv, row 1: wanted 2 columns"),
     ("a.csv", b"prompt,answer\na,b,c\n", "a.csv, row 1: wanted 2 columns"), ("a.csv", b'prompt\n"a', "a.csv: not a table"),
     ("a.csv", b"prompt\n\xff", "a.csv: not UTF-8"), ("a.csv", b"", "a.csv: the file is empty"),
+    ("a.csv", b"prompt,answer,prompt\na,b,c\n", "a.csv: two columns have the same name: prompt, answer, prompt"),
     ("a.csv", b"question\n\n", "a.csv: the file is empty"), ("a.jsonl.gz", b"no", "a.jsonl.gz: Not a gzipped file"),
     ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], "a.jsonl.gz: Compressed file ended"),
+    ("a.jsonl", b'[{"prompt": "a"}]', "a.jsonl, line 1: wanted an object, found list; if the file is one list, name it .json"),
+    ("a.jsonl.zst", b"x", "a.jsonl.zst: .zst files are not read; wanted .jsonl,"),
     ("a.parquet", b"PAR1", "a.parquet: ")])
 def test_damaged_files_are_one_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
@@ -228,6 +235,7 @@ PAIR = {"prompt": SHARED, "chosen": [A], "rejected": [B]}
       "value": "more?"}, {"from": "gpt", "value": "no"}]}, SPLIT), ({"conversations": DIALOGUE}, SPLIT),
     ({"system": "be kind", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a"}]},
      {"prompt": SHARED, "completion": [A]}),
+    ({"system": "be kind", "prompt": [user("hi")], "completion": "a"}, {"prompt": SHARED, "completion": [A]}),
     ({"instruction": "Add.", "input": "1 2", "output": "3"},
      {"prompt": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "completion": "3"}),
     ({"instruction": "Add.", "input": "", "output": ""},
@@ -245,6 +253,8 @@ def test_sft_rows(row, want):
     ({"prompt": SHARED, "chosen": [A], "rejected": [B]}, PAIR), ({"prompt": SHARED, "chosen": "a", "rejected": [B]}, PAIR),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
+    ({"system": "be kind", "chosen": [user("hi"), A], "rejected": [user("hi"), B]}, PAIR),
+    ({"system": "be kind", "prompt": "hi", "chosen": "a", "rejected": [B]}, PAIR),
     ({"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"chosen": [*DIALOGUE, user("x"), A], "rejected": [*DIALOGUE, user("x"), B]},
      {"prompt": [*DIALOGUE, user("x")], "chosen": [A], "rejected": [B]}),
@@ -281,7 +291,13 @@ VERL = [{"data_source": "openai/gsm8k", "prompt": [{"content": "2+2? End with ##
     (VERL[0], {**VERL[0], "answer": "4"}),
     ({"prompt": "p", "reward_model": {"ground_truth": ["x"]}}, {"prompt": "p", "reward_model": {"ground_truth": ["x"]}}),
     ({"messages": DIALOGUE, "id": 1}, {"id": 1, "prompt": DIALOGUE[:1]}),
+    ({"messages": [user("q")], "ground_truth": "4"}, {"ground_truth": "4", "prompt": [user("q")]}),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, {"prompt": SHARED}),
+    # sft.py and rm.py read these as chats, and so the prompts are
+    ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]},
+     {"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}),
+    ({"prompt": "hi", "messages": DIALOGUE}, {"prompt": DIALOGUE[:1], "messages": DIALOGUE}),
+    ({"prompt": "hi", "completion": [A]}, {"prompt": [user("hi")], "completion": [A]}),
     ({"prompt": [user("x"), assistant("<think>")]}, {"prompt": [user("x"), assistant("<think>")]}),
 ])
 def test_prompt_rows(row, want):
@@ -322,7 +338,7 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"messages": [user([{"type": "text", "text": "x"}]), C]}, "must be a string, found list"),
     (preference_row, {"prompt": "p", "chosen": "c"}, "field 'rejected' is missing"),
     (preference_row, {"prompt": "p", "completion": "c", "label": True}, "field 'chosen' is missing"),
-    (preference_row, {"chosen": "c", "rejected": "r"}, "do not begin with the same dialogue"),
+    (preference_row, {"chosen": "c", "rejected": "r"}, "are no whole dialogues; it has 'chosen', 'rejected'; rename"),
     (preference_row, {"chosen": [U, A], "rejected": [user("v"), B]}, "different prompts: message 1"),
     (preference_row, {"chosen": [U, A, U, A], "rejected": [U, A, user("v"), B]}, "different prompts: message 3"),
     (preference_row, {"chosen": [U, A, U], "rejected": [U, B]}, "'chosen' ends with the role 'user'"),
@@ -339,6 +355,17 @@ S, U, C = system("s"), user("u"), assistant("c")
                       "rejected": "\n\nHuman: x\n\nAssistant: d"}, "a human speaks behind"),
     (prompt_row, {"text": "x"}, "field 'prompt' is missing; it has 'text'; rename with fields"),
     (prompt_row, {"prompt": [U, S]}, "a system message in the middle"),
+    (prompt_row, {"messages": [C, U]}, "begins with the assistant"),
+    (prompt_row, {"prompt": "another", "messages": [U, C]}, "the prompt is not in the messages"),
+    (prompt_row, {"prompt": "a", "answer": ["b"]}, "found list .*name a part of it with fields"),
+    (sft_row, {"system": [U], "messages": [U, C]}, "field 'system' must be a string, found list"),
+    (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
+    (preference_row, {"system": "s", "prompt": "p", "chosen": "c", "rejected": "r"}, "a system text beside strings"),
+    (prompt_row, {"system": "s", "question": "p"}, "a system text beside strings"),
+    (preference_row, {"system": "", "question": "q", "chosen": "c", "rejected": "r"},
+     "field 'prompt' is missing.*it has 'system', 'question', 'chosen', 'rejected'; rename with fields, such as question>prompt"),
+    (sft_row, {"messages": [U, {**C, "weight": 0}, U, C]}, "an assistant message of weight 0; all are learned alike"),
+    (sft_row, {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "weight": 0.5}]}, "weight 0.5"),
 ])
 def test_rows_without_sense_are_refused(shape, row, said):
     with pytest.raises(BadInput, match=said) as caught:
@@ -385,7 +412,8 @@ def test_nothing_is_glued_whatever_comes():
                 if shape is sft_row and row.get("completion") is None and not row.get("system") and "role" in source[0]:
                     assert [m["content"] for m in source] == [m["content"] for m in got["prompt"] + got[field]]
                 if shape is preference_row and isinstance(row[field], list) and row[field][0]["role"] != "assistant":
-                    assert got["prompt"] + got[field] == row[field]
+                    more = bool(row.get("system")) and row[field][0]["role"] != "system"
+                    assert (got["prompt"] + got[field])[more:] == row[field]
     assert made > 300
 
 
@@ -496,6 +524,13 @@ def test_convert_makes_chats_of_strings(tmp_path, convert):
     assert ours({"question": "u", "answer": "#### 4"}) == {"prompt": [U], "answer": "4"}
     assert ours({"prompt": [S, U], "completion": "a"}) == {"prompt": [S, U], "completion": [A]}
     assert "'instruction' must be a string" in ours({"instruction": [U], "output": "b"})
+    # nothing beside the strings is lost
+    assert "a history" in ours({"instruction": "a", "output": "b", "history": [["x", "y"]]})
+    assert ours({"instruction": "u", "output": "a", "system": "s"}) == {"prompt": [S, U], "completion": [A]}
+    assert ours({"question": "u", "answer": 4, "system": "s"}) == {"prompt": [S, U], "answer": "4"}
+    jsonl(source, [{"system": "s", "question": "u", "chosen": "a", "rejected": "b"}])  # Intel/orca_dpo_pairs
+    assert convert(f"--source={source}", f"--out={out}", "--chat", "--fields=question>prompt")[0] == 0
+    assert json.loads(out.read_text()) == {"prompt": [S, U], "chosen": [A], "rejected": [B]}
 
 
 def test_convert_as_a_user_runs_it(tmp_path):
