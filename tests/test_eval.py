@@ -98,7 +98,7 @@ def done(tmp_path_factory):
         word=dict(k="two"), no_mode=dict(samples=0, greedy=False), right=dict(right_by="code"), by=dict(compare_by="kl"),
         head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
         own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
-        task=dict(reward_functions="countdown"))
+        none=dict(prompts_path=""), task=dict(reward_functions="countdown"))
     os.mkdir(f"{folder}/one")
     one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
     assert one.returncode == 0 and one.stderr == "", one.stderr
@@ -168,7 +168,8 @@ def test_without_answers(done):
     one_twice="is given twice", nothing="policies is empty", k="wanted numbers from 1 to samples = 3",
     word="wanted numbers with commas", no_mode="leave nothing to do", right="right_by = 'code' is not measured",
     by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
-    own="is called 'scores', and so is the sum", out="cannot be written", task="needs the field 'numbers'").items())
+    own="is called 'scores', and so is the sum", out="cannot be written",
+    none="prompts_path is empty", task="needs the field 'numbers'").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
     assert result["codes"] == [2], result

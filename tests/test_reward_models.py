@@ -308,6 +308,7 @@ def test_score_and_runs_say_how_they_read(folders, trained, tmp_path):
     """tools/score.py by itself, and then, in one process, with other models, and runs with a reward model of others."""
     jsonl(tmp_path / "pairs.jsonl", PAIRS)
     jsonl(tmp_path / "chats.jsonl", [as_chat(row) for row in PAIRS] + [as_chat(dict(PAIRS[0], chosen="a<|im_end|>b"))])
+    jsonl(tmp_path / "letters.jsonl", [as_chat(dict(PAIRS[0], chosen="a<|im_end|>b"))])
     jsonl(tmp_path / "prompts.jsonl", [dict(prompt=as_chat(row)["prompt"]) for row in PAIRS])
     done = run("tools/score.py", f"--reward_path={folders['qwen3']}", f"--pairs={tmp_path}/pairs.jsonl", "--limit=6")
     assert done.returncode == 0, done.stderr
@@ -326,6 +327,7 @@ def test_score_and_runs_say_how_they_read(folders, trained, tmp_path):
         "ours": ("tools/score.py", [f"--reward_path={trained['qwen2.5'][0]}", "--pairs=../chats.jsonl"]),
         "ours, strings": ("tools/score.py", [f"--reward_path={trained['gpt2'][0]}", "--pairs=../pairs.jsonl"]),
         "unsteady": ("tools/score.py", [f"--reward_path={unsteady}", "--pairs=../pairs.jsonl"]),
+        "letters": ("tools/score.py", [f"--reward_path={trained['qwen2.5'][0]}", "--pairs=../letters.jsonl"]),
         "two": ("tools/score.py", [f"--reward_path={two}", "--pairs=../pairs.jsonl"]),
         "grpo": ("grpo.py", [*keys, *grpo, f"--reward_path={folders['llama3.2']}"]),
         "ppo": ("ppo.py", [*keys, f"--reward_path={folders['qwen3']}", "--value_init=reward"]),
@@ -341,6 +343,7 @@ def test_score_and_runs_say_how_they_read(folders, trained, tmp_path):
     assert done["unsteady"]["message"] == "1" and "they do not agree: row " in done["unsteady"]["stdout"]
     assert "which reads other tokens there" in done["unsteady"]["stdout"]
     assert done["two"]["kind"] == "BadInput" and "it is a 'Qwen3ForTokenClassification'" in done["two"]["message"]
+    assert done["letters"]["kind"] == "BadInput" and "nothing can be compared" in done["letters"]["message"]
     for name, model in (("grpo", "llama3.2"), ("ppo", "qwen3")):
         assert not done[name]["kind"], done[name]
         assert f"{model}: not trained by rm.py; it reads prompt and response in its own chat" in done[name]["stdout"]

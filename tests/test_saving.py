@@ -316,7 +316,9 @@ def test_push(runs, monkeypatch, capsys):
         (repo, how), upload = Api.calls
         assert repo == "me/model" and how == dict(private=True if private else None, exist_ok=True)
         assert upload["repo_id"] == "me/model" and upload["folder_path"] == folder
-        assert f"{folder} is at https://huggingface.co/me/model" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"{folder} is at https://huggingface.co/me/model" in said
+        assert ("is a folder of this machine" in said) == folder.endswith("_adapter")
     Api.calls.clear()
     for keys, said in ((dict(folder=model, repo="model"), "wanted NAME/MODEL"),
                        (dict(folder=os.path.dirname(model), repo="me/x"), "this is the folder of a run"),

@@ -140,3 +140,7 @@ def test_an_adapter_trained_by_trl(name, tmp_path):
     reader, said = reader_of(reward_model, own, "auto", folder)
     got = reward_model_scores(batch_of(PAIRS), reward_model, reader, own, 5)
     assert (got - want).abs().max() < 1e-4 and want.std() > 0.01 and "not trained by rm.py" in said
+
+    jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    done = run("tools/score.py", f"--reward_path={folder}", f"--pairs={tmp_path}/pairs.jsonl")
+    assert done.returncode == 0 and "they agree" in done.stdout, done.stdout + done.stderr

@@ -114,6 +114,8 @@ for key, name in (("right_by", right_by), ("compare_by", compare_by)):
         raise BadConfig(f"{key} = {name!r} is not measured; there are {', '.join(known)}, and what "
                         "--reward_functions adds")
 
+if not prompts_path:
+    raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
 rows = build.read_prompts(prompts_path, terms, fields)
 rows = rows[:limit or None]
 config["chat_date"] = chat_date or together.from_rank(today)

@@ -15,8 +15,8 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.hf_files import find_folder, is_adapter, tensor_files  # noqa: E402
-from errors import BadConfig, BadInput, first_line  # noqa: E402
+from engine.hf_files import base_of, find_folder, is_adapter, tensor_files  # noqa: E402
+from errors import BadConfig, BadInput, first_line, warn  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34,6 +34,10 @@ if not os.path.isdir(folder):
 find_folder(folder)  # raises, if it is no model's
 if not is_adapter(folder):
     tensor_files(folder)  # raises, if weights are missing
+elif os.path.isdir(base_of(folder)) or os.path.isabs(base_of(folder)):
+    warn(f"the adapter's base model, {base_of(folder)}, is a folder of this machine, which others "
+         "do not have; push that too and write its name on the hub as base_model_name_or_path in "
+         f"{folder}/adapter_config.json, or push the whole model")
 
 from huggingface_hub import HfApi, get_token  # noqa: E402
 

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from data import naming, right_pad  # noqa: E402
-from engine.hf_files import find_folder  # noqa: E402
+from engine.hf_files import model_folders, tokenizer_folders  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import Reader, as_dialogue, reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -106,14 +106,28 @@ shift = reward_model.config.score_shift
 del reward_model
 
 # transformers
+folders = model_folders(reward_path)  # of an adapter: its own, and its base model's
+if len(folders) > 2:
+    raise BadInput(f"{reward_path} is an adapter on an adapter, and peft reads only one of them; "
+                   "give the whole model, which rm.py has saved beside it")
 try:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = find_folder(reward_path, weights=True)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=weights_dtype)
+    theirs = AutoTokenizer.from_pretrained(tokenizer_folders(reward_path)[0])
+    if len(folders) == 1:
+        model = AutoModelForSequenceClassification.from_pretrained(folders[0], dtype=weights_dtype)
+    else:
+        from peft import AutoPeftModelForSequenceClassification
+
+        model = AutoPeftModelForSequenceClassification.from_pretrained(
+            folders[0], num_labels=1, dtype=weights_dtype)
+        if reader.skipped_id is not None:  # as in training, see reader_of; the base has no padding
+            model.config.pad_token_id = theirs.pad_token_id
     model = model.eval().to(device)
     encoded = [encode_as_transformers(rows[n], field) for n, field in texts]
+except ImportError as e:
+    raise BadInput(f"{reward_path} is read by a library that is not here ({first_line(e)}); type "
+                   f"pip install {e.name}") from e
 except Exception as e:  # transformers raises anything
     raise BadInput(f"transformers cannot read {reward_path} or the pairs: "
                    f"{one_line(first_line(e), 300)}") from e
@@ -137,6 +151,9 @@ for name, x in (("quartet", scores), ("transformers", wanted)):
     print(f"{name:<12}  {accuracy(x):6.1%} of the pairs right, mean score {x[::2].mean():.4f} of the "
           f"chosen ones, {x[1::2].mean():.4f} of the rejected ones")
 letters = torch.tensor([spells_special_tokens(rows[n]) for n, _ in texts])
+if letters.all():
+    raise BadInput(f"{pairs}: all pairs spell special tokens, which quartet reads as letters: "
+                   "nothing can be compared; give the texts without them")
 if letters.any():
     print(f"{int(letters.sum()) // 2} pairs spell special tokens, which quartet reads as letters: "
           "these are not compared")
