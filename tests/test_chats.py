@@ -349,6 +349,17 @@ def test_roles_that_a_template_refuses(tokenizers):
 # the keys
 
 
+def test_ids_on_disk_are_of_these_keys(folders):
+    """Also where all but one of the rows become the same ids: name_of tries only some of them."""
+    from engine.encoded import name_of
+
+    rows = [dict(prompt=[system("s"), user(f"{i}")], completion=[assistant("b")]) for i in range(201)]
+    rows[1]["prompt"].pop(0)
+    keys = [{}, dict(system_prompt="Be brief"), dict(system_prompt="Be kind")]
+    assert len({name_of(rows, "", load_tokenizer(folders["llama3.2"], dict(key, chat_date="2026-01-31")), "completion")
+                for key in keys}) == 3
+
+
 def text_of(tokenizer, prompt):
     return tokenizer.backend.decode(tokenizer.encode_prompt(prompt))
 
