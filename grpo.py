@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
 One iteration: take batch_size / group_size prompts;
     1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
-    2) read: policy and reference read the answers;
+    2) read: the reference reads the answers; so does the policy, unless one step has all of them;
     3) advantages: an answer's score minus the mean of its group, for all of its tokens;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.
@@ -31,8 +31,7 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, iterations, my_micro_batches, other_row, permutation,
-                  replace_rows)
+from data import batch_rows, iterations, my_micro_batches, other_row, permutation, replace_rows
 from engine import audit, build, launch, report
 from engine.checks import check_grpo
 from engine.encoded import encode_prompts
@@ -146,6 +145,8 @@ gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
+# one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
+run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
 
 # -------------------------------------------------------------------------------------------------
@@ -159,28 +160,27 @@ def logprobs_of(model, mb):
                                  entropy=entropy_coef > 0)
 
 
-def read_with_models(batch, minibatches):
+def read_with_models(batch, minibatches, policy_reads=True):
     """
     A collective: what policy and reference say of each response token before the update. Adds
-    old_logprobs and, with a reference, ref_logprobs, (B, R) each. Every rank does its share.
+    old_logprobs and ref_logprobs, (B, R) each. Returns the sampler's gap, see Run.add_readings.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
     they come from the forward that will be trained, in the same micro-batches, so that in the first
-    epoch's first step the ratio is 1 to the last bit.
+    epoch's first step the ratio is 1 to the last bit. policy_reads=False: it will add them itself.
     """
-    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
+    readers = dict(old_logprobs=policy if policy_reads else None, ref_logprobs=ref_policy)
     readers = {name: model for name, model in readers.items() if model is not None}
     # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
-    with no_grad_forwards([policy, ref_policy], device):
-        for rows in minibatches:
-            for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
-                length = mb["response_mask"].shape[1]
-                for name, model in readers.items():
+    for name, model in readers.items():
+        with no_grad_forwards([model], device):
+            for rows in minibatches:
+                for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
+                    length = mb["response_mask"].shape[1]
                     columns[name][mb["index"], :length] = logprobs_of(model, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
-    audit.check_finite({name: batch[name] for name in readers}, run.iteration)
+    return run.add_readings(batch, columns)  # COLLECTIVE
 
 
 def shape_scores(scores, finished):
@@ -272,24 +272,17 @@ for iteration in range(run.start, max_iters + 1):
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) read: the log-probs of policy and reference before any update.
-    # Each epoch goes over the batch in another order
+    # 2) read: the log-probs of policy and reference before any update; sampler and policy must agree
     run.enter("score")
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
-              for epoch in range(num_iterations)]  # (B,) each
-    read_with_models(batch, orders[0].tensor_split(num_minibatches))  # COLLECTIVE
-    old_logprobs = batch["old_logprobs"]  # (B, R)
-    sampler_gap = run.must_agree(  # COLLECTIVE
-        run.gap(batch["sampler_logprobs"], old_logprobs, mask), "the sampler")
-    if iteration == 0 and ref_policy:
-        run.must_agree(  # COLLECTIVE
-            run.gap(batch["ref_logprobs"], old_logprobs, mask), "the reference")
+              for epoch in range(num_iterations)]  # (B,) each: another order in each epoch
+    minibatches = orders[0].tensor_split(num_minibatches)
+    sampler_gap = read_with_models(batch, minibatches, run.policy_reads)  # COLLECTIVE
 
-    # 3) advantages: a score minus its group's mean, over its group's deviation. One number a
-    # response, for all of its tokens
+    # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     if ref_policy and kl_in == "reward":  # the KL of the whole response is a part of its score
-        kl = kl_estimate(old_logprobs, batch["ref_logprobs"], kl_estimator)  # (B, R)
+        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     audit.check_finite(dict(advantages=advantages), iteration)
@@ -302,7 +295,7 @@ for iteration in range(run.start, max_iters + 1):
     if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
         batch["counted"] = batch["counted"] & ~flat.repeat_interleave(group_size)[:, None]
     learns = (advantages != 0) & batch["counted"].any(1)
-    batch["weights"] = torch.zeros_like(old_logprobs)  # (B, R): filled before each step
+    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, R): filled before each step
 
     # 4) update
     run.enter("update")
@@ -311,6 +304,7 @@ for iteration in range(run.start, max_iters + 1):
                            device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     policy_norm = torch.zeros(())
+    old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
     first = True  # no step has been tried in this iteration
     stopped = False  # by target_kl
     steps = 0
@@ -330,6 +324,8 @@ for iteration in range(run.start, max_iters + 1):
             for mb in my_micro_batches(batch, rows, micro_batch_size):
                 m = mb["counted"]  # (b, R)
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
+                mb.setdefault("old_logprobs", logprobs.detach())  # not read yet: in the first step
+                old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
                 ratio = torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
@@ -358,6 +354,8 @@ for iteration in range(run.start, max_iters + 1):
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
 
+            if "old_logprobs" not in batch:
+                sampler_gap = run.add_readings(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             policy_norm = parallel.clip_gradients(gradients, grad_clip)
@@ -381,6 +379,8 @@ for iteration in range(run.start, max_iters + 1):
                 steps += 1
     if not learns.any():
         run.say_nothing_learnt(batch, flat)
+        if "old_logprobs" not in batch:
+            sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")

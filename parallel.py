@@ -22,7 +22,8 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  13  log      write_log             all_gather    1            has rank 0 written its line?
 
 9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
-grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8.
+grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8. With one minibatch
+7 has B R numbers, for the policy does not read; a 7 of its old_logprobs and 8 come just before 9.
 grpo.py runs 2 to 5 once more for each refill.
 
 Some settings add calls: a reward model with a tokenizer of its own (row 3 once more), target_kl (an
@@ -181,7 +182,7 @@ def all_gather(t):
 
 def all_reduce_sum(tensors):
     """A collective: {name: tensor}, all of one shape and dtype, summed over the ranks, one call."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or not tensors:
         return tensors
     total = torch.stack(list(tensors.values()))
     collective(dist.all_reduce, total)

@@ -180,6 +180,7 @@ def read_with_models(batch, minibatches):
     """
     A collective: what policy, reference and value model say of each response token before the
     update. Adds old_logprobs, ref_logprobs and values, (B, R) each. Every rank does its share.
+    Returns the sampler's gap, see Run.add_readings.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
     they come from the forward that will be trained, in the same micro-batches, so that in the first
@@ -196,8 +197,7 @@ def read_with_models(batch, minibatches):
                 columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
                 columns["values"][mb["index"], :length] = values_of(mb)
     run.leave_if_asked()  # COLLECTIVE
-    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
-    audit.check_finite({name: batch[name] for name in names}, run.iteration)
+    return run.add_readings(batch, columns)  # COLLECTIVE
 
 
 def shape_scores(scores, finished):
@@ -260,13 +260,9 @@ for iteration in range(run.start, max_iters + 1):
     # Each epoch goes over the batch in another order
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
               for epoch in range(ppo_epochs)]  # (B,) each
-    read_with_models(batch, orders[0].tensor_split(num_minibatches))  # COLLECTIVE
+    minibatches = orders[0].tensor_split(num_minibatches)
+    sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE: the sampler must agree
     old_logprobs, ref_logprobs = batch["old_logprobs"], batch["ref_logprobs"]  # (B, R)
-    sampler_gap = run.gap(batch["sampler_logprobs"], old_logprobs, mask)
-    sampler_gap = run.must_agree(sampler_gap, "the sampler")  # COLLECTIVE
-    if iteration == 0:
-        ref_gap = run.gap(ref_logprobs, old_logprobs, mask)
-        run.must_agree(ref_gap, "the reference")  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":  # with the scores of this batch

@@ -243,8 +243,8 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     the run, for save_dtype and the model card. padding: it is a reward model, whose folder needs a
     padding token (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
     """
-    final, config = os.path.join(out_dir, name), config or {}
-    dtype = saved_dtype(model, config.get("save_dtype", "auto"))
+    final, config = os.path.join(out_dir, name), config or {"save_dtype": "auto"}
+    dtype = saved_dtype(model, config["save_dtype"])
     source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
     def write_merged(folder, weights):

@@ -111,8 +111,8 @@ def model_folders(path, weights=True):
         try:
             folder = find_folder(base, weights)
         except BadInput as e:
-            raise BadInput(f"{folders[-1]} is an adapter, and the model that it was trained on is "
-                           f"not here (base_model_name_or_path in its adapter_config.json): "
+            raise BadInput(f"{folders[-1]} is an adapter, and the model that it was trained on "
+                           "(base_model_name_or_path in its adapter_config.json) cannot be used: "
                            f"{e}") from e
         if any(os.path.realpath(folder) == os.path.realpath(known) for known in folders):
             raise BadInput(f"{folders[-1]}: its adapter_config.json names {base} as the model that "

@@ -46,27 +46,7 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
     lines += [f"{WHAT.get(name, WHAT['policy'])} Family {model_config.family}, "
               f"{elements / 1e6:.2f}M weights in {dtype}. It is the result of {method[2]}{start} "
               f"with quartet.{alone}", "", "## How to load it", ""]
-    if not scalar:
-        lines += ["With quartet:", "", f"    python tools/sample.py --policy_path={public(folder)}"]
-    elif name == "reward_model":
-        lines += ["With quartet:", "",
-                  f"    python ppo.py --reward_path={public(folder)}"]
-    kind = "SequenceClassification" if scalar else "CausalLM"
-    lines += ["" if name != "value_model" else None]
-    if adapter:
-        labels = ", num_labels=1" * scalar
-        lines += ["With peft, where the model that it was trained on is:", "", "```python",
-                  f"from peft import AutoPeftModelFor{kind}", "",
-                  f'model = AutoPeftModelFor{kind}.from_pretrained("{public(folder)}"{labels})']
-    else:
-        lines += ["With transformers:", "", "```python",
-                  f"from transformers import AutoModelFor{kind}, AutoTokenizer", "",
-                  f'model = AutoModelFor{kind}.from_pretrained("{public(folder)}")',
-                  f'tokenizer = AutoTokenizer.from_pretrained("{public(folder)}")']
-    if name == "reward_model" and not adapter:
-        lines += ['inputs = tokenizer(text, return_tensors="pt")  # prompt, response and its end',
-                  "score = model(**inputs).logits[:, 0] + model.config.score_shift"]
-    lines += ["```"]
+    lines += how_to_load(name, public(folder), adapter, source)
     where = "adapter_model.safetensors" if adapter else "config.json"
     if name == "reward_model":
         lines += ["", f"`score_shift` ({model_config.score_shift:.6g}, in {where}) is what "
@@ -88,7 +68,38 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
     if config:
         lines += ["", "## Settings", "", "```",
                   *(f"{key} = {public(value)!r}" for key, value in config.items()), "```"]
-    return "\n".join(line for line in lines if line is not None) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def how_to_load(name, folder, adapter, source):
+    """The lines of a model card with the commands and the code that load it; see model_card."""
+    scalar = name in ("reward_model", "value_model")
+    lines = []
+    if name == "reward_model":
+        lines += ["With quartet:", "", f"    python ppo.py --reward_path={folder}", ""]
+    elif name != "value_model":
+        lines += ["With quartet:", "", f"    python tools/sample.py --policy_path={folder}", ""]
+    if adapter and os.path.isdir(source) and is_adapter(source):
+        # peft would not add the two up, but silently put this one in the place of the other
+        return [*lines, "The model that it was trained on is an adapter itself, and peft loads only "
+                f"one of the two. With peft or transformers, load `{name}` beside this folder: that "
+                "is the whole model."]
+    kind = "SequenceClassification" if scalar else "CausalLM"
+    if adapter:
+        labels = ", num_labels=1" * scalar
+        return [*lines, "With peft, where the model that it was trained on is:", "", "```python",
+                f"from peft import AutoPeftModelFor{kind}", "",
+                f'model = AutoPeftModelFor{kind}.from_pretrained("{folder}"{labels})', "```"]
+    lines += ["With transformers:", "", "```python",
+              f"from transformers import AutoModelFor{kind}, AutoTokenizer", "",
+              f'model = AutoModelFor{kind}.from_pretrained("{folder}")',
+              f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
+    if name == "reward_model":
+        lines += ["# text: prompt, response and its end. If a chat template has written it, it may "
+                  "begin with BOS:", "# then add_special_tokens=False",
+                  'inputs = tokenizer(text, return_tensors="pt")',
+                  "score = model(**inputs).logits[:, 0] + model.config.score_shift"]
+    return [*lines, "```"]
 
 
 def public(value):

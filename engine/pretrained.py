@@ -139,7 +139,7 @@ def find_tensors(path, folder, c, head):
         found[name] = file, name_there, part
         used.add(name_there)
     # other heads, and buffers that older versions of transformers saved, are not the model
-    used |= {"lm_head.weight", "embed_out.weight", "score.weight"}
+    used |= {f"{name}.weight" for name in (*LM_HEADS, "score")}
     buffers = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
                "rotary_emb.inv_freq")
     extra = [name for name in files if name not in used and not name.endswith(buffers)]
@@ -247,6 +247,8 @@ def read_lora(folder, c, head):
     tensors = {}
     for name in names:
         short = name.removeprefix("base_model.model.")
+        if head == "scalar" and short.split(".")[0] in LM_HEADS:
+            continue  # a language model's adapter, under a new scalar head
         weight, _, kind = short.removesuffix(".weight").rpartition(".")
         if kind in ("lora_A", "lora_B"):
             wanted = shapes.get(f"{weight}.weight")
@@ -471,6 +473,7 @@ _GEMMA3 = {**_OLMO2, "layers.#.norm2": "model.layers.#.pre_feedforward_layernorm
 HF_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX, **dict.fromkeys(FAMILIES[2:], _LLAMA),
             "olmo2": _OLMO2, "gemma3_text": _GEMMA3}
 HF_BASE = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", **dict.fromkeys(FAMILIES[2:], "model.")}
+LM_HEADS = ("lm_head", "embed_out")  # on disk; a scalar model has "score" in the place of them
 HF_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral",
               "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3_text": "Gemma3Text"}
 

@@ -242,6 +242,7 @@ def as_messages(row, completion):
 # calling them
 
 PAUSES = (1, 2, 4, 8)  # seconds before a reward that could not reach its server is called again
+RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what a function of the user's may raise
 loop = None  # where async functions run; one for all calls, since a client of theirs may live in it
 
 
@@ -293,7 +294,7 @@ def ask(functions, batch):
             parameters = trl_parameters(function)
             outcomes[name] = (function(batch) if parameters is None
                               else function(**arguments_of(parameters, batch)))
-        except (Exception, SystemExit) as e:
+        except RAISED as e:
             outcomes[name] = e
     waiting = {name: x for name, x in outcomes.items() if inspect.isawaitable(x)}
     if waiting:
@@ -311,7 +312,7 @@ async def outcome_of(awaitable):
     """What an awaitable gives, or the exception that it raises."""
     try:
         return await awaitable
-    except (Exception, SystemExit, asyncio.CancelledError) as e:
+    except RAISED as e:
         return e
 
 

@@ -13,7 +13,7 @@ import torch
 
 import parallel
 from engine import launch
-from engine.audit import audit, must_agree
+from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.planner import predicted_mib
@@ -82,6 +82,7 @@ class Run:
         self.predicted = predicted_mib(
             config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
         self.frozen_checksums = {}  # filled by the first audit
+        self.policy_reads = True  # a batch before its update; grpo.py may do without
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
 
@@ -186,6 +187,25 @@ class Run:
         limit = gap_limit(self.config["dtype"], self.config["temperature"])
         return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
 
+    def add_readings(self, batch, columns):
+        """
+        A collective: add what the models say of each response token to the batch. columns: {name:
+        (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
+        log-probs, and in iteration 0 the reference's, must be the same; returns the sampler's gap,
+        in nats.
+        """
+        batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
+        check_finite({name: batch[name] for name in columns}, self.iteration)
+        if "old_logprobs" not in columns:
+            return None
+        others = dict(sampler_logprobs="the sampler")
+        if self.iteration == 0 and "ref_logprobs" in batch:
+            others["ref_logprobs"] = "the reference"
+        gaps = [self.must_agree(  # COLLECTIVE
+            self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
+            for name, what in others.items()]
+        return gaps[0]
+
     @property
     def loss_scale(self):
         """What the losses are multiplied by before the backward pass: 1, but in float16."""
@@ -243,11 +263,13 @@ class Run:
     def speed(self, batch, steps):
         """
         How fast the iteration was, without the seconds of evaluation and checkpoint. Its
-        operations: the policy samples, all models read what it sampled, and the trained ones read
-        it again in each pass of the update. steps: how many optimizer steps that were.
+        operations: the policy samples, all models read what it sampled (the policy, if it must),
+        and the trained ones read it again in each pass of the update. steps: how many optimizer
+        steps that were.
         """
         seconds = sum(self.times.values()) - sum(self.times.get(x, 0) for x in ("eval", "checkpoint"))
-        readers = [model for name, model in self.models.items() if not name.endswith("'s trunk")]
+        readers = [model for name, model in self.models.items() if not name.endswith("'s trunk")
+                   and (name != "policy" or self.policy_reads)]
         flops = sum(flops_a_token(model) for model in [self.models["policy"], *readers])
         flops += steps / self.config["num_minibatches"] * sum(
             flops_a_token(model, trained=True) for model in self.trained.values())

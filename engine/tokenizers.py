@@ -293,7 +293,7 @@ class GPT2Tokenizer(Tokenizer):
         self.eos_id = self.pad_id = vocab[eos]
         self.eos_ids = {self.eos_id}
         self.vocab_size = max(vocab.values()) + 1
-        self.fingerprint = hashlib.blake2b(self.files["vocab.json"]).hexdigest()
+        self.fingerprint = vocabulary_hash(vocab)
 
     def is_plain_text(self, i):
         return i != self.eos_id
@@ -364,7 +364,7 @@ class HFTokenizer(Tokenizer):
         self.special_texts = [t.content for t in added.values() if t.special and t.content.strip()]
         if vocab.get("[PAD]") == self.vocab_size - 1:
             vocab.pop("[PAD]")  # which rm.py may have added: no other id means anything else by it
-        self.fingerprint = hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
+        self.fingerprint = vocabulary_hash(vocab)
         self.special_ids = {i for i, t in added.items() if t.special}
         names = getattr(self.backend, "vocab_files_names", {}).values()
         self.files = read_tokenizer_files(folder, names)
@@ -611,6 +611,14 @@ def write_files(folder, files):
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         with open(os.path.join(folder, name), "wb") as f:
             f.write(content)
+
+
+def vocabulary_hash(vocab):
+    """
+    A hash of a vocabulary {token: id}: of GPT-2's it is the same, whether vocab.json has it or the
+    tokenizer.json that TRL makes of that.
+    """
+    return hashlib.blake2b(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
 
 
 def check_ids(vocab, file):

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: no network after the install, no GPU, five and a half minutes
-# on two cores.
+# The whole test suite, in an environment of its own: no network after the install, no GPU, some minutes on two cores.
 #   bash runs/test.sh [pytest options]
 more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processes at a time as it is
 
 # Two pytests beside one another where there are two cores. Each takes the next file that the other has not
-# taken (tests/conftest.py); the longest files come first. What the second one says is printed when both are done.
+# taken (tests/conftest.py), the longest files first. What the second one says is printed when both are done.
 files=(tests/test_{knobs,ppo,reliability,zero,sandbox,grpo,sft_rm,tools,planner,by_hand,campaign,explain}.py)
 for file in tests/test_*.py; do
     case " ${files[*]} " in *" $file "*) ;; *) files+=("$file") ;; esac

@@ -82,10 +82,12 @@ def done(tmp_path_factory):
     """The folder, and {name: result} of evaluations."""
     folder = str(tmp_path_factory.mktemp("eval"))
     world = tiny.build(f"{folder}/world")
+    with open(f"{folder}/own.py", "w", encoding="utf-8") as f:
+        f.write("def scores(batch):\n    return [0] * len(batch['completions'])\n")
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
-                reward_functions=f"2*{world.rule('letters')}", device_type="cpu")
+                reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
     def call(ranks=1, **more):
@@ -95,7 +97,8 @@ def done(tmp_path_factory):
         one_twice=dict(policies=f"{world.policy},{world.policy}"), nothing=dict(policies=" "), k=dict(k="1,4"),
         word=dict(k="two"), no_mode=dict(samples=0, greedy=False), right=dict(right_by="code"), by=dict(compare_by="kl"),
         head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
-        out=dict(out="/dev/null/x"), task=dict(reward_functions="countdown"))
+        own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
+        task=dict(reward_functions="countdown"))
     os.mkdir(f"{folder}/one")
     one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
     assert one.returncode == 0 and one.stderr == "", one.stderr
@@ -134,12 +137,13 @@ def test_the_figures_are_those_of_the_samples(done):
         its = {k.removeprefix(f"{mode} "): v for k, v in figures["policies"][policy].items() if k.startswith(mode)}
         for key in ("length", "finished"):
             assert its[key]["mean"] == pytest.approx(statistics.mean(r[key] for r in part))
-        for key in ("accuracy", "letters", "reward_model", "scores"):
-            assert its[key]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
+        for key in ("accuracy", "letters", "reward_model", "scores", "length"):  # the rule length, beside the length
+            name = f"reward/{key}" if key in ("letters", "reward_model", "length") else key
+            assert its[name]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
     for r in mine:
         scores = r["scores"]
         assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
-        assert scores["scores"] == pytest.approx(2 * scores["letters"] + scores["reward_model"])
+        assert scores["scores"] == pytest.approx(2 * scores["letters"] + scores["length"] + scores["reward_model"])
     assert {"pass@1", "pass@2", "majority@1", "majority@2"} == {k for k in its if "@" in k}
     assert its["pass@1"] == its["accuracy"]
     assert len({r["text"] for r in mine if r["mode"] == "sampled"}) > 12
@@ -164,7 +168,7 @@ def test_without_answers(done):
     one_twice="is given twice", nothing="policies is empty", k="wanted numbers from 1 to samples = 3",
     word="wanted numbers with commas", no_mode="leave nothing to do", right="right_by = 'code' is not measured",
     by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
-    out="cannot be written", task="needs the field 'numbers'").items())
+    own="is called 'scores', and so is the sum", out="cannot be written", task="needs the field 'numbers'").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
     assert result["codes"] == [2], result

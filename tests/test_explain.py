@@ -47,8 +47,8 @@ def runs(world, tmp_path_factory):
     short = dict(max_iters=1)
     grpo_runs = dict(
         grpo=keys, rules=short | dict(reward_functions="accuracy,0.1*format"),
-        gspo=short | dict(importance="sequence", kl_coef=0.0),
-        cispo=short | dict(loss_type="cispo", max_refills=1))
+        gspo=short | dict(importance="sequence", kl_coef=0.0, num_minibatches=1),
+        cispo=short | dict(loss_type="cispo", max_refills=1, num_minibatches=1))
     cases = {name: [one_run("grpo.py", world.grpo("out", **k))] for name, k in grpo_runs.items()}
     cases |= dict(ppo=[one_run("ppo.py", world.ppo("out", **keys))],
                   sft=[one_run("sft.py", world.sft("out"))])

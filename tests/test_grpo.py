@@ -294,6 +294,23 @@ import loss, relatives
 exact = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
 """
+# Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
+# and checks that prompts have no logits, nor what is behind the micro-batch's longest response.
+FORWARDS = """
+import json, loss, parallel, torch
+original = loss.response_logprobs
+def noted(model, mb, *rest, **more):
+    with open("forwards.jsonl", "a") as f:
+        trained = any(p.requires_grad for p in model.parameters())
+        print(json.dumps([parallel.phase, trained, torch.is_grad_enabled(), len(mb["tokens"])]), file=f)
+    mask[0] = mb["response_mask"]
+    return original(model, mb, *rest, **more)
+head, mask = loss.logprobs_and_entropy, [None]
+def only_responses(hidden, *rest, **more):
+    assert hidden.shape[:-1] == mask[0].shape and mask[0].any(0).all()
+    return head(hidden, *rest, **more)
+loss.response_logprobs, loss.logprobs_and_entropy = noted, only_responses
+"""
 STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_high=4e-4, learning_rate=1e-30, num_iterations=1,
              num_minibatches=4, micro_batch_size=3, kl_coef=0)
 
@@ -307,7 +324,11 @@ def sampling_cases(world):
         "never flat, not refilled": (dict(REFILLED, reward_functions="reward_model", max_refills=0), DUMP),
         "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3, max_iters=2), DUMP),
         "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9,
-                            entropy_coef=0.1), ""),
+                            entropy_coef=0.1, num_minibatches=1), ""),
+        "two minibatches": (dict(max_iters=2, peak_tflops=0.001), FORWARDS),
+        "one minibatch": (dict(max_iters=2, peak_tflops=0.001, num_minibatches=1), FORWARDS),
+        "no reference": (dict(max_iters=2, num_minibatches=1, kl_coef=0, kl_in="reward"), FORWARDS),
+        "KL in one minibatch": (dict(max_iters=2, num_minibatches=1, kl_in="reward"), FORWARDS),
         "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64", max_iters=2), UNFINISHED_ALL),
         "all cut, kept": (dict(reward_functions=letters, dtype="float64", max_iters=1), UNFINISHED_ALL),
         "no KL": (dict(reward_functions=letters, kl_coef=0, max_iters=2), DUMP),
@@ -398,7 +419,9 @@ def test_momentum_and_kl_move_nothing_either(forks, world):
     """A policy that has learned, and so has momentum and a KL, meets an iteration of flat groups: not a bit moves."""
     folder, results = forks
     log = log_of(folder, "later flat")
-    assert results["later flat"][0]["codes"] == [0] and [r["policy/steps"] for r in log[:-1]] == [4, 0, 0]
+    assert results["later flat"][0]["codes"] == [0] and [r["policy/steps"] for r in log[:-1]] == [2, 0, 0]
+    # the policy has not read these batches for a step, so it has read them for the log
+    assert all(r["objective/entropy"] > 0 < r["policy/sampler_gap"] < 1e-5 and r["objective/kl"] != 0 for r in log[1:-1])
     checkpoints = [f"{folder}/later flat/out/checkpoint-00000{i}" for i in (1, 2, 3)]
     assert tiny.distance(world.policy, f"{checkpoints[0]}/policy") > 1e-3 and log[1]["objective/kl"] != 0
     for name in ("policy/model.safetensors", "policy_optimizer.safetensors"):
@@ -435,6 +458,33 @@ def test_a_policy_that_stands_still_is_on_policy_to_the_last_bit(forks):
     for record in log_of(folder, "still")[:-1]:
         assert record["policy/steps"] == 4 and record["policy/sampler_gap"] > 0  # rounding there is
         assert record["policy/clipfrac"] == record["policy/approx_kl"] == record["policy/ratio_gap"] == 0
+
+
+@pytest.mark.parametrize("name, rows", [  # 15 responses, 2 epochs: what the reference and the policy read before, what is trained
+    ("two minibatches", [15, 15, 30]), ("one minibatch", [15, 0, 30]), ("no reference", [0, 0, 30]),
+    ("KL in one minibatch", [15, 15, 30])])
+def test_no_forward_is_run_twice(forks, name, rows):
+    """The first step's forward is the old policy's, unless that is needed earlier, or of rows that a step has moved by then."""
+    folder, results = forks
+    assert results[name][0]["codes"] == [0], results[name]
+    with open(f"{folder}/{name}/forwards.jsonl", encoding="utf-8") as f:
+        forwards = [json.loads(line) for line in f]
+    read = {tuple(key): sum(n for *which, n in forwards if which == key) for *key, _ in forwards if "iteration 1" in key[0]}
+    seen = [read.pop((f"iteration 1, {phase}", *which), 0) for phase, *which in (
+        ("score", False, False), ("score", True, False), ("update", True, True))]
+    assert seen == rows and not read
+    record = log_of(folder, name)[1]
+    assert record["policy/ratio_gap"] == 0 < record["policy/sampler_gap"] < 1e-5 and record["objective/entropy"] > 0
+
+
+def test_a_saved_forward_is_no_share_of_peak(forks, world):
+    """Two runs with the same texts: 2 N for sampling, 2 N for each reader, 6 N in each of two passes; and 2 N less."""
+    each = [log_of(forks[0], name)[0] for name in ("two minibatches", "one minibatch")]
+    assert each[0]["objective/texts"] == each[1]["objective/texts"]
+    n, v = (sum(t.numel() for name, t in tiny.read_weights(path).items() if "wte" not in name and "wpe" not in name)
+            for path in (world.policy, world.reward))
+    two, one = (record["time/mfu"] / record["time/tokens_per_second"] for record in each)
+    assert two / one == pytest.approx((2 * n + 2 * (n + n + v) + 12 * n) / (2 * n + 2 * (n + v) + 12 * n))
 
 
 def test_rules_see_the_prompts_as_text(forks):
@@ -547,6 +597,13 @@ def spoilt(*args, **kwargs):
 loss.response_logprobs = spoilt
 """, r"iteration 0: the gradient of policy's \S+ is not finite; stopped before the step"),
 }
+# With one minibatch the policy does not read: its first step's forward is compared with the sampler, and with the reference.
+SABOTAGE |= {"forward, in one minibatch": (SABOTAGE["forward"][0], SABOTAGE["sampler"][1]),
+             "reference, in one minibatch": SABOTAGE["reference"], "policy, in one minibatch": ("""
+import loss
+logprobs = loss.logprobs_from_logits
+loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits, tokens) * (float("nan") if logits.requires_grad else 1)
+""", r"iteration 0: old_logprobs is not finite \(first in response 0 of the batch\); stopped before the step")}
 TOO_LONG = """
 import errors, rewards
 def too_long(*args):
@@ -593,6 +650,7 @@ def failing_cases(world, folder):
     cases["too long on 1"] = [one_run("grpo.py", args, (args, TOO_LONG))]
     cases["too long"] = [one_run("grpo.py", (args, TOO_LONG))]
     for name, (code, _) in SABOTAGE.items():
+        args = world.grpo("out", eval_path="", **dict(num_minibatches=1) if "one" in name.split() else {})
         cases[name] = [one_run("grpo.py", (args, code), (args, code))]
     return cases
 

@@ -59,7 +59,7 @@ GRPO = {
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4"), {}),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
-                  grad_clip=0.05), SAVED),
+                  grad_clip=0.05), SAVED | dict(num_minibatches=1)),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),

@@ -271,13 +271,25 @@ def test_an_adapter_on_an_adapter_and_rslora(tmp_path, monkeypatch):
     assert content_hash("second") != before
 
 
+def test_the_lm_head_of_an_adapter_is_no_part_of_a_scalar_model(tmp_path):
+    """peft saves it for modules_to_save = ["lm_head"]; such a policy may still become a reward or value model."""
+    from safetensors.torch import load_file, save_file
+
+    model, file = adapted("gpt_neox", tmp_path), tmp_path / "adapter" / "adapter_model.safetensors"
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    save_file(load_file(file) | {"base_model.model.embed_out.weight": torch.full((97, 32), 2.0)}, file)
+    assert (from_pretrained(str(tmp_path / "adapter")).lm_head.weight == 2.0).all()
+    scalar = from_pretrained(str(tmp_path / "adapter"), "scalar")
+    assert scalar.new_head and torch.equal(scalar.norm.weight, model.base.norm.weight)
+
+
 def test_adapters_that_are_no_models(tmp_path):
     model = adapted("llama", tmp_path, "scalar")
     folder = tmp_path / "adapter"
     save_adapter(model, folder, str(tmp_path / "base"))
     good = (folder / "adapter_config.json").read_text()
     for changed, said in (
-            (dict(base_model_name_or_path="out/gone"), "an adapter, and the model that it was trained on is not here .*out/gone"),
+            (dict(base_model_name_or_path="out/gone"), "an adapter, and the model that it was .* cannot be used: out/gone"),
             (dict(base_model_name_or_path=""), "does not name the model that the adapter was trained on"),
             (dict(base_model_name_or_path=str(folder)), "and that is the adapter itself"),
             (dict(use_dora=True), "use_dora = True is not supported"), (dict(bias="all"), "bias = 'all' is not supported"),
@@ -296,7 +308,7 @@ def test_adapters_that_are_no_models(tmp_path):
     name, head = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight", "base_model.model.score.weight"
     for spoiled, said in (
             ({n: t for n, t in tensors.items() if n != name}, "q_proj.lora_B.weight is missing"),
-            (tensors | {"base_model.model.lm_head.weight": torch.ones(97, 32)}, "it has no such weight"),
+            (tensors | {"base_model.model.odd.weight": torch.ones(97, 32)}, "it has no such weight"),
             (tensors | {head: torch.ones(2, 32)}, "its score head has 2 labels"),
             (tensors | {name: tensors[name] * float("nan")}, "holds NaN")):
         save_file(spoiled, folder / "adapter_model.safetensors")

@@ -122,6 +122,12 @@ def test_async_rewards_are_awaited_together():
     with pytest.raises(Stop, match=f"^reward 'mine' failed at {__file__}, line [0-9]+: KeyError: 'nothing'$"):
         called(broken)
 
+    def cancelled(batch):  # as a client of an API may be, also where nothing is awaited here
+        raise asyncio.CancelledError
+
+    with pytest.raises(Stop, match="^reward 'mine' failed at .*: CancelledError$"):
+        called(cancelled)
+
 
 # TRL's signature
 

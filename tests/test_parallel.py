@@ -24,8 +24,10 @@ from tiny import forked, one_run
 
 
 def two_layers(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)).to(dtype)
+    model, generator = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)), torch.Generator().manual_seed(seed)
+    for p in model.parameters():  # not by torch's own draw, which forked runs leave out
+        p.data.normal_(generator=generator)
+    return model.to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,44 +416,57 @@ def listed_for(script, sizes):
     return {no: [function, call, int(sizes.get(words, words))] for no, (function, call, words) in lines.items()}
 
 
-def in_order(lines, steps):
-    """The list with its steps written out: 9 and 10 in each one, 11 in the first alone, as the sentence below it says."""
+def in_order(lines, steps, one_minibatch=False):
+    """
+    The list with its steps written out: 9 and 10 in each one, 11 in the first alone, as the sentence below it says; and with
+    one minibatch as that sentence says it.
+    """
     (*each, once), = [tuple(map(int, found)) for found in re.findall(
         r"(\d+) and (\d+) run once in each optimizer step, (\d+) only in the first", parallel.__doc__)]
     step = [lines[no] for no in each if no in lines]
     before, after = [x for no, x in lines.items() if no < each[0]], [x for no, x in lines.items() if no > once]
-    return before + step + [lines[once]] + (steps - 1) * step + after
+    late = []
+    if one_minibatch:
+        (fewer, again, later, where), = [tuple(map(int, found)) for found in re.findall(
+            r"With one minibatch\s+(\d+) has B R numbers, .*; a (\d+) of its old_logprobs and (\d+) come just before (\d+)\.",
+            parallel.__doc__)]
+        assert fewer == again and later == again + 1 == len(before) and where == each[0]
+        before[fewer - 1][2] //= 2
+        late = [before[again - 1], before.pop()]
+    return before + late + step + [lines[once]] + (steps - 1) * step + after
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """{script: each rank's collectives of iteration 1}, and the number of parameters of the two trained models."""
+    """{run: each rank's collectives of iteration 1}, and the number of parameters of the two trained models."""
     folder = str(tmp_path_factory.mktemp("recorded"))
     world = tiny.build(f"{folder}/world")
-    runs = {"ppo.py": world.ppo("out", max_iters=2), "grpo.py": world.grpo("out", max_iters=2)}
-    results = forked(folder, {s: [one_run(s, *[(args, RECORD)] * 2)] for s, args in runs.items()})
+    runs = {"ppo.py": world.ppo("out", max_iters=2), "grpo.py": world.grpo("out", max_iters=2),
+            "grpo.py, one minibatch": world.grpo("out", max_iters=2, num_minibatches=1)}
+    results = forked(folder, {run: [one_run(run.split(",")[0], *[(args, RECORD)] * 2)] for run, args in runs.items()})
     collectives = {}
-    for script, (result,) in results.items():
+    for run, (result,) in results.items():
         assert result["codes"] == [0, 0], result
-        collectives[script] = []
+        collectives[run] = []
         for rank in range(2):
-            with open(f"{folder}/{script}/collectives-{rank}.jsonl", encoding="utf-8") as f:
-                collectives[script].append([json.loads(line) for line in f])
+            with open(f"{folder}/{run}/collectives-{rank}.jsonl", encoding="utf-8") as f:
+                collectives[run].append([json.loads(line) for line in f])
     weights = {name: sum(t.numel() for t in tiny.read_weights(f"{folder}/ppo.py/out/{name}").values())
                for name in ("policy", "value_model")}
     return collectives, weights
 
 
-@pytest.mark.parametrize("script, batch_size", [("ppo.py", 7), ("grpo.py", 15)])
-def test_an_iterations_collectives_are_those_in_the_docstring(recorded, script, batch_size):
+@pytest.mark.parametrize("run, batch_size", [("ppo.py", 7), ("grpo.py", 15), ("grpo.py, one minibatch", 15)])
+def test_an_iterations_collectives_are_those_in_the_docstring(recorded, run, batch_size):
     collectives, weights = recorded
     most_rows, R = (batch_size + 1) // 2, 8  # max_new_tokens
-    seen = collectives[script]
+    seen, (script, *one) = collectives[run], run.split(",")
     assert seen[0] == seen[1]
     rows, = [numbers for function, _, numbers in seen[0] if function == "gather_rows"]
     assert rows > 0 and rows % most_rows == 0
     sizes = {"B/n rows": rows, "3 B R": 3 * batch_size * R, "2 B R": 2 * batch_size * R, **weights}
-    assert seen[0] == in_order(listed_for(script, sizes), steps=4)  # two epochs of two minibatches
+    steps = 2 if one else 4  # two epochs of one or two minibatches
+    assert seen[0] == in_order(listed_for(script, sizes), steps, one_minibatch=bool(one))
 
 
 def is_collective(function):

@@ -337,7 +337,8 @@ def sabotaged(world, tmp_path_factory):
     out, runs = tmp_path_factory.mktemp("sabotage"), {}
     for case in CASES:
         code = f"import os\nos.environ['CASE'] = {case!r}\n{SABOTAGE}{RAISED}"
-        runs[case or "none"] = [one_run("ppo.py", *[(world.ppo("out", sync_check_interval=1, timeout=20), code)] * 2)]
+        args = world.ppo("out", sync_check_interval=1, timeout=20, eval_path="")
+        runs[case or "none"] = [one_run("ppo.py", (args, code), (args, code))]
     for (result,) in forked(str(out), runs, at_once=4).values():
         assert result["codes"] == [0, 0], result
     return {case: [json.loads((out / (case or "none") / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}

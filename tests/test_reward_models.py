@@ -291,6 +291,16 @@ def test_a_new_padding_token_is_no_other_tokenizer(trained):
         assert (after[:len(before)] - before).abs().max() < 0.05 and not after[len(before):].any()
 
 
+def test_gpt2_is_one_vocabulary_in_both_of_its_forms(trained, tmp_path):
+    """vocab.json, and the tokenizer.json that transformers and TRL make of it: a value model may begin as such a reward model."""
+    policy = trained["gpt2"][1]
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path)
+    shutil.copy(f"{policy}/config.json", tmp_path)
+    ours, theirs = load_tokenizer(policy), load_tokenizer(tmp_path)
+    assert type(ours) is not type(theirs) and ours.vocabulary == theirs.vocabulary
+    assert all(ours.encode(row["chosen"]) == theirs.encode(row["chosen"]) for row in PAIRS)
+
+
 # as a user runs them
 
 

@@ -269,11 +269,13 @@ def from_pretrained_config(variant):
 
 
 def test_the_card_of_an_adapter(runs):
+    """The reward model's is an adapter on an adapter: peft would put it on the bare base, and say nothing."""
     out = f"{runs[0]}/adapters/out"
-    for run, name, kind in (("sft", "policy", "CausalLM"), ("rm", "reward_model", "SequenceClassification")):
+    for run, name, code in (("sft", "policy", True), ("rm", "reward_model", False)):
         head, text = card_of(f"{out}/{run}/{name}_adapter")
-        assert head["library_name"] == "peft" and "lora" in head["tags"]
-        assert f'AutoPeftModelFor{kind}.from_pretrained("out/{run}/{name}_adapter"' in text and f"# {name}_adapter" in text
+        assert head["library_name"] == "peft" and "lora" in head["tags"] and f"# {name}_adapter" in text
+        assert (f'AutoPeftModelForCausalLM.from_pretrained("out/{run}/{name}_adapter")' in text) == code
+        assert (f"load `{name}` beside this folder" in text) != code
     assert "in adapter_model.safetensors) is what quartet adds" in text
 
 

@@ -51,7 +51,7 @@ def test_trained_by_trl(name, pad, tmp_path):
     reader, said = reader_of(reward_model, own, "auto", folder)
     assert "not trained by rm.py" in said
     got = reward_model_scores(batch_of(PAIRS), reward_model, reader, own, 5)
-    assert (got - want).abs().max() < 1e-4 and want.std() > 0.05
+    assert (got - want).abs().max() < 1e-4 and want.std() > 0.01
     assert torch.equal(got[::2] > got[1::2], want[::2] > want[1::2])
 
     if pad == "its own":

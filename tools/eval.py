@@ -102,6 +102,9 @@ if reward_path and "reward_model" not in [name for _, name, _ in terms]:
 if not reward_path and "reward_model" in [name for _, name, _ in terms]:
     raise BadConfig("reward_functions names reward_model; say which by --reward_path=FOLDER")
 rewards = [name for _, name, _ in terms]
+if "scores" in rewards:
+    raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
+                    "them; rename yours")
 known = list(dict.fromkeys(["accuracy", *rewards]))  # the scores that are measured
 if len(terms) > 1:
     known.append("scores")  # their weighted sum
@@ -221,7 +224,9 @@ for (name, mode), prompts in by_prompt.items():
     numbers = {}  # metric -> one number a prompt
     for score in known:
         each = [scores_of(prompt, score) for prompt in prompts]
-        numbers[score] = [sum(values) / len(values) for values in each if values]
+        # a reward may be called as another figure is: the rule length is not the length in tokens
+        metric = score if score in ("accuracy", "scores") else f"reward/{score}"
+        numbers[metric] = [sum(values) / len(values) for values in each if values]
     judged = [prompt for prompt in prompts if len(scores_of(prompt, right_by)) == len(prompt)]
     right = [[float(value == 1.0) for value in scores_of(prompt, right_by)] for prompt in judged]
     for x in ks if mode == "sampled" else ():
