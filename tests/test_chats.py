@@ -305,6 +305,26 @@ def test_odd_templates(folders, tmp_path):
         ours.encode_prompt([user("a")])
 
 
+def test_a_header_that_takes_in_blanks_is_not_trained(folders, tmp_path, monkeypatch):
+    """As Phi-3's <|assistant|>, which is said to strip what is behind it; and an end that does so is trained as ever."""
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "strips")
+    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
+                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
+        value = json.loads((folder / file).read_text())
+        for token in items(value):
+            token["rstrip"] = True
+        (folder / file).write_text(json.dumps(value))
+    template = HEAD + "{{ ('<|im_start|>\n' if m['role'] == 'assistant' else 'user') + m['content'] + '<|im_end|>\n' }}" \
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>\n' }}{% endif %}"
+    ours = with_template(str(folder), tmp_path, template)
+    for fast in (True, False):
+        monkeypatch.setattr(ours, "fast", fast)
+        for text in ("is", " \n is", "", " ", "\n"):
+            ids, trained = ours.encode_example([user("a")], [assistant(text), user(" b "), assistant(text)])
+            assert spans(ours, ids, trained) == [text.strip() + "<|im_end|>"] * 2
+            assert ids[:trained.index(True)] == ours.encode_prompt([user("a")])
+
+
 def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
     """Once for each role: the thoughts of earlier turns, of any turn, and the system message of some chats."""
     said = "warning: the chat template {} does not write all of each message of the role {!r}; what it leaves out, the " \
