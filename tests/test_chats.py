@@ -369,6 +369,19 @@ def test_roles_that_a_template_refuses(tokenizers):
 # the keys
 
 
+def test_the_template_of_the_docs(folders, tmp_path):
+    """For base models: each turn has a header, and ends with EOS."""
+    docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "rewards.md"), encoding="utf-8").read()
+    lines = re.findall(r"^    (\{%.*)\n", docs, re.MULTILINE)
+    for name in ("pythia", "gpt2"):
+        ours = with_template(folders[name], tmp_path, "\n".join(lines))
+        ids, trained = ours.encode_example([user("a")], [assistant("b"), user("c"), assistant("d")])
+        assert ours.backend.decode(ids) == "".join(f"### {role}\n{text}<|endoftext|>\n" for role, text in (
+            ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))[:-1]
+        assert spans(ours, ids, trained) == ["b<|endoftext|>", "d<|endoftext|>"]
+        assert ids[:trained.index(True)] == ours.encode_prompt([user("a")])
+
+
 def test_ids_on_disk_are_of_these_keys(folders):
     """Also where all but one of the rows become the same ids: name_of tries only some of them."""
     from engine.encoded import name_of

@@ -174,7 +174,7 @@ def test_the_reward_of_ones_own_runs():
 
 
 def test_the_tests_of_a_row_are_tests():
-    rows = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", REWARDS, re.MULTILINE)]
+    rows = [json.loads(line) for line in re.findall(r'^    (\{".*\})$', REWARDS, re.MULTILINE)]
     assert len(rows) == 2
     calls, outputs, scripts = check_tests(rows, "docs")
     assert (calls, outputs, scripts) == ([("add", [1, 2]), ("add", [3, 4])], [3, 7], [(b"1 2", b"3")])
