@@ -31,7 +31,7 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
 from errors import BadConfig
 from formats import Rows, read_rows, sft_row
-from loss import learning_rate_at, logprobs_and_entropy
+from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from parallel import even_micro_batches
 
 
@@ -170,18 +170,20 @@ if master:
 
 
 def completion_logprobs(examples):
-    """Log-probs of the n trained tokens, (n,). examples: b of (ids, trained)."""
+    """
+    Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
+    is trained. examples: b of (ids, trained).
+    """
     tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
     mask = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
-    tokens, mask = tokens.to(device), mask[:, 1:].to(device)
+    tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
         hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
-        # prompts and padding need no logits: the trained tokens stand in one row, (1, n)
         logprobs, _ = logprobs_and_entropy(
-            hidden[mask][None], policy.lm_head_weight(), tokens[:, 1:][mask][None],
-            vocab_size=tokenizer.vocab_size, chunk=head_chunk, entropy=False)
-    return logprobs[0]
+            hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
+            chunk=head_chunk, entropy=False)
+    return logprobs, mask[:, 1:]
 
 
 def evaluate():
@@ -190,9 +192,9 @@ def evaluate():
     with no_grad_forwards([policy], device):
         mine = parallel.my_share(eval_examples)
         for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
-            logprobs = completion_logprobs(part)
-            total -= logprobs.sum().item()
-            count += len(logprobs)
+            logprobs, mask = completion_logprobs(part)
+            total -= masked_sum(logprobs, mask).item()
+            count += mask.sum().item()
     return parallel.all_reduce_metrics({"eval/loss": [total, count]})
 
 
@@ -245,11 +247,11 @@ for iteration in range(start, max_iters + 1):
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
     for part in even_micro_batches(examples, batch_size, micro_batch_size):
-        logprobs = completion_logprobs(part)  # (n,)
-        loss = -logprobs.sum()
+        logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
+        loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
         loss_sum += loss.item()
-        loss_count += len(logprobs)
+        loss_count += mask.sum().item()
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, loss_scale)

@@ -10,8 +10,6 @@ import pytest
 
 import tiny
 from configurator import read_keys
-from data import batch_rows
-from engine.tokenizers import load_tokenizer
 from test_zero import in_a_row, succeeded
 from tiny import forked, one_run
 
@@ -20,14 +18,12 @@ LOSSES = {"sft.py": ["loss/sft", "eval/loss"], "rm.py": ["loss/preference", "eva
 NAMES = {"sft.py": "policy", "rm.py": "reward"}  # what the one model is called in the keys
 scripts = pytest.mark.parametrize("script", PRODUCTS)
 
-# writes what each rank holds: numbers of weights after the start, and of the optimizer's states after each step; and how many
-# tokens had logits
+# writes what each rank holds: numbers of weights after the start, and of the optimizer's states after each step
 WATCH = """
 import json
-import loss, parallel
+import parallel
 from engine import optimizers
 original_broadcast, original_step, held = parallel.broadcast_parameters, optimizers.step, {}
-original_head = loss.logprobs_and_entropy
 
 def write(**facts):
     held.update(facts)
@@ -46,11 +42,7 @@ def step(optimizer, lr):
     states = [parallel.my_part(t) for state in inner.state.values() for t in state.values()]
     write(optimizer=type(inner).__name__, states=sum(t.numel() for t in states), steps=held["steps"] + 1)
 
-def head(hidden, *rest, **more):
-    write(logits=held.get("logits", 0) + hidden[..., 0].numel())
-    return original_head(hidden, *rest, **more)
-
-parallel.broadcast_parameters, optimizers.step, loss.logprobs_and_entropy = broadcast, step, head
+parallel.broadcast_parameters, optimizers.step = broadcast, step
 """
 # as this rank's gradients of step NUMBER, counted from 1, are complete, one of them is inf
 OVERFLOW = """
@@ -140,18 +132,6 @@ def done(world, tmp_path_factory):
             add(name, 2, dtype="bfloat16", master_weights=master, zero_stage="3")
         add("float32", 2, dtype="float32")
     return root, succeeded(in_a_row(root, runs)) | succeeded(in_a_row(root, second))
-
-
-@pytest.mark.parametrize("name", ["plain", "head_chunk"])
-def test_only_trained_tokens_have_logits(done, world, name):
-    """Neither prompts nor padding: those of three steps of 7 demonstrations, and of four evaluations of 5."""
-    tokenizer, rows = load_tokenizer(world.tokenizer), {}
-    for part in ("train", "val"):
-        with open(getattr(world, f"sft_{part}"), encoding="utf-8") as f:
-            rows[part] = [len(tokenizer.encode(json.loads(line)["completion"])) + 1 for line in f]  # with EOS
-    steps = sum(rows["train"][i] for iteration in range(3) for i in batch_rows(1, iteration, 7, len(rows["train"])))
-    with open(f"{done[0]}/sft.py {name}/held-0.json", encoding="utf-8") as f:
-        assert json.load(f)["logits"] == steps + 4 * sum(rows["val"][:5])
 
 
 def folder(done, script, name):
