@@ -186,8 +186,7 @@ def name_of(rows, path, tokenizer, field):
     change in how a row is encoded, such as a date that a template prints, gives another name.
     """
     fast = getattr(getattr(tokenizer, "backend", None), "backend_tokenizer", None)
-    chat = [getattr(tokenizer, key, "") for key in ("template", "template_kwargs", "system_prompt")]
-    settings = [type(tokenizer).__name__, tokenizer.fingerprint, fast and fast.to_str(), chat, field]
+    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint, fast and fast.to_str(), field]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for row in rows:
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())

@@ -531,12 +531,16 @@ class HFTokenizer(Tokenizer):
 
     def token_at(self, at, text, ids, ends, hidden):
         """
-        The number of the first token that reaches beyond the first `at` characters of the text.
-        Without offsets: the first one that differs from the tokens of these characters alone.
+        The number of the first token that reaches beyond the first `at` characters of the text. If
+        that is a special token from before, which takes in the blanks behind it as Phi-3's
+        <|assistant|> does, the next one. Without offsets: the first one that differs from the
+        tokens of these characters alone.
         """
         if ends is None:
             return common_prefix(ids, self.encode_text(text[:at], hidden)[0])
-        return bisect.bisect_right(ends, at)
+        number = bisect.bisect_right(ends, at)
+        begins_before = number < len(ids) and (ends[number - 1] if number else 0) < at
+        return number + (begins_before and ids[number] in self.special_ids)
 
     def find_turn_end(self):
         """

@@ -305,6 +305,26 @@ def test_odd_templates(folders, tmp_path):
         ours.encode_prompt([user("a")])
 
 
+def test_a_header_that_takes_in_blanks_is_not_trained(folders, tmp_path, monkeypatch):
+    """As Phi-3's <|assistant|>, which is said to strip what is behind it; and an end that does so is trained as ever."""
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "strips")
+    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
+                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
+        value = json.loads((folder / file).read_text())
+        for token in items(value):
+            token["rstrip"] = True
+        (folder / file).write_text(json.dumps(value))
+    template = HEAD + "{{ ('<|im_start|>\n' if m['role'] == 'assistant' else 'user') + m['content'] + '<|im_end|>\n' }}" \
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>\n' }}{% endif %}"
+    ours = with_template(str(folder), tmp_path, template)
+    for fast in (True, False):
+        monkeypatch.setattr(ours, "fast", fast)
+        for text in ("is", " \n is", "", " ", "\n"):
+            ids, trained = ours.encode_example([user("a")], [assistant(text), user(" b "), assistant(text)])
+            assert spans(ours, ids, trained) == [text.strip() + "<|im_end|>"] * 2
+            assert ids[:trained.index(True)] == ours.encode_prompt([user("a")])
+
+
 def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
     """Once for each role: the thoughts of earlier turns, of any turn, and the system message of some chats."""
     said = "warning: the chat template {} does not write all of each message of the role {!r}; what it leaves out, the " \
@@ -347,6 +367,30 @@ def test_roles_that_a_template_refuses(tokenizers):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the keys
+
+
+def test_the_template_of_the_docs(folders, tmp_path):
+    """For base models: each turn has a header, and ends with EOS."""
+    docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "rewards.md"), encoding="utf-8").read()
+    lines = re.findall(r"^    (\{%.*)\n", docs, re.MULTILINE)
+    for name in ("pythia", "gpt2"):
+        ours = with_template(folders[name], tmp_path, "\n".join(lines))
+        ids, trained = ours.encode_example([user("a")], [assistant("b"), user("c"), assistant("d")])
+        assert ours.backend.decode(ids) == "".join(f"### {role}\n{text}<|endoftext|>\n" for role, text in (
+            ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))[:-1]
+        assert spans(ours, ids, trained) == ["b<|endoftext|>", "d<|endoftext|>"]
+        assert ids[:trained.index(True)] == ours.encode_prompt([user("a")])
+
+
+def test_ids_on_disk_are_of_these_keys(folders):
+    """Also where all but one of the rows become the same ids: name_of tries only some of them."""
+    from engine.encoded import name_of
+
+    rows = [dict(prompt=[system("s"), user(f"{i}")], completion=[assistant("b")]) for i in range(201)]
+    rows[1]["prompt"].pop(0)
+    keys = [{}, dict(system_prompt="Be brief"), dict(system_prompt="Be kind")]
+    assert len({name_of(rows, "", load_tokenizer(folders["llama3.2"], dict(key, chat_date="2026-01-31")), "completion")
+                for key in keys}) == 3
 
 
 def text_of(tokenizer, prompt):

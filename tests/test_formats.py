@@ -210,7 +210,7 @@ def test_fields():
             parse_fields(fields)
     for fields in ("nothing>prompt", "more.nothing>prompt", "question.deep>prompt"):
         with pytest.raises(BadInput, match="field '.*' is missing, which fields names; it has 'question', 'more'"):
-            rename(row, parse_fields(fields))
+            rename(row, parse_fields(f"question>prompt,{fields}"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
