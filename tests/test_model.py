@@ -225,8 +225,16 @@ def test_hub_style_rope_settings(tmp_path):
         file.write_text(json.dumps(config))
         tokens, _ = padded([12, 12], True)
         with torch.no_grad():
-            got = from_pretrained(str(tmp_path / variant))(tokens)
-            assert (got - theirs(tokens).logits).abs().max() < 1e-4
+            ours = from_pretrained(str(tmp_path / variant))
+            assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+
+        # what we save has both kinds of names: transformers 4 would silently take its defaults for rope_parameters
+        theirs.save_pretrained(tmp_path / "new")
+        save_pretrained(from_pretrained(str(tmp_path / "new")), str(tmp_path / "saved"))
+        saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+        assert rope is None or {"rope_parameters", *config} <= saved.keys() | {"layer_types"}
+        assert {name: saved[name] for name in config if "rope" in name or "rot" in name} == {
+            name: value for name, value in config.items() if "rope" in name or "rot" in name}
 
 
 class Hub:
