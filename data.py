@@ -1,6 +1,6 @@
 """
 The data: prompts as token ids, the rows that an iteration trains on, micro-batches. What the rows
-are read from, and how they must look, is in formats.py.
+are read from is in formats.py, and how they must look in rows.py.
 
 Which rows make up the batch of an iteration is a function of the seed and the iteration alone. So a
 resumed run sees the same rows as one that was never stopped, with nothing to save.

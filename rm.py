@@ -29,7 +29,8 @@ from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
-from formats import Rows, preference_row, read_rows, sft_row
+from formats import Rows, read_rows
+from rows import preference_row, sft_row
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
 from parallel import even_micro_batches

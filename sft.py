@@ -30,7 +30,8 @@ from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
 from errors import BadConfig
-from formats import Rows, read_rows, sft_row
+from formats import Rows, read_rows
+from rows import sft_row
 from loss import learning_rate_at, logprobs_and_entropy, masked_sum
 from parallel import even_micro_batches
 

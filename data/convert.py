@@ -30,8 +30,8 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from errors import BadInput, one_line  # noqa: E402
-from formats import (parse_fields, preference_row, prompt_row, raw_rows, rename,  # noqa: E402
-                     sft_row, sources_of)
+from formats import parse_fields, raw_rows, rename, sources_of  # noqa: E402
+from rows import preference_row, prompt_row, sft_row  # noqa: E402
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"
@@ -156,7 +156,7 @@ def dialogues(row):
     if alpaca and not row.get("history"):
         row["prompt"] = "\n\n".join(filter(None, (row["instruction"], str(row.get("input") or ""))))
         row["completion"] = row["output"]
-    if row.get("system"):  # formats.py puts it in front of messages
+    if row.get("system"):  # rows.py puts it in front of messages
         for name in ("prompt", "question", "problem"):
             if isinstance(row.get(name), str):
                 row[name] = [{"role": "user", "content": row[name]}]

@@ -12,7 +12,8 @@ from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from formats import Rows, prompt_row, read_rows
+from formats import Rows, read_rows
+from rows import prompt_row
 from model import freeze
 
 

@@ -18,7 +18,7 @@ import re
 from engine.chats import CHAT_KEYS, MARK, ChatTemplate, attempt, common_prefix, content_of
 from engine.hf_files import read_file, read_json, read_text, tokenizer_folders
 from errors import BadInput, first_line, shorten, warn
-from formats import is_surrogate
+from rows import is_surrogate
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from formats import prompt_row, read_rows, sft_row
+from formats import read_rows
+from rows import prompt_row, sft_row
 from engine.tokenizers import load_tokenizer
 
 from conftest import ROOT

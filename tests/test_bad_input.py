@@ -26,7 +26,8 @@ from engine.hf_config import FIELDS, parse_config
 from engine.pretrained import from_pretrained
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, BadInput, Stop, one_line, shorten
-from formats import prompt_row, read_rows
+from formats import read_rows
+from rows import prompt_row
 
 from conftest import ROOT
 from families import make

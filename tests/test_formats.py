@@ -19,7 +19,8 @@ from conftest import ROOT
 from data import encode_prompts
 from engine.tokenizers import ByteTokenizer
 from errors import BadInput
-from formats import Rows, parse_fields, preference_row, prompt_row, read_rows, rename, sft_row, sources_of
+from formats import Rows, parse_fields, read_rows, rename, sources_of
+from rows import preference_row, prompt_row, sft_row
 from tiny import forked, jsonl, one_run
 
 CONVERT = os.path.join(ROOT, "data", "convert.py")

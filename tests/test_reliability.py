@@ -22,7 +22,8 @@ from data import encode_prompts
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadConfig, BadInput
-from formats import prompt_row, read_rows
+from formats import read_rows
+from rows import prompt_row
 
 import tiny
 from conftest import ROOT

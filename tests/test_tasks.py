@@ -9,7 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from formats import prompt_row, read_rows
+from formats import read_rows
+from rows import prompt_row
 from engine.reward_mix import call_rewards, check_rows, parse_rewards
 from rewards import RULES
 

@@ -41,7 +41,7 @@ from engine.hf_files import read_json  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
-from formats import check_text  # noqa: E402
+from rows import check_text  # noqa: E402
 from loss import kl_estimate, masked_mean  # noqa: E402
 from relatives import clipped_loss, gspo_log_ratio  # noqa: E402
 from rewards import reward_terms  # noqa: E402

@@ -206,7 +206,8 @@ def measure_prompts(config, policy):
     """
     from data import encode_prompts
     from engine.tokenizers import load_tokenizer
-    from formats import Rows, prompt_row, read_rows
+    from formats import Rows, read_rows
+    from rows import prompt_row
 
     if not os.path.isdir(config["policy_path"]):
         raise BadInput(f"no folder {config['policy_path']}")

@@ -27,7 +27,8 @@ from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
-from formats import check_text, prompt_row, read_rows  # noqa: E402
+from formats import read_rows  # noqa: E402
+from rows import check_text, prompt_row  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402

@@ -26,7 +26,8 @@ from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import Reader, as_dialogue, reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, first_line, one_line  # noqa: E402
-from formats import preference_row, read_rows  # noqa: E402
+from formats import read_rows  # noqa: E402
+from rows import preference_row  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import score_sequences  # noqa: E402
 

@@ -23,7 +23,8 @@ from data import batch_rows  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
-from formats import prompt_row, read_rows  # noqa: E402
+from formats import read_rows  # noqa: E402
+from rows import prompt_row  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402

@@ -26,7 +26,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
 from convert import check_range, fetch, parser_of, write_rows  # noqa: E402
-from formats import prompt_row, read_rows  # noqa: E402
+from formats import read_rows  # noqa: E402
+from rows import prompt_row  # noqa: E402
 
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 FILES = {"rl_train": "train.jsonl", "rl_val": "test.jsonl"}  # our file -> theirs
@@ -41,7 +42,7 @@ Assistant: I will work this out step by step.
 
 
 def rows(args, kept):
-    """(our file, row, or why it is dropped) of each problem. formats.py finds the answer."""
+    """(our file, row, or why it is dropped) of each problem. rows.py finds the answer."""
     for name, file in FILES.items():
         path = fetch(args.source, file, os.path.join(args.out, "raw"))
         for row in read_rows(path, prompt_row):

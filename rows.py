@@ -1,0 +1,418 @@
+"""
+The three kinds of rows that the scripts learn from, made of whatever fields a row has:
+
+    supervised fine-tuning   {"prompt": ..., "completion": ...}                  sft_row
+    preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
+    prompts for PPO, GRPO    {"prompt": ..., "answer": ..., whatever there is}   prompt_row
+
+A prompt and its completions are either all strings or all lists of messages {"role", "content"}.
+The list of a completion goes on where the list of the prompt ends. It begins and ends with the
+assistant, and may hold several turns. If the prompt ends with the assistant, too, the completion
+goes on with that very message.
+
+A row that makes no sense as such a dialogue is refused, and never glued together.
+"""
+import math
+import os
+import re
+
+from errors import BadInput, shorten
+
+
+# --------------------------------------------------------------------------------------------------
+# the three kinds of rows
+
+
+def sft_row(row):
+    """
+    {"prompt", "completion"} of a row that demonstrates something. Raises BadInput. It may have
+
+        prompt, completion           strings, or lists of messages, or one of each
+        messages                     [{"role": "user", "content": ...}, {"role": "assistant", ...}]
+        conversations                ShareGPT: [{"from": "human", "value": ...}, {"from": "gpt",
+                                     ...}], and perhaps a string `system`
+        instruction, input, output   Alpaca: strings; the input may be empty
+
+    A whole dialogue is split before its first assistant turn.
+    """
+    refuse_tools(row)
+    if row.get("completion") is not None:
+        if row.get("label") is not None:
+            raise BadInput("a completion with a label is unpaired feedback, which no script here "
+                           "learns from")
+        return dialogue(row, "completion")
+    messages = whole_dialogue(row)
+    if messages:
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
+        if first == 0:
+            raise BadInput("the dialogue has no assistant message behind a user's, so there is "
+                           "nothing to learn")
+        return dialogue({"prompt": messages[:first], "completion": messages[first:]}, "completion")
+    if row.get("instruction") is not None and row.get("output") is not None:
+        return dialogue({"prompt": alpaca_prompt(row), "completion": row["output"]}, "completion")
+    if "prompt" in row:
+        raise BadInput(f"field 'completion' is missing; {names_in(row)}")
+    raise BadInput(f"field 'prompt' is missing; {names_in(row)}. Wanted prompt and completion, or "
+                   "messages, conversations, or instruction and output; rename with fields, such "
+                   "as question>prompt,answer>completion")
+
+
+def preference_row(row):
+    """
+    {"prompt", "chosen", "rejected"} of a row that compares. Raises BadInput. It may have
+
+        prompt, chosen, rejected   strings or lists of messages; the lists may be whole dialogues
+                                   that repeat the prompt (UltraFeedback)
+        chosen, rejected           whole dialogues: lists whose first messages are the same, or
+                                   strings "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH)
+
+    The prompt of two whole dialogues is what they have in common.
+    """
+    refuse_tools(row)
+    for field in ("chosen", "rejected"):
+        if row.get(field) is None:
+            raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
+                           "rejected, or whole dialogues as chosen and rejected; rename with "
+                           "fields, such as better>chosen,worse>rejected")
+    names = names_in(row)
+    row = {name: row.get(name) for name in ("system", "prompt", "chosen", "rejected")}
+    whole = [isinstance(row[name], list) and len(row[name]) > 0 and isinstance(row[name][0], dict)
+             and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
+    if any(whole):
+        row |= split_dialogues(row)
+    elif row["prompt"] is None or all(str(row[name]).startswith("\n\nHuman:")
+                                      for name in ("chosen", "rejected")):
+        given = row["prompt"]
+        row |= split_hh(row, names)
+        if given is not None and str(given).strip() != row["prompt"].strip():
+            raise BadInput("the prompt is not what chosen and rejected begin with")
+    return dialogue(row, "chosen", "rejected")
+
+
+def prompt_row(row):
+    """
+    A row to sample responses to: its prompt, its answer if there is one, and all other fields as
+    they are, for rewards. Raises BadInput. It may have
+
+        prompt, answer               the prompt a string or a list of messages, the answer a string
+                                     or a number
+        question, answer             GSM8K: the answer is what follows "####"
+        question, final_answer       DeepMath; `problem` is taken like `question`
+        prompt, reward_model         verl: the answer is reward_model["ground_truth"]
+        messages, conversations,     data of the other kinds, whose prompts are taken
+        chosen and rejected, ...
+    """
+    row = dict(row)
+    asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
+    if asked:
+        row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
+    chat = prompt_of_chat(row) if asked in ("prompt", None) else None
+    if chat:
+        row["prompt"] = chat
+    elif "prompt" not in row:
+        if row.get("chosen") is not None:
+            row["prompt"] = preference_row(row)["prompt"]
+        elif row.get("output") is not None:
+            row["prompt"] = sft_row(row)["prompt"]
+        else:
+            raise BadInput(f"field 'prompt' is missing; {names_in(row)}; rename with fields, such "
+                           "as task>prompt")
+    if not asked:
+        for name in ("messages", "conversations", "instruction", "input", "output", "chosen",
+                     "rejected"):
+            row.pop(name, None)
+    refuse_tools(row)
+    check_text(row["prompt"], "prompt")
+    if isinstance(row["prompt"], list):
+        row["prompt"] = with_system(clean(row["prompt"], "prompt"), row)
+    else:
+        refuse_system(row)
+
+    answer = row.get("answer")
+    if answer is None and isinstance(row.get("reward_model"), dict):
+        answer = row["reward_model"].get("ground_truth")
+        answer = answer if isinstance(answer, (str, int, float)) else None
+    if answer is None:
+        answer = row.get("final_answer")
+    if answer is not None:
+        row["answer"] = answer_text(answer)
+    return row
+
+
+# --------------------------------------------------------------------------------------------------
+# their parts
+
+
+def dialogue(row, *completions):
+    """
+    {"prompt": ..., and each of the fields `completions`}: all strings, or all lists of messages
+    whose roles make a dialogue. Where only some are strings, these become messages. Raises
+    BadInput.
+    """
+    fields = ("prompt", *completions)
+    for field in fields:
+        if row.get(field) is None and field not in row:
+            raise BadInput(f"field {field!r} is missing; {names_in(row)}")
+        check_text(row[field], field)
+    if all(isinstance(row[field], str) for field in fields):
+        refuse_system(row)
+        return {field: row[field] for field in fields}
+    made = {field: clean(row[field], field) for field in fields}
+    made["prompt"] = with_system(made["prompt"], row)
+    if not any(m["role"] == "user" for m in made["prompt"]):
+        raise BadInput("the prompt has no user message, so there is nothing to answer")
+    for field in completions:
+        roles = [m["role"] for m in made[field]]
+        if "system" in roles:
+            raise BadInput(f"field {field!r} has a system message, which belongs to the prompt")
+        for role, place in ((roles[0], "begins"), (roles[-1], "ends")):
+            if role != "assistant":
+                raise BadInput(f"field {field!r} {place} with the role {role!r}; a completion "
+                               "begins and ends with the assistant")
+    return made
+
+
+def prompt_of_chat(row):
+    """
+    The prompt, as messages, of a row that sft.py or rm.py read as a chat, although its own field
+    `prompt` may be a string (UltraFeedback, UltraChat). None of any other row. Raises BadInput.
+    """
+    if isinstance(row.get("prompt"), list):
+        return None
+    if isinstance(row.get("chosen"), list):
+        return preference_row(row)["prompt"]
+    if isinstance(row.get("completion"), list):
+        return sft_row(row)["prompt"]
+    messages = whole_dialogue(row) or []
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    if messages and first == 0:
+        raise BadInput("the dialogue begins with the assistant, so there is nothing to answer")
+    return messages[:first]
+
+
+ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+                  "assistant": "assistant", "system": "system"}
+
+
+def clean(value, field):
+    """
+    A string or a list of messages as a list of messages, without the None that tables put where a
+    message has no such field. Raises BadInput unless the roles are system, which comes first if at
+    all, user and assistant.
+    """
+    if isinstance(value, str):
+        role = "user" if field == "prompt" else "assistant"
+        return [{"role": role, "content": value}]
+    messages = [{k: v for k, v in message.items() if v is not None} for message in value]
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadInput(f"field {field!r} has the role {shorten(message['role'])}; there are "
+                           f"{', '.join(ROLES)}")
+        if message["role"] == "system" and number > 0:
+            raise BadInput(f"field {field!r} has a system message in the middle (message "
+                           f"{number + 1}); only the first may be one")
+        if message.get("tool_calls"):
+            raise BadInput(f"field {field!r} has a call of a tool, which is not supported")
+        refuse_weight(message, message["role"], field)
+    return messages
+
+
+def whole_dialogue(row):
+    """
+    The cleaned messages of a row with `messages` or `conversations`; None if it has neither. A
+    string `system` becomes the first message. Raises BadInput where there is a prompt that the
+    dialogue does not have.
+    """
+    messages = row.get("messages")
+    if messages is None and row.get("conversations") is not None:
+        messages = from_sharegpt(row["conversations"])
+    if messages is None:
+        return None
+    check_text(messages, "messages")
+    if isinstance(messages, str):
+        raise BadInput("field 'messages' is a string; wanted a list of {\"role\", \"content\"} "
+                       "messages")
+    messages = with_system(clean(messages, "messages"), row)
+    if row.get("prompt"):
+        check_text(row["prompt"], "prompt")
+        if not is_in(row["prompt"], messages):
+            raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
+                           "such as prompt>unused")
+    return messages
+
+
+def with_system(messages, row):
+    """The messages, behind the row's string `system`, if it has one and they have none."""
+    if not row.get("system") or messages[0]["role"] == "system":
+        return messages
+    if not isinstance(row["system"], str):
+        raise BadInput(f"field 'system' must be a string, found {type(row['system']).__name__}")
+    check_text(row["system"], "system")
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def refuse_system(row):
+    """Raise BadInput for a string `system` beside a prompt that is a string, too."""
+    if row.get("system"):
+        raise BadInput("a system text beside strings is not supported: write messages, as "
+                       "data/convert.py --chat does, or leave it out with fields, such as "
+                       "system>unused")
+
+
+def from_sharegpt(turns):
+    """[{"from": "human", "value": ...}] -> [{"role": "user", "content": ...}]."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadInput("field 'conversations' must be a list of {\"from\", \"value\"} messages")
+    if all("role" in turn for turn in turns):
+        return turns
+    messages = []
+    for turn in turns:
+        role = SHAREGPT_ROLES.get(str(turn.get("from")).lower())
+        if role is None:
+            raise BadInput(f"field 'conversations' has a message from {shorten(turn.get('from'))}; "
+                           "there are human, gpt and system")
+        refuse_weight(turn, role, "conversations")
+        messages.append({"role": role, "content": turn.get("value")})
+    return messages
+
+
+def refuse_weight(message, role, field):
+    """Raise BadInput for a message of the assistant's that shall not be learned: all of them are."""
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        raise BadInput(f"field {field!r} has an assistant message of weight "
+                       f"{shorten(message['weight'])}; all are learned alike: end the row before "
+                       "it, or make it a part of the prompt")
+
+
+def is_in(prompt, messages):
+    """Whether messages begin with a prompt of messages, or have a string as a user's message."""
+    if isinstance(prompt, list):
+        return messages[:len(prompt)] == clean(prompt, "prompt")
+    return any(m["role"] == "user" and m["content"].strip() == prompt.strip() for m in messages)
+
+
+def alpaca_prompt(row):
+    """Alpaca's instruction, and its input if there is one, under headings."""
+    given = row.get("input") or ""
+    for field, text in (("instruction", row["instruction"]), ("input", given),
+                        ("output", row["output"])):
+        if not isinstance(text, str) or field == "instruction" and not text:
+            raise BadInput(f"field {field!r} must be a string with text, found {shorten(text)}")
+    if row.get("history") or row.get("system"):
+        raise BadInput("an instruction with a history or a system text is not supported; write "
+                       "messages instead")
+    given = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{row['instruction']}\n\n{given}### Response:\n"
+
+
+def split_dialogues(row):
+    """
+    chosen and rejected, two whole dialogues -> the prompt that they share, and how they go on:
+
+        [user, assistant A], [user, assistant B]   ->   [user], [assistant A], [assistant B]
+    """
+    made = {}
+    for field in ("chosen", "rejected"):
+        check_text(row[field], field)
+        if isinstance(row[field], str):
+            raise BadInput("one of chosen and rejected is a whole dialogue, the other a string")
+        made[field] = clean(row[field], field)
+    chosen, rejected = made["chosen"], made["rejected"]
+    shared = 0  # how many messages are the same; the last one of each is never counted
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    roles = {chosen[shared]["role"], rejected[shared]["role"]}
+    if roles != {"assistant"} or shared == 0:
+        raise BadInput(f"chosen and rejected have different prompts: message {shared + 1} of one "
+                       f"is not that of the other, and they are by {' and '.join(sorted(roles))}")
+    if row["prompt"] is not None:
+        check_text(row["prompt"], "prompt")
+        if not is_in(row["prompt"], chosen[:shared]):
+            raise BadInput("the prompt is not what chosen and rejected begin with")
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def split_hh(row, names):
+    """
+    chosen and rejected, two dialogues as strings -> the text that they share up to its last
+    "\\n\\nAssistant:", and how they go on. names: of the row's fields. Raises BadInput.
+    """
+    turn = "\n\nAssistant:"
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not all(isinstance(text, str) and text.startswith("\n\nHuman:")
+               for text in (chosen, rejected)):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected are no whole dialogues; "
+                       f"{names}; rename with fields, such as question>prompt")
+    shared = os.path.commonprefix([chosen, rejected])
+    end = shared.rfind(turn) + len(turn)
+    if end < len(turn):
+        raise BadInput("field 'prompt' is missing, and chosen and rejected do not begin with the "
+                       f"same dialogue up to {turn!r}")
+    row = {"prompt": shared[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+    if any("\n\nHuman:" in row[field] for field in ("chosen", "rejected")):
+        raise BadInput("chosen and rejected have different prompts: a human speaks behind what "
+                       "they share")
+    return row
+
+
+def answer_text(answer):
+    """An answer as a string: 72 -> "72", "so 70 + 2\\n#### 1,072" -> "1072". Raises BadInput."""
+    if isinstance(answer, str):
+        if any(map(is_surrogate, answer)):
+            raise BadInput("field 'answer' holds half a surrogate pair, which is not text")
+        text = answer.rpartition("####")[2].strip() if "####" in answer else answer
+        if "####" in answer and re.fullmatch(r"-?[\d,]*\.?\d+", text):
+            text = text.replace(",", "")
+        return text
+    if type(answer) not in (int, float) or not math.isfinite(answer):
+        part = ("; name a part of it with fields, such as answer.value>answer, or rename it, "
+                "answer>answers") if isinstance(answer, (list, dict)) else ""
+        raise BadInput(f"field 'answer' must be a string or a number, found "
+                       f"{type(answer).__name__} {shorten(answer)}{part}")
+    return str(int(answer)) if answer == int(answer) else repr(answer)
+
+
+def refuse_tools(row):
+    """Raise BadInput for a row that offers tools to the assistant, which no template is told."""
+    if row.get("tools") and row["tools"] != "[]":
+        raise BadInput("field 'tools': dialogues with tools are not supported")
+
+
+def names_in(row):
+    return f"it has {', '.join(map(repr, row)) or 'none'}"
+
+
+def check_text(value, field, where=""):
+    """
+    Raise BadInput unless the value of a field is a non-empty string, or a list of messages whose
+    contents are. Half a surrogate pair (the escape "\\ud83d" without its other half) is not text:
+    UTF-8 cannot hold it. An empty `completion` is fine: the response is EOS alone; so is an empty
+    system message, in place of a template's own.
+    """
+    where = f"{where}: " if where else ""
+    texts = [value]
+    if isinstance(value, list):
+        if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str)
+                                for message in value):
+            raise BadInput(f"{where}field {field!r} must be a string or a list of "
+                           "{\"role\", \"content\"} messages")
+        if any(is_surrogate(ch) for message in value for ch in message["role"]):
+            raise BadInput(f"{where}field {field!r} has a role with half a surrogate pair, which "
+                           "is not text")
+        texts = [message.get("content") for message in value
+                 if message["role"] != "system" or message.get("content") != ""]
+    for text in texts:
+        if not isinstance(text, str):
+            raise BadInput(f"{where}field {field!r} must be a string, found "
+                           f"{type(text).__name__}")
+        if not text and field != "completion":
+            raise BadInput(f"{where}field {field!r} is empty")
+        if not text.isascii() and any(map(is_surrogate, text)):
+            raise BadInput(f"{where}field {field!r} holds half a surrogate pair, which is not "
+                           "text")
+
+
+def is_surrogate(ch):
+    """Whether a character is half of a surrogate pair."""
+    return "\ud800" <= ch <= "\udfff"
