@@ -38,6 +38,7 @@ from rollout import generate, response_uniforms  # noqa: E402
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
 prompt = ""  # one prompt; empty = see prompts
 prompts = ""  # JSONL file with "prompt"; both empty = each line of standard input is a prompt
+fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = no scores
@@ -131,7 +132,7 @@ def as_row(text, where):
 
 
 if prompts:
-    rows = read_rows(prompts, prompt_row)
+    rows = read_rows(prompts, prompt_row, fields)
     answer(rows[:limit or len(rows)], prompts)
 elif prompt:
     answer([as_row(prompt, "command line")], "command line")
