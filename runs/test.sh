@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: no network after the install, no GPU, some minutes on two cores.
+# The whole test suite, in an environment of its own: no network after the install, no GPU, four minutes on two cores.
 #   bash runs/test.sh [pytest options]
 more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
