@@ -324,7 +324,8 @@ for iteration in range(run.start, max_iters + 1):
             for mb in my_micro_batches(batch, rows, micro_batch_size):
                 m = mb["counted"]  # (b, R)
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
-                mb.setdefault("old_logprobs", logprobs.detach())  # not read yet: in the first step
+                if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
+                    mb["old_logprobs"] = logprobs.detach()
                 old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
                 ratio = torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
                 pg_losses1 = -mb["advantages"] * ratio
@@ -354,7 +355,7 @@ for iteration in range(run.start, max_iters + 1):
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
 
-            if "old_logprobs" not in batch:
+            if "old_logprobs" not in batch:  # now they are complete, and the sampler must agree
                 sampler_gap = run.add_readings(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
