@@ -12,6 +12,7 @@ Each of these ends the program with one line, and no file in the folder is chang
 import contextlib
 import datetime
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -268,13 +269,19 @@ def data_hash(spec):
     hashes = []
     for path, _ in sources_of(spec):
         if path.startswith("hf:"):
-            rows = hashlib.sha256()
-            for _, row in raw_rows(path):
-                rows.update(json.dumps(row, default=str).encode())
-            hashes.append(rows.hexdigest())
+            hashes.append(hub_hash(path))
         else:
             hashes.append(sha256(path))
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+@functools.cache  # the rows are many, and both the ranks and the run's folder compare the hash
+def hub_hash(path):
+    """sha256 of the rows of a data set of the hub."""
+    rows = hashlib.sha256()
+    for _, row in raw_rows(path):
+        rows.update(json.dumps(row, default=str).encode())
+    return rows.hexdigest()
 
 
 def content_hash(path):
