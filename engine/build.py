@@ -89,14 +89,10 @@ def load_reward_model(config, device, policy, tokenizer, terms):
         tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
         reward_model = load(path, place, head="scalar", **settings(config, device))
-    check_tokenizer_fits(tokenizer, reward_model, path)
-    if reward_model.new_head:
-        raise BadInput(f"reward_path {path!r} has no score head, it is a plain language model; "
-                       "train one with rm.py")
+    reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
     if not reward_model.score.weight.any():
         raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
                        "same; was it trained?")
-    reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
     if said and parallel.rank_and_size()[0] == 0:
         print(said, flush=True)
     return reward_model, reader

@@ -5,7 +5,7 @@ transformers do (class Reader): prompt and response are a dialogue in its own ch
 score is read at the last token that is not its pad_token_id.
 """
 from engine.hf_files import find_folder, is_adapter
-from engine.tokenizers import Tokenizer
+from engine.tokenizers import Tokenizer, check_tokenizer_fits
 from errors import BadInput
 
 
@@ -15,8 +15,13 @@ def reader_of(reward_model, tokenizer, reward_format, path):
     else a Reader; and a line that says how it is read, or None.
 
     reward_format: the key; chat or plain make a Reader of any reward model. path: the reward
-    model's, for messages. Raises BadInput where there is no chat template for chat.
+    model's, for messages. Raises BadInput where there is no chat template for chat, and where the
+    model is a plain language model or another tokenizer's.
     """
+    check_tokenizer_fits(tokenizer, reward_model, path)
+    if reward_model.new_head:
+        raise BadInput(f"reward_path {path!r} has no score head, it is a plain language model; "
+                       "train one with rm.py")
     config = reward_model.config
     ours = "score_shift" in config.hf  # rm.py writes it
     if reward_format == "auto" and ours:

@@ -74,10 +74,6 @@ models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_path:
     scorer_tokenizer = load_tokenizer(reward_path, {"chat_date": chat_date})
     scorer = freeze(from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
-    if scorer.new_head:
-        raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language "
-                        "model; train one with rm.py")
-    check_tokenizer_fits(scorer_tokenizer, scorer, reward_path)
     scorer_tokenizer, said = reader_of(scorer, scorer_tokenizer, reward_format, reward_path)
     if said:
         print(said)

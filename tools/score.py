@@ -24,8 +24,8 @@ from data import naming, right_pad  # noqa: E402
 from engine.hf_files import model_folders, tokenizer_folders  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import Reader, as_dialogue, reader_of  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
-from errors import BadConfig, BadInput, first_line, one_line  # noqa: E402
+from engine.tokenizers import load_tokenizer  # noqa: E402
+from errors import BadInput, first_line, one_line  # noqa: E402
 from formats import read_rows  # noqa: E402
 from rows import preference_row  # noqa: E402
 from model import freeze  # noqa: E402
@@ -54,10 +54,6 @@ rows = read_rows(pairs, preference_row, fields)
 rows = rows[:limit or len(rows)]
 tokenizer = load_tokenizer(reward_path)
 reward_model = freeze(from_pretrained(reward_path, "scalar", weights_dtype, device))
-if reward_model.new_head:
-    raise BadConfig(f"reward_path {reward_path!r} has no score head, it is a plain language model; "
-                    "train one with rm.py")
-check_tokenizer_fits(tokenizer, reward_model, reward_path)
 reader, said = reader_of(reward_model, tokenizer, reward_format, reward_path)
 print(said or f"reward model {reward_path}: trained by rm.py; its score is read at the end of the "
               f"response, and score_shift = {reward_model.config.score_shift:g} is added")
