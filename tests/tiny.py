@@ -328,7 +328,7 @@ meeting, run_path, ours = launch.meet, runpy.run_path, [sys.modules[name] for na
 launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 
 def row(*_, **__):
-    home, outcomes = os.getcwd(), {}
+    home, outcomes, kept = os.getcwd(), {}, []
     for name, job in json.load(open(WORK)).items():
         os.makedirs(f"../{job['folder']}", exist_ok=True)
         os.chdir(f"../{job['folder']}")
@@ -338,7 +338,9 @@ def row(*_, **__):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 tiny.run_patches(mine.get("code", ""), RANK, ours)
-                run_path(script, run_name="__main__")
+                # kept: as in a process of its own, a run's models are not freed beside torch's threads, where
+                # the last ones of a row once ended in "double free or corruption"
+                kept.append(run_path(script, run_name="__main__"))
             except (Exception, SystemExit) as e:
                 kind, message = type(e).__name__, str(e)
         outcomes[name] = dict(kind=kind, message=message, stdout=out.getvalue(), stderr=err.getvalue(),
