@@ -243,11 +243,11 @@ for iteration in range(start, max_iters + 1):
     examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
-    for flat in gradients:
-        flat.zero_()
+    parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in even_micro_batches(examples, batch_size, micro_batch_size):
+    for part in parallel.overlap_all_reduce(
+            gradients, even_micro_batches(examples, batch_size, micro_batch_size)):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()
