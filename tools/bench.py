@@ -257,7 +257,8 @@ with tempfile.TemporaryDirectory() as folder:
                    grpo=dict(group_size=group_size, reward_functions=f"{rule}:score")
                    if grpo else None)
     if ppo or grpo:
-        print(f"\nmicro_batch_size={micro_batch_size} {run_keys}\n{'Iterations':<25}" + "".join(f"{x:>{w}}" for x, w in COLUMNS.items()))
+        print(f"\nIterations, micro_batch_size={micro_batch_size} {run_keys}")
+        row("", COLUMNS)
     for script, kind in itertools.product([name for name, keys in scripts.items() if keys], shares):
         records = iterations(script, folder, kind, scripts[script])
         figures[f"{script} {kind}"] = print_iterations(
