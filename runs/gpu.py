@@ -11,6 +11,7 @@ its own, with a time limit, whatever came of the others, and writes gpu_report.m
 A process leaves its figures in a file whose path is in $QUARTET_FIGURES: a line of JSON for each,
 {"name": ..., "value": ..., "unit": ...}. FIGURES says what they are, and what is wanted of them.
 """
+import argparse
 import importlib.util
 import json
 import os
@@ -116,7 +117,7 @@ FIGURES = {  # name -> what it is, what is wanted
 
 def what_is_missing():
     """In one line what this machine lacks; "" if nothing."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036, for the Python that is there may be older
         return f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}"
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -153,10 +154,10 @@ def run(check, figures, seconds):
     for command in check.commands:
         left = seconds - (time.monotonic() - began)
         code, words = run_one([sys.executable, *command], environment, left)
-        said += words
+        said += words.strip() + "\n"
         if code != 0:
             outcome = "timed out" if code is None else "failed"
-            said += f"\n[python {' '.join(command)}: " + (
+            said += f"[python {' '.join(command)}: " + (
                 "time is up]" if code is None else f"exit code {code}]")
             break
     with open(figures, encoding="utf-8") as f:
@@ -264,16 +265,19 @@ def refuse(message):
 
 
 def main(arguments):
-    options = dict(x.partition("=")[::2] for x in arguments if x.startswith("--"))
-    names = [x for x in arguments if not x.startswith("--")]
-    wrong = [x for x in names if x not in CHECKS]
-    wrong += [x for x in options if x not in ("--dry-run", "--page")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checks", nargs="*")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--page", nargs="?", const="", metavar="REPORT")
+    parser.error = refuse
+    options = parser.parse_args(arguments)
+    wrong = [name for name in options.checks if name not in CHECKS]
     if wrong:
-        refuse(f"{wrong[0]!r} is unknown; wanted --dry-run, --page or some of {', '.join(CHECKS)}")
-    if "--page" in options:
-        return make_page(options["--page"])
-    chosen = {name: CHECKS[name] for name in names or CHECKS}
-    if "--dry-run" in options:
+        refuse(f"{wrong[0]!r} is no check; they are {', '.join(CHECKS)}")
+    if options.page is not None:
+        return make_page(options.page)
+    chosen = {name: CHECKS[name] for name in options.checks or CHECKS}
+    if options.dry_run:
         for name, check in chosen.items():
             print(f"{name}: {check.what}; at most {check.seconds} s")
             print("\n".join(f"    python {' '.join(command)}" for command in check.commands))

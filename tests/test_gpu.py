@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine import launch
-from engine.pretrained import from_pretrained, from_scratch
+from engine.pretrained import from_pretrained
 from gae import compute_gae
 from loss import logprobs_and_entropy
 from model import Documents, KVCache, document_attention, freeze, one_kernel_for_all
