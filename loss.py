@@ -337,11 +337,9 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True)
     logprobs_and_entropy.
     """
     mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
-    R = mask.shape[1]
     hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
-    responses = mb["tokens"][:, -R:][mask]  # (n,)
     logprobs, entropies = logprobs_and_entropy(
-        hidden, model.lm_head_weight(), responses, temperature, vocab_size, chunk, entropy)
+        hidden, model.lm_head_weight(), packed.chosen, temperature, vocab_size, chunk, entropy)
     return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
 
 
