@@ -180,11 +180,11 @@ def completion_logprobs(examples):
     tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
-        hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
+        hidden = policy.trunk(tokens)[:, :-1]  # (b, T - 1, d)
         logprobs, _ = logprobs_and_entropy(
-            hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
-            chunk=head_chunk, entropy=False)
-    return logprobs, mask[:, 1:]
+            hidden.flatten(0, 1), policy.lm_head_weight(), tokens[:, 1:].flatten(),
+            vocab_size=tokenizer.vocab_size, chunk=head_chunk, entropy=False)
+    return logprobs.view(len(tokens), -1), mask[:, 1:]
 
 
 def evaluate():

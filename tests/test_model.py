@@ -93,12 +93,11 @@ def test_what_we_save_transformers_loads(variant, tmp_path):
 
 @all_variants
 @torch.no_grad()
-def test_cache_and_response_length_change_nothing(variant, tmp_path):
+def test_a_cache_changes_nothing(variant, tmp_path):
     make(variant).save_pretrained(tmp_path)
     model = freeze(from_pretrained(str(tmp_path), dtype="float64"))
     tokens, mask = padded([9, 12, 3], True)
     whole = model(tokens, mask)
-    assert torch.equal(model(tokens, mask, response_length=4), whole[:, -5:-1])
     from model import KVCache
 
     cache = KVCache(model.config, 3, 12, torch.float64, "cpu")
@@ -124,7 +123,7 @@ def test_left_padding_does_not_matter(variant, tmp_path):
 @pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "mistral-window"])
 @torch.no_grad()
 def test_a_mask_with_holes(variant, tmp_path):
-    """A hole in the middle is not right padding, though the first token is real."""
+    """A hole in the middle is as if it were not there. (transformers counts it as a part of a window.)"""
     theirs = make(variant)
     theirs.save_pretrained(tmp_path)
     ours = from_pretrained(str(tmp_path))
@@ -132,7 +131,10 @@ def test_a_mask_with_holes(variant, tmp_path):
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, 3:6] = mask[1, 10] = False
     want = theirs(tokens, attention_mask=mask.long(), position_ids=hf_positions(mask)).logits
-    assert (ours(tokens, mask) - want)[mask].abs().max() < 1e-4
+    if not any(ours.config.windows):
+        assert (ours(tokens, mask) - want)[mask].abs().max() < 1e-4
+    for row in range(2):
+        assert (ours(tokens, mask)[row, mask[row]] - ours(tokens[row:row + 1, mask[row]])).abs().max() < 1e-4
     assert (ours(tokens) - want)[mask].abs().max() > 1e-2
 
 
