@@ -22,6 +22,7 @@ decoded, and however many rows have been dropped. And a resumed run needs no sav
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
+import math
 
 import torch
 
@@ -242,16 +243,52 @@ def sample(logits, uniform, temperature, vocab_size=None):
         token = logits.argmax(-1)
         return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
     probs = logits.softmax(-1)  # (B, V)
-    cdf = probs.cumsum(-1)  # (B, V)
-    # In float32 the last entry of a CDF is not quite 1. So the uniform is scaled by it, and kept
-    # below it, or the search would return V. The search takes the first entry *above* the point:
-    # it belongs to a token whose probability is above 0, so impossible ids are never sampled.
-    last = cdf[:, -1]  # (B,)
-    below = torch.nextafter(last, torch.zeros_like(last))  # the largest number below last
-    point = torch.minimum(uniform.to(cdf.dtype) * last, below)
-    token = torch.searchsorted(cdf, point[:, None], right=True)  # (B, 1)
-    token = token.clamp(max=(vocab_size or logits.shape[-1]) - 1)
+    token = choose(probs, uniform.double())[:, None]  # (B, 1)
     return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+
+
+def choose(probs, uniform):
+    """
+    Which of V outcomes each row's uniform stands for: probs (B, V), uniform (B,) float64 in [0, 1)
+    -> (B,) int64, the inverse CDF.
+
+    Of many outcomes the CDF itself, (B, V), is never made: first comes the block of outcomes, by
+    the blocks' sums, and then the outcome within its block. Each has about sqrt(V) entries.
+    """
+    V = probs.shape[1]
+    if V <= 2048:
+        return inverse_cdf(probs, uniform)[0]
+    n = 2 ** math.ceil(math.log2(V) / 2)  # outcomes in a block; the last one may have fewer
+    whole = V // n * n
+    sums = probs[:, :whole].unflatten(1, (-1, n)).sum(-1)  # (B, V / n)
+    sums = torch.cat([sums, probs[:, whole:].sum(1, keepdim=True)], 1)
+    block, cdf, point = inverse_cdf(sums, uniform)
+    # where within its block the uniform lies: in [0, 1) again
+    end = cdf.gather(1, block[:, None]).squeeze(1)  # (B,)
+    begin = cdf.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)  # (B,)
+    begin = torch.where(block > 0, begin, 0)
+    uniform = (point - begin) / (end - begin)
+
+    inside = block[:, None] * n + torch.arange(n, device=probs.device)  # (B, n): the outcomes' numbers
+    weights = probs.gather(1, inside.clamp(max=V - 1)).masked_fill(inside >= V, 0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return block * n + inverse_cdf(weights, uniform)[0]
+
+
+def inverse_cdf(probs, uniform):
+    """
+    The index that each row's uniform stands for: probs (B, n), uniform (B,) float64 in [0, 1) -> i
+    (B,), the first index whose cumulated probability is above the uniform. Also returns the CDF,
+    (B, n) int64, and the point on it, (B,) float64, where the uniform is.
+
+    Probabilities are counted in whole parts of 2^-40. Whole numbers have the same sums in any
+    order. A GPU adds up in parallel, and sums of floats would not even rise from index to index:
+    an index of probability 0 could be chosen. Here it cannot, for its part is 0 to the last bit.
+    """
+    cdf = (probs * 2.0**40).long().cumsum(1)  # (B, n)
+    point = uniform * cdf[:, -1]  # (B,), below the last entry
+    i = torch.searchsorted(cdf, point.long()[:, None], right=True).squeeze(1)  # the first one above
+    return i.clamp(max=probs.shape[1] - 1), cdf, point  # n: of NaN, which the checks will find
 
 
 # --------------------------------------------------------------------------------------------------
