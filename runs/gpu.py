@@ -209,7 +209,7 @@ def tables(report):
         lines.append(f"| {name} | {check.what} | {done['outcome']} | {done['seconds']} |")
     found = {}
     for done in results.values():
-        found |= {x["name"]: f"{x['value']:.4g} {x['unit']}".strip() for x in done["figures"]}
+        found |= {x["name"]: f"{x['value']:.4g} {x.get('unit', '')}".strip() for x in done["figures"]}
     lines += ["", "| figure | what it is | wanted | measured |", "|---|---|---|---|"]
     for name in [*FIGURES, *(name for name in found if name not in FIGURES)]:
         what, wanted = FIGURES.get(name, ("", "-"))
