@@ -135,7 +135,7 @@ class Layer(nn.Module):
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
         mask: what a token may look at, one of three things: see attention_masks.
-        cache: a KVCache, which takes the new keys and values and gives back all; or None.
+        cache: a KVCache, which stores the new keys and values; or None.
         """
         B, T, _ = x.shape
         H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
@@ -150,9 +150,9 @@ class Layer(nn.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
-            k, v = cache.append(self.index, k, v)  # (B, KV, S, hd)
+            k, v = cache.write(self.index, k, v)  # (B, KV, S, hd)
 
-        if T == 1:  # decoding: faster by hand, because a fused kernel takes longer to set up
+        if T == 1 and B > 0:
             y = single_query_attention(q, k, v, mask, self.c.attention_scale)  # (B, H, 1, hd)
             return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
         if KV != H:  # each head of keys and values serves H / KV heads of queries
@@ -194,42 +194,16 @@ class Layer(nn.Module):
 def single_query_attention(q, k, v, mask, scale=None):
     """
     Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd) -> (B, H, 1, hd).
-    mask: bool (B, 1, 1, S), True where the query may look; None: everywhere. scale: of q times k;
-    None: hd ** -0.5.
+    mask: (B, 1, 1, S), added to the scores; None: nothing is hidden. scale: of q times k; None:
+    hd ** -0.5.
+
+    H / KV heads of queries share a head of keys and values. Here they are its H / KV queries, as if
+    they stood one behind the other: so the kernel reads each key once, and nothing is repeated.
     """
     B, H, _, hd = q.shape
-    KV = k.shape[1]
-    q = q.view(B, KV, H // KV, hd) * (scale or hd**-0.5)
-    weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, -torch.inf)
-    return (weights.softmax(-1).to(v.dtype) @ v).view(B, H, 1, hd)
-
-
-class KVCache:
-    """Keys and values of all layers, allocated at once: `length` of `slots` columns are in use."""
-
-    def __init__(self, c, batch, slots, dtype, device):
-        shape = (batch, c.n_kv_heads, slots, c.head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.length = 0  # Transformer.trunk moves it on when all layers have appended
-
-    def append(self, layer, k, v):
-        """Store k, v (B, KV, T, hd) behind what is there; returns views of all S columns in use."""
-        end = self.length + k.shape[2]
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
-
-    def keep_rows(self, rows):
-        """
-        Forget all rows but these (an index tensor). This goes layer by layer, so that there are
-        never two copies of the whole cache.
-        """
-        for tensors in (self.k, self.v):
-            for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
+    q = q.reshape(B, k.shape[1], H // k.shape[1], hd)  # (B, KV, H / KV, hd)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return y.reshape(B, H, 1, hd)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,27 +282,33 @@ class Transformer(nn.Module):
         response_length: R gives only R positions, P-1 ... T-2 with P = T - R: the states that
         choose the last R tokens, and whose value is the value before each. This is the one place
         where logits and labels are shifted against each other.
-        cache: a KVCache; the tokens are appended to it, and attention_mask (B, S) then covers all
-        its columns, old and new.
+        cache: a KVCache. The tokens are prompts, if its `take` has said so; otherwise one more
+        token of each of its rows, and it knows their positions.
         positions (B, T): where tokens stand in their own sequence; None: count by attention_mask.
         adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
         B, T = tokens.shape
-        past = 0 if cache is None else cache.length
-        if positions is None and attention_mask is None:
-            positions = torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
+        step = cache is not None and cache.begin_forward()  # of decoding
+        if step:
+            positions = cache.lengths[:, None]  # (B, 1)
+        elif positions is None and attention_mask is None:
+            positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         elif positions is None:
             # a token's position is the number of real tokens before it, wherever the padding is
-            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]  # (B, T)
+            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # (B, T)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
         if self.config.embed_scale:
             x = x * self.config.embed_scale
         if self.config.learned_positions:
             x = x + look_up(self.positions, positions)
-        rotations = self.rotations(positions, x.dtype)
         dtype = autocast_dtype(x) or x.dtype  # of the attention
-        masks = attention_masks(self.config.windows, T, attention_mask, cache, dtype, tokens.device)
+        if step:
+            rotations = cache.rotations(self, x.dtype)
+            masks = cache.masks(self.config.windows, dtype)
+        else:
+            rotations = self.rotations(positions, x.dtype)
+            masks = attention_masks(self.config.windows, T, attention_mask, dtype, tokens.device)
 
         for i, layer in enumerate(self.layers):
             window = self.config.windows[i]
@@ -338,7 +318,7 @@ class Transformer(nn.Module):
             else:
                 x = layer(*arguments)
         if cache is not None:
-            cache.length += T
+            cache.end_forward()
         if response_length is not None:
             # the state that chose token t is one column to its left
             x = x[:, -response_length - 1:-1]  # (B, R, d)
@@ -407,50 +387,46 @@ def freeze(model):
 # masks
 
 
-def attention_masks(windows, T, attention_mask, cache, dtype, device):
+def attention_masks(windows, T, attention_mask, dtype, device):
     """
     {window: mask}, one mask for each kind of layer: in a layer of window w a token sees the last w
-    tokens, with w = 0 all. T new tokens stand behind the cache's. A mask is one of three things:
+    tokens, with w = 0 all. A mask is one of two things:
 
     None                     plain causal attention: neither padding nor a window hides anything
                              more. It is the fastest.
-    bool (B or 1, 1, 1, S)   for one new token, in decoding: True where it may look.
-    dtype (B or 1, 1, T, S)  for several new tokens: numbers that are added to the attention's
-                             scores, 0 where a token may look, -inf elsewhere. (Of a bool mask,
-                             every layer would make these numbers anew, and keep them for its
-                             backward pass.)
+    dtype (B or 1, 1, T, T)  numbers that are added to the attention's scores, 0 where a token may
+                             look, -inf elsewhere. (Of a bool mask, every layer would make these
+                             numbers anew, and keep them for its backward pass.)
     """
-    past = 0 if cache is None else cache.length
-    if attention_mask is not None and cache is None:
+    if attention_mask is not None:
         real_behind_padding = attention_mask[:, 1:] & ~attention_mask[:, :-1]  # (B, T - 1)
         if not real_behind_padding.any():
             attention_mask = None  # padding on the right only: causal attention never looks there
     masks = {}
     for window in set(windows):
-        mask = allowed_pairs(T, past, window, attention_mask, device)
-        if mask is not None and T > 1:
+        mask = allowed_pairs(T, window, attention_mask, device)
+        if mask is not None:
             zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
             mask = zeros.masked_fill_(~mask, -torch.inf)
         masks[window] = mask
     return masks
 
 
-def allowed_pairs(T, past, window, attention_mask, device):
+def allowed_pairs(T, window, attention_mask, device):
     """
-    Which of the S = past + T keys each of T queries may see: bool (B or 1, 1, T, S), or None for
-    plain causal attention.
+    Which of T keys each of T queries may see: bool (B or 1, 1, T, T), or None for plain causal
+    attention.
     """
-    S = past + T
-    if attention_mask is None and not window and (past == 0 or T == 1):
+    if attention_mask is None and not window:
         return None
-    query = torch.arange(past, S, device=device)[:, None]
-    key = torch.arange(S, device=device)
-    allowed = (key <= query)[None, None]  # (1, 1, T, S)
+    query = torch.arange(T, device=device)[:, None]
+    key = torch.arange(T, device=device)
+    allowed = (key <= query)[None, None]  # (1, 1, T, T)
     if window:
         allowed = allowed & (query - key < window)
     if attention_mask is not None:
         # padding sees itself: a softmax over nothing is NaN, and NaN * 0 is still NaN
-        allowed = (allowed & attention_mask[:, None, None, :S]) | (key == query)
+        allowed = (allowed & attention_mask[:, None, None]) | (key == query)
     return allowed
 
 

@@ -99,13 +99,25 @@ def test_cache_and_response_length_change_nothing(variant, tmp_path):
     tokens, mask = padded([9, 12, 3], True)
     whole = model(tokens, mask)
     assert torch.equal(model(tokens, mask, response_length=4), whole[:, -5:-1])
-    from model import KVCache
+    from cache import KVCache
 
-    cache = KVCache(model.config, 3, 12, torch.float64, "cpu")
-    parts = [model(tokens[:, :6], mask[:, :6], cache=cache)]
-    for t in range(6, 12):
-        parts.append(model(tokens[:, t:t + 1], mask[:, :t + 1], cache=cache))
-    assert (torch.cat(parts, 1) - whole)[mask].abs().max() < 1e-10
+    # prompts of 6, 4 and 2 tokens and a step for each token behind them, in rows 2, 0, 3 and, of the last one, 1 as well
+    rows, which, lengths = torch.tensor([2, 0, 3, 1]), torch.tensor([0, 1, 2, 2]), [6, 4, 2, 2]
+    real = [row[m] for row, m in zip(tokens, mask, strict=True)]
+    want = [model(row[None])[0] for row in real]
+    prompts = torch.stack([torch.nn.functional.pad(row[:n], (0, 6 - n), value=5) for row, n in zip(real, (6, 4, 2), strict=True)])
+    cache = KVCache(model.config, 4, 13, torch.float64, "cpu")
+    cache.take(rows, which, torch.tensor(lengths))
+    logits = model(prompts, cache=cache)
+    for i, n in enumerate((6, 4, 2)):
+        assert (logits[i, :n] - want[i][:n]).abs().max() < 1e-10
+    assert cache.lengths.tolist() == [4, 2, 6, 2] and cache.longest == 6
+    for t in range(6):
+        new = torch.tensor([real[w][min(n + t, len(real[w]) - 1)] for w, n in zip(which, lengths, strict=True)])
+        logits = model(torch.empty_like(new).index_copy(0, rows, new)[:, None], cache=cache)[:, 0]
+        for row, w, n in zip(rows, which, lengths, strict=True):
+            if n + t < len(real[w]):
+                assert (logits[row] - want[w][n + t]).abs().max() < 1e-10, t
 
 
 @all_variants
