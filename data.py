@@ -21,6 +21,7 @@ import torch
 import parallel
 from errors import BadInput, warn
 from formats import where_is
+from packing import pack_responses
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,14 +272,16 @@ def right_pad(sequences, pad_id):
 
 def micro_batches(batch, rows, size, count=0):
     """
-    Cut some rows of a batch into micro-batches of `size` rows: a generator of dicts like the batch.
+    Cut some rows of a batch into micro-batches of `size` rows: a generator of dicts like the batch,
+    with one entry more, packed.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. count: make at
     least this many micro-batches, for other ranks may have more; the last ones may have no rows.
 
-    To compute as little padding as possible, rows of similar length come together, and each
-    micro-batch has only the columns that one of its rows uses. Neither changes a result by more
-    than rounding. Example, rows [0, 1, 2] and size = 2, with T = 5, R = 2 and padding as a dot:
+    Rows of similar length come together, and each micro-batch has only the columns that one of its
+    rows uses. Neither changes a result by more than rounding. The models read mb["packed"]: the
+    rows without any padding. Example, rows [0, 1, 2] and size = 2, with T = 5, R = 2 and padding as
+    a dot:
 
         batch["tokens"]   5 6 7  8 9     of 5 tokens
                           . . 1  2 .        2
@@ -298,8 +301,9 @@ def micro_batches(batch, rows, size, count=0):
             # a model needs some columns: one of the prompt, one of the response
             used[T - R - 1:T - R + 1] = True
         columns = {T: used, R: used[T - R:]}  # by the width of a tensor
-        yield {name: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part]
-               for name, x in batch.items()}
+        mb = {name: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part]
+              for name, x in batch.items()}
+        yield mb | dict(packed=pack_responses(mb))
 
 
 def prompt_text(row):

@@ -14,6 +14,7 @@ import math
 import torch
 
 from model import at_least_float32
+from packing import pack_responses, unpack
 
 
 # --------------------------------------------------------------------------------------------------
@@ -40,8 +41,8 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None):
 
 def logprobs_from_logits(logits, tokens):
     """
-    log p(tokens) under logits (B, R, V), for tokens (B, R) -> (B, R). Nothing is shifted here:
-    logits[:, t] must be the logits that tokens[:, t] was chosen with.
+    log p(tokens) under logits (..., V), for tokens (...) -> (...). Nothing is shifted here: the
+    logits of a token must be those that it was chosen with.
     """
     logits = at_least_float32(logits)
     return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
@@ -58,13 +59,13 @@ def entropy_from_logits(logits):
 def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=None, chunk=0,
                          entropy=True):
     """
-    log p(tokens) and the entropy of each token's distribution, (b, R) both.
+    log p(tokens) and the entropy of each token's distribution, (n,) both.
 
-    hidden: (b, R, d), the states that the LM head reads. weight: (V, d), the matrix of the head.
-    tokens: (b, R). temperature, vocab_size: see scaled_logits. entropy: False puts 0 in its place.
+    hidden: (n, d), the states that the LM head reads. weight: (V, d), the matrix of the head.
+    tokens: (n,). temperature, vocab_size: see scaled_logits. entropy: False puts 0 in its place.
 
     chunk: how many tokens have logits at a time, 0 = all. With a chunk the logits are computed a
-    second time in the backward pass, so that the logits of all tokens, (b, R, V), never exist. They
+    second time in the backward pass, so that the logits of all tokens, (n, V), never exist. They
     are often the largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256
     are 4.2 GB in float32.
     """
@@ -74,9 +75,7 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
         return of_logits(torch.nn.functional.linear(hidden, weight), tokens, temperature,
                          vocab_size, entropy)
     settings = temperature, vocab_size, entropy
-    logprobs, entropies = HeadInChunks.apply(hidden.flatten(0, 1), weight, tokens.flatten(), chunk,
-                                             settings)
-    return logprobs.view(tokens.shape), entropies.view(tokens.shape)
+    return HeadInChunks.apply(hidden, weight, tokens, chunk, settings)
 
 
 def of_logits(logits, tokens, temperature, vocab_size, entropy):
@@ -334,24 +333,24 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True)
     scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
     exp could overflow there, and a NaN would spread into the gradients.
 
-    mb: a micro-batch, with tokens (b, T), attention_mask (b, T), response_mask (b, R). chunk and
-    entropy: see logprobs_and_entropy.
+    mb: a micro-batch, as data.micro_batches makes them. chunk and entropy: see
+    logprobs_and_entropy.
     """
-    mask = mb["response_mask"]  # (b, R)
+    mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
     R = mask.shape[1]
-    hidden = model.trunk(mb["tokens"], mb["attention_mask"], response_length=R)  # (b, R, d)
-    responses = mb["tokens"][:, -R:]  # (b, R)
+    hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
+    responses = mb["tokens"][:, -R:][mask]  # (n,)
     logprobs, entropies = logprobs_and_entropy(
         hidden, model.lm_head_weight(), responses, temperature, vocab_size, chunk, entropy)
-    return torch.where(mask, logprobs, 0), torch.where(mask, entropies, 0)
+    return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
 
 
 def response_values(value_model, mb):
     """The value of the state before each response token, (b, R); 0 under the mask."""
-    mask = mb["response_mask"]  # (b, R)
-    values = value_model(mb["tokens"], mb["attention_mask"], response_length=mask.shape[1])
-    values = at_least_float32(values) + value_model.config.score_shift  # (b, R)
-    return torch.where(mask, values, 0)
+    packed = mb.get("packed") or pack_responses(mb)
+    values = value_model(packed.tokens, packed=packed)[0]  # (n,)
+    values = at_least_float32(values) + value_model.config.score_shift
+    return unpack(values, packed.cells, mb["response_mask"].shape)
 
 
 def explained_variance(values, returns, mask):

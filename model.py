@@ -11,10 +11,14 @@ reward and value models have. There is no dropout anywhere, whatever config.json
 give the same token the same probability twice.
 
 In shapes: B rows, T new tokens, S columns in all (cached and new), V vocabulary, d the width of the
-residual stream, H heads with hd coordinates each, KV heads of keys and values.
+residual stream, H heads with hd coordinates each, KV heads of keys and values. Without a cache all
+rows lie one behind the other, without padding: then B is 1 and T is N, see packing.py.
 """
+import inspect
+import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -22,6 +26,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
+from packing import pack, pick, unpack
+
+try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 
 
 @dataclass
@@ -121,20 +131,20 @@ class Layer(nn.Module):
         self.norm2_after = make_norm(c, c.norm_after)
         self.activation = ACTIVATIONS[c.activation]
 
-    def forward(self, x, rotation, mask, cache, adapter=None):
-        """x (B, T, d) -> (B, T, d). rotation, mask, cache: see attention. adapter: see linear."""
+    def forward(self, x, rotation, seen, cache, adapter=None):
+        """x (B, T, d) -> (B, T, d). rotation, seen, cache: see attention. adapter: see linear."""
         if self.c.parallel_residual:
-            y = x + self.attention(self.norm1(x), rotation, mask, cache, adapter)
+            y = x + self.attention(self.norm1(x), rotation, seen, cache, adapter)
             return y + self.mlp(self.norm2(x), adapter)
-        x = x + self.norm1_after(self.attention(self.norm1(x), rotation, mask, cache, adapter))
+        x = x + self.norm1_after(self.attention(self.norm1(x), rotation, seen, cache, adapter))
         return x + self.norm2_after(self.mlp(self.norm2(x), adapter))
 
-    def attention(self, x, rotation, mask, cache, adapter):
+    def attention(self, x, rotation, seen, cache, adapter):
         """
         x (B, T, d) -> (B, T, d).
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
-        mask: what a token may look at, one of three things: see attention_masks.
+        seen: what a token may look at: Documents, or in a step of decoding the cache's mask.
         cache: a KVCache, which stores the new keys and values; or None.
         """
         B, T, _ = x.shape
@@ -142,30 +152,19 @@ class Layer(nn.Module):
         q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
         if self.c.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(B, T, H, hd).transpose(1, 2)  # (B, H, T, hd)
-        k = k.view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
-        v = v.view(B, T, KV, hd).transpose(1, 2)  # (B, KV, T, hd)
+        q = q.view(B, T, H, hd)
+        k, v = k.view(B, T, KV, hd), v.view(B, T, KV, hd)
         if self.c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
-            k, v = cache.write(self.index, k, v)  # (B, KV, S, hd)
-
-        if T == 1 and B > 0:
-            y = single_query_attention(q, k, v, mask, self.c.attention_scale)  # (B, H, 1, hd)
-            return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
-        if KV != H:  # each head of keys and values serves H / KV heads of queries
-            k = k.repeat_interleave(H // KV, dim=1)  # (B, H, S, hd)
-            v = v.repeat_interleave(H // KV, dim=1)  # (B, H, S, hd)
-        if B == 0:
-            # a rank without rows runs the forward, too, where parameters are sharded, because all
-            # ranks must gather each layer together; a fused kernel may refuse the empty batch
-            y = (q @ k.mT).softmax(-1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                               scale=self.c.attention_scale)
-        return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
+            cache.write(self.index, k, v)
+        if isinstance(seen, Documents):  # the rows are one: B = 1, T = N
+            y = document_attention(q[0], k[0], v[0], seen, self.c.attention_scale)  # (N, H, hd)
+        else:  # a step of decoding: T = 1
+            y = step_attention(q[:, 0], *cache.read(self.index), seen, self.c.attention_scale)
+        return self.linear("o", y.view(B, T, H * hd), adapter)
 
     def mlp(self, x, adapter):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
@@ -191,19 +190,109 @@ class Layer(nn.Module):
         return y + adapter[name](x).to(y.dtype)
 
 
-def single_query_attention(q, k, v, mask, scale=None):
-    """
-    Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd) -> (B, H, 1, hd).
-    mask: (B, 1, 1, S), added to the scores; None: nothing is hidden. scale: of q times k; None:
-    hd ** -0.5.
+# --------------------------------------------------------------------------------------------------
+# attention
 
-    H / KV heads of queries share a head of keys and values. Here they are its H / KV queries, as if
-    they stood one behind the other: so the kernel reads each key once, and nothing is repeated.
+
+class Documents(NamedTuple):
+    """What a token sees in a packed row: of its own document the tokens up to itself."""
+
+    lengths: list  # D numbers: the tokens of each document
+    ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
+    window: int  # it sees only the last so many of them; 0: all
+    masks: dict  # {length: mask (length, length)} of the documents that are longer than the window
+
+
+def documents_seen(windows, packed, dtype):
+    """{window: Documents}, one for each kind of layer. packed: a Packed; dtype: of the masks."""
+    seen = {}
+    for window in set(windows):
+        longer = {L for L in packed.lengths if L > window > 0}
+        masks = {L: window_mask(L, window, dtype, packed.tokens.device) for L in longer}
+        seen[window] = Documents(packed.lengths, packed.ends, window, masks)
+    return seen
+
+
+def window_mask(L, window, dtype, device):
     """
-    B, H, _, hd = q.shape
-    q = q.reshape(B, k.shape[1], H // k.shape[1], hd)  # (B, KV, H / KV, hd)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return y.reshape(B, H, 1, hd)
+    (L, L), added to the scores of a document of L tokens: 0 where a token may look, which is at the
+    last `window` tokens up to itself, and -inf elsewhere. (Of a bool mask every layer would make
+    these numbers anew, and keep them for its backward pass.)
+    """
+    query, key = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
+    hidden = (key > query) | (key <= query - window)
+    return torch.zeros(L, L, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def document_attention(q, k, v, documents, scale=None):
+    """
+    Causal attention within each document: q (N, H, hd), k and v (N, KV, hd) -> (N, H, hd). scale:
+    of q times k; None: hd ** -0.5.
+
+    In 16 bits a GPU does all documents at once. Elsewhere documents of one length that are
+    neighbours are a batch; micro-batches are sorted by length, so there are few.
+    """
+    N, _, hd = q.shape
+    if N == 0:
+        # a rank without rows runs the forward, too, where parameters are sharded, because all
+        # ranks must gather each layer together; a fused kernel may refuse what is empty
+        k, v = repeat_heads(k, v, q.shape[1], 1)
+        return (q @ k.mT).softmax(-1) @ v
+    if one_kernel_for_all(q):
+        low = autocast_dtype(q) or q.dtype
+        longest = max(documents.lengths)
+        return varlen_attn(q.to(low), k.to(low), v.to(low), documents.ends, documents.ends, longest,
+                           longest, scale=scale, window_size=(documents.window - 1, 0),
+                           enable_gqa=k.shape[1] != q.shape[1])
+    runs = [(L, len(list(same))) for L, same in itertools.groupby(documents.lengths)]
+    tokens = [L * count for L, count in runs]  # of each run
+    outputs = []
+    for (L, count), *run in zip(runs, *(x.split(tokens) for x in (q, k, v)), strict=True):
+        batch = (x.view(count, L, -1, hd).transpose(1, 2) for x in run)  # (count, heads, L, hd)
+        y = fused_attention(*batch, documents.masks.get(L), scale)  # (count, H, L, hd)
+        outputs.append(y.transpose(1, 2).flatten(0, 1))  # (count * L, H, hd)
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def one_kernel_for_all(q):
+    """Whether varlen_attn can do it: in 16 bits, on a GPU that has FlashAttention, q (N, H, hd)."""
+    if not q.is_cuda or varlen_attn is None or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    short = (autocast_dtype(q) or q.dtype) in (torch.bfloat16, torch.float16)
+    # torch 2.10's has neither windows nor shared heads of keys
+    complete = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return short and complete and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def fused_attention(q, k, v, mask, scale=None):
+    """
+    Attention of several queries a row: q (B, H, T, hd), k and v (B, KV, S, hd) -> (B, H, T, hd).
+    mask: what is added to the scores, (T, S) or (B or 1, 1, T, S); None: plain causal attention.
+    """
+    shared = k.shape[1] != q.shape[1]  # each head of keys and values serves several of queries
+    if shared and q.is_cuda:  # a CPU's kernel shares the heads itself; not all of a GPU's do
+        k, v = repeat_heads(k, v, q.shape[1], 1)  # (B, H, S, hd)
+        shared = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          scale=scale, enable_gqa=shared)
+
+
+def repeat_heads(k, v, H, dim):
+    """Keys and values with KV heads, repeated so that they have H; dim is that of the heads."""
+    return (x.repeat_interleave(H // x.shape[dim], dim=dim) for x in (k, v))
+
+
+def step_attention(q, k, v, mask, scale=None):
+    """
+    Attention of each row's one new token: q (n, H, hd), k and v (n, KV, S, hd) -> (n, H, hd).
+    mask: (n, 1, 1, S), added to the scores. scale: of q times k; None: hd ** -0.5.
+
+    H / KV heads of queries share a head of keys and values. The kernel sees them as H / KV queries
+    of that head: so it reads each key once, and none is repeated.
+    """
+    n, H, hd = q.shape
+    q = q.view(n, k.shape[1], H // k.shape[1], hd)  # (n, KV, H / KV, hd)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,7 +321,7 @@ def rope_frequencies(rope, rotary_dim):
 
 def rotate(x, cos, sin):
     """
-    Rotary embedding of the first n = cos.shape[-1] coordinates of x (B, H, T, hd), whose pairs are
+    Rotary embedding of the first n = cos.shape[-1] coordinates of x (B, T, H, hd), whose pairs are
     (i, i + n / 2): (a, b) -> (a cos - b sin, b cos + a sin). The argument sin has the signs in it
     already: it is (-sin, sin).
     """
@@ -272,30 +361,27 @@ class Transformer(nn.Module):
         """trunk's arguments -> logits (B, T, V), or scalars (B, T) with the scalar head."""
         return self.output(self.trunk(*args, **kwargs))
 
-    def trunk(self, tokens, attention_mask=None, response_length=None, cache=None, positions=None,
-              adapter=None):
+    def trunk(self, tokens, attention_mask=None, cache=None, adapter=None, packed=None):
         """
         tokens (B, T) int64, attention_mask (B, T) bool -> the last layer's states, normalised,
-        (B, T, d): what the head reads. The mask is True on real tokens, and padding may be on
-        either side; None: all tokens are real.
+        (B, T, d): what the head reads. The mask is True on real tokens, and padding may be
+        anywhere; None: all tokens are real. At padding the states are 0.
 
-        response_length: R gives only R positions, P-1 ... T-2 with P = T - R: the states that
-        choose the last R tokens, and whose value is the value before each. This is the one place
-        where logits and labels are shifted against each other.
-        cache: a KVCache. The tokens are prompts, if its `take` has said so; otherwise one more
-        token of each of its rows, and it knows their positions.
-        positions (B, T): where tokens stand in their own sequence; None: count by attention_mask.
+        packed: a Packed, with tokens = packed.tokens; then only the states that it wants come
+        back, (1, n, d). (Without a cache and without this, the rows are packed here.)
+        cache: a KVCache, which stores keys and values. With `packed` these are prompts, as its
+        `take` has said. Without, it is a step of decoding: tokens (n, 1) are the next ones of its
+        rows, and look at all that it has stored of them.
         adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
-        B, T = tokens.shape
-        step = cache is not None and cache.begin_forward()  # of decoding
-        if step:
-            positions = cache.lengths[:, None]  # (B, 1)
-        elif positions is None and attention_mask is None:
-            positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
-        elif positions is None:
-            # a token's position is the number of real tokens before it, wherever the padding is
-            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # (B, T)
+        shape = tokens.shape
+        was_padded = packed is None and cache is None
+        if was_padded:
+            packed = pack(tokens, attention_mask)
+        if packed is not None:
+            tokens, positions = packed.tokens, packed.positions
+        else:
+            positions = cache.begin_step()  # (n, 1)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
         if self.config.embed_scale:
@@ -303,26 +389,25 @@ class Transformer(nn.Module):
         if self.config.learned_positions:
             x = x + look_up(self.positions, positions)
         dtype = autocast_dtype(x) or x.dtype  # of the attention
-        if step:
-            rotations = cache.rotations(self, x.dtype)
-            masks = cache.masks(self.config.windows, dtype)
-        else:
+        windows = self.config.windows
+        if packed is not None:
             rotations = self.rotations(positions, x.dtype)
-            masks = attention_masks(self.config.windows, T, attention_mask, dtype, tokens.device)
+            seen = documents_seen(windows, packed, dtype)
+        else:
+            rotations = cache.rotations(self, x.dtype)
+            seen = cache.masks(windows, dtype)
 
         for i, layer in enumerate(self.layers):
-            window = self.config.windows[i]
-            arguments = x, rotations[window], masks[window], cache, adapter[i] if adapter else None
+            window = windows[i]
+            arguments = x, rotations[window], seen[window], cache, adapter[i] if adapter else None
             if layer.recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        if cache is not None:
-            cache.end_forward()
-        if response_length is not None:
-            # the state that chose token t is one column to its left
-            x = x[:, -response_length - 1:-1]  # (B, R, d)
-        return self.norm(x)
+        if packed is not None:
+            x = pick(x, packed.wanted)  # (1, n, d)
+        x = self.norm(x)
+        return unpack(x[0], packed.cells, shape) if was_padded else x
 
     def output(self, x):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
@@ -337,7 +422,7 @@ class Transformer(nn.Module):
     def rotations(self, positions, dtype):
         """
         positions (B or 1, T) -> {window: (cos, sin) of its layers, for `rotate`}, of shape (B or 1,
-        1, T, rotary_dim) each; {window: None} where positions are learned.
+        T, 1, rotary_dim) each; {window: None} where positions are learned.
         """
         c = self.config
         if c.learned_positions:
@@ -349,13 +434,13 @@ class Transformer(nn.Module):
         return rotations
 
     def rotation(self, positions, dtype, local):
-        """positions (B or 1, T) -> (cos, sin), (B or 1, 1, T, rotary_dim) each."""
+        """positions (B or 1, T) -> (cos, sin), (B or 1, T, 1, rotary_dim) each."""
         c, key = self.config, (positions.device, local)
         if key not in self.frequencies:
             f = rope_frequencies(c.local_rope if local else c.rope, c.rotary_dim)
             self.frequencies[key] = f.to(positions.device)
-        # (B or 1, 1, T, 1) * (rotary_dim / 2,)
-        angles = positions[:, None, :, None].float() * self.frequencies[key]
+        # (B or 1, T, 1, 1) * (rotary_dim / 2,)
+        angles = positions[:, :, None, None].float() * self.frequencies[key]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
@@ -381,53 +466,6 @@ def scalar_output(score, x):
 def freeze(model):
     """Make a model immovable: no gradients, eval mode. Returns it."""
     return model.eval().requires_grad_(False)
-
-
-# --------------------------------------------------------------------------------------------------
-# masks
-
-
-def attention_masks(windows, T, attention_mask, dtype, device):
-    """
-    {window: mask}, one mask for each kind of layer: in a layer of window w a token sees the last w
-    tokens, with w = 0 all. A mask is one of two things:
-
-    None                     plain causal attention: neither padding nor a window hides anything
-                             more. It is the fastest.
-    dtype (B or 1, 1, T, T)  numbers that are added to the attention's scores, 0 where a token may
-                             look, -inf elsewhere. (Of a bool mask, every layer would make these
-                             numbers anew, and keep them for its backward pass.)
-    """
-    if attention_mask is not None:
-        real_behind_padding = attention_mask[:, 1:] & ~attention_mask[:, :-1]  # (B, T - 1)
-        if not real_behind_padding.any():
-            attention_mask = None  # padding on the right only: causal attention never looks there
-    masks = {}
-    for window in set(windows):
-        mask = allowed_pairs(T, window, attention_mask, device)
-        if mask is not None:
-            zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
-            mask = zeros.masked_fill_(~mask, -torch.inf)
-        masks[window] = mask
-    return masks
-
-
-def allowed_pairs(T, window, attention_mask, device):
-    """
-    Which of T keys each of T queries may see: bool (B or 1, 1, T, T), or None for plain causal
-    attention.
-    """
-    if attention_mask is None and not window:
-        return None
-    query = torch.arange(T, device=device)[:, None]
-    key = torch.arange(T, device=device)
-    allowed = (key <= query)[None, None]  # (1, 1, T, T)
-    if window:
-        allowed = allowed & (query - key < window)
-    if attention_mask is not None:
-        # padding sees itself: a softmax over nothing is NaN, and NaN * 0 is still NaN
-        allowed = (allowed & attention_mask[:, None, None]) | (key == query)
-    return allowed
 
 
 # --------------------------------------------------------------------------------------------------

@@ -297,10 +297,10 @@ for iteration in range(run.start, max_iters + 1):
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
             before = sums["policy/approx_kl"].clone()
-            for buffer in gradients:
-                buffer.zero_()
+            parallel.zero_gradients(gradients)
 
-            for mb in my_micro_batches(batch, rows, micro_batch_size):
+            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
+                    gradients, my_micro_batches(batch, rows, micro_batch_size)):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

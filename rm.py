@@ -245,11 +245,11 @@ for iteration in range(start, max_iters + 1):
     pairs = pairs[rank::world_size]
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
-    for flat in gradients:
-        flat.zero_()
+    parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in even_micro_batches(pairs, batch_size, micro_batch_size):
+    for part in parallel.overlap_all_reduce(
+            gradients, even_micro_batches(pairs, batch_size, micro_batch_size)):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()

@@ -28,13 +28,13 @@ import torch
 
 import parallel
 from cache import KVCache
-from data import right_pad
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.placement import decoding_copy
 from errors import BadInput, Lost, Stop
 from loss import logprobs_from_logits, scaled_logits
 from model import autocast_dtype
+from packing import pack_prompts
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -248,11 +248,11 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
         free = [row for row, i in enumerate(response) if i == B]
         running = [row for row, i in enumerate(response) if i < B]
         if free:
-            cache.forget(torch.tensor(free, device=device))
+            cache.forget(free)
         if begun == B and len(running) <= len(free):
             response, t = ([x[row] for row in running] for x in (response, t))
             tokens = tokens[running]
-            cache.keep_rows(torch.tensor(running, device=device))
+            cache.keep_rows(running)
         if running:
             logits = policy(tokens[:, -1:], cache=cache)[:, 0]  # (n, V)
         if begun < B and 4 * len(free) >= n:
@@ -269,17 +269,11 @@ def read_prompts(policy, cache, rows, prompts):
     Read prompts (m lists of ids) into these rows of the cache (m numbers). Equal prompts, as a
     group has them, are read once. Returns the logits of the responses' first tokens, (m, V).
     """
-    device = cache.lengths.device
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)  # (m,)
-    # Padded on the right: causal attention never looks there, and needs no mask.
-    tokens, mask = right_pad(list(numbers), 0)  # (U, P): the different ones
-    lengths = mask.sum(1).to(device)  # (U,)
-    cache.take(torch.tensor(rows, device=device), which, lengths[which])
-    hidden = policy.trunk(tokens.to(device), cache=cache)  # (U, P, d)
-    # The logits of the last tokens alone: those of all, (U, P, V), might be the largest tensor of
-    # the run.
-    last = hidden[torch.arange(len(hidden), device=device), lengths - 1]  # (U, d)
+    prompts_read = pack_prompts(numbers, cache.device)  # U different ones
+    which = [numbers[tuple(ids)] for ids in prompts]  # m numbers
+    cache.take(rows, which, prompts_read.lengths)
+    last = policy.trunk(prompts_read.tokens, packed=prompts_read, cache=cache)[0]  # (U, d)
     return policy.output(last)[which]
 
 

@@ -180,11 +180,11 @@ def completion_logprobs(examples):
     tokens, mask = tokens.to(device), mask.to(device)
     with precision:
         # padding on the right needs no attention mask: causal attention never looks there
-        hidden = policy.trunk(tokens, response_length=tokens.shape[1] - 1)  # (b, T - 1, d)
+        hidden = policy.trunk(tokens)[:, :-1]  # (b, T - 1, d)
         logprobs, _ = logprobs_and_entropy(
-            hidden, policy.lm_head_weight(), tokens[:, 1:], vocab_size=tokenizer.vocab_size,
-            chunk=head_chunk, entropy=False)
-    return logprobs, mask[:, 1:]
+            hidden.flatten(0, 1), policy.lm_head_weight(), tokens[:, 1:].flatten(),
+            vocab_size=tokenizer.vocab_size, chunk=head_chunk, entropy=False)
+    return logprobs.view(len(tokens), -1), mask[:, 1:]
 
 
 def evaluate():
@@ -243,11 +243,11 @@ for iteration in range(start, max_iters + 1):
     examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
-    for flat in gradients:
-        flat.zero_()
+    parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in even_micro_batches(examples, batch_size, micro_batch_size):
+    for part in parallel.overlap_all_reduce(
+            gradients, even_micro_batches(examples, batch_size, micro_batch_size)):
         logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
         loss = -masked_sum(logprobs, mask)
         (loss_scale * loss / token_count).backward()

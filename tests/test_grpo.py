@@ -295,7 +295,7 @@ exact = loss.logprobs_from_logits
 loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 1e-3 * (3 * logits.shape[0] + logits.shape[1] % 7)
 """
 # Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
-# and checks that prompts have no logits, nor what is behind the micro-batch's longest response.
+# and checks that the tokens of responses have logits, and nothing else has.
 FORWARDS = """
 import json, loss, parallel, torch
 original = loss.response_logprobs
@@ -307,7 +307,7 @@ def noted(model, mb, *rest, **more):
     return original(model, mb, *rest, **more)
 head, mask = loss.logprobs_and_entropy, [None]
 def only_responses(hidden, *rest, **more):
-    assert hidden.shape[:-1] == mask[0].shape and mask[0].any(0).all()
+    assert len(hidden) == mask[0].sum()
     return head(hidden, *rest, **more)
 loss.response_logprobs, loss.logprobs_and_entropy = noted, only_responses
 """

@@ -34,16 +34,16 @@ def test_chunks_change_nothing(variant, tmp_path):
     """Log-probs, entropies and all gradients, for chunks that divide the tokens, do not, are one token, or more than all."""
     model = loaded(variant, tmp_path)
     tokens, mask = padded([9, 12, 5], left=True)
-    weights = torch.rand(3, 6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.rand(18, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def run(chunk):
-        hidden = model.trunk(tokens, mask, response_length=6)
-        logprobs, entropy = logprobs_and_entropy(hidden, model.lm_head_weight(), tokens[:, -6:], 0.7, 90, chunk)
+        logprobs, entropy = logprobs_and_entropy(states(model, tokens, mask), model.lm_head_weight(), chosen, 0.7, 90, chunk)
         return logprobs, entropy, gradients(model, (torch.stack([logprobs, entropy], -1) * weights).sum())
 
     tokens[:, -6:] = tokens[:, -6:].clamp(max=89)  # ids from 90 on are impossible here
-    logits = scaled_logits(model(tokens, mask, response_length=6), 0.7, 90)
-    whole, want = (logprobs_from_logits(logits, tokens[:, -6:]), entropy_from_logits(logits)), run(0)
+    chosen = tokens[:, -6:].flatten()
+    logits = scaled_logits(model(tokens, mask)[:, -7:-1].flatten(0, 1), 0.7, 90)
+    whole, want = (logprobs_from_logits(logits, chosen), entropy_from_logits(logits)), run(0)
     assert (whole[0] - want[0]).abs().max() < 1e-13 and (whole[1] - want[1]).abs().max() < 1e-13
     for chunk in (1, 4, 9, 18, 100):
         got = run(chunk)
@@ -53,9 +53,14 @@ def test_chunks_change_nothing(variant, tmp_path):
         assert (run_without_gradient(model, tokens, mask) - want[0]).abs().max() < 1e-13
 
 
+def states(model, tokens, mask):
+    """Those that choose the last 6 tokens of each row, (n, d)."""
+    return model.trunk(tokens, mask)[:, -7:-1].flatten(0, 1)
+
+
 def run_without_gradient(model, tokens, mask):
-    hidden = model.trunk(tokens, mask, response_length=6)
-    logprobs, entropy = logprobs_and_entropy(hidden, model.lm_head_weight(), tokens[:, -6:], 0.7, 90, 4, entropy=False)
+    logprobs, entropy = logprobs_and_entropy(states(model, tokens, mask), model.lm_head_weight(), tokens[:, -6:].flatten(), 0.7,
+                                             90, 4, entropy=False)
     assert (entropy == 0).all()
     return logprobs
 
@@ -106,10 +111,10 @@ from loss import logprobs_and_entropy
 torch.manual_seed(0); torch.set_num_threads(1)
 V, d = 32_000, 16
 head = torch.nn.Linear(d, V, bias=False)
-hidden, tokens = torch.randn(4, 512, d, requires_grad=True), torch.randint(0, V, (4, 512))
+hidden, tokens = torch.randn(2048, d, requires_grad=True), torch.randint(0, V, (2048,))
 def mib():
     return next(int(l.split()[1]) / 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-logprobs_and_entropy(hidden[:1, :8], head.weight, tokens[:1, :8], chunk=4, entropy=False)[0].sum().backward()
+logprobs_and_entropy(hidden[:8], head.weight, tokens[:8], chunk=4, entropy=False)[0].sum().backward()
 for chunk in (64, 0):  # the small one first, for what is measured is the highest so far
     before = mib()
     logprobs_and_entropy(hidden, head.weight, tokens, chunk=chunk, entropy=False)[0].sum().backward()

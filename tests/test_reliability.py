@@ -180,6 +180,7 @@ AT = """
 import os, signal, threading, time
 import data, loss, parallel, rewards, rollout
 from engine import disk, optimizers, run_folder
+parallel.BUCKET = 10_000  # bytes; so gradients are sent in several
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -212,6 +213,9 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
     "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
+    # while the other rank is sending its gradients already
+    "dies in the last backward": ("once(parallel.Flat, 'complete_from', die)", -9, "iteration 1, update"),
+    "hangs in the last backward": ("once(parallel.Flat, 'complete_from', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
