@@ -4,12 +4,13 @@ Prompts -> sampled responses.
 How responses are sampled, in six lines:
 
 1. Each response has R uniforms from [0, 1), one for each token that it may have.
-2. One forward pass reads the prompts, all padded on the left to the same length.
+2. One forward pass reads the prompts, each of them once, however many responses it gets.
 3. The next token of a response is the inverse CDF of its next uniform: the first token whose
    cumulated probability is above the uniform.
 4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
 5. A response ends with an EOS, or after R tokens.
-6. When half of the rows that decode together have ended, they are dropped from the batch.
+6. When some of the rows that decode together have ended, the next prompts take their places; or,
+   when there are no more prompts and half of the rows have ended, these are dropped.
 
 For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
 1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
@@ -17,7 +18,7 @@ For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated 
 The uniforms of a response come from a random generator of its own. The seed of that generator is
 made of what names the response: (seed, purpose, iteration, slot in the batch, sample number). So
 the same response is sampled whichever other responses are in the batch, on whichever rank it is
-decoded, and however many rows have been dropped. And a resumed run needs no saved random state.
+decoded, and whichever row it gets. And a resumed run needs no saved random state.
 
 B responses, P prompt length, R the longest response, V vocabulary.
 """
@@ -288,45 +289,52 @@ def sample(logits, uniform, temperature, vocab_size=None):
         token = logits.argmax(-1)
         return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
     probs = logits.softmax(-1)  # (B, V)
-    token = inverse_cdf(probs, uniform)
-    return token, probs.gather(1, token[:, None]).squeeze(1).log()
+    token = choose(probs, uniform.double())[:, None]  # (B, 1)
+    return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+
+
+def choose(probs, uniform):
+    """
+    Which of V outcomes each row's uniform stands for: probs (B, V), uniform (B,) float64 in [0, 1)
+    -> (B,) int64, the inverse CDF.
+
+    Of many outcomes the CDF itself, (B, V), is never made: first comes the block of outcomes, by
+    the blocks' sums, and then the outcome within its block. Each has about sqrt(V) entries.
+    """
+    V = probs.shape[1]
+    if V <= 2048:
+        return inverse_cdf(probs, uniform)[0]
+    n = 2 ** math.ceil(math.log2(V) / 2)  # outcomes in a block; the last one may have fewer
+    whole = V // n * n
+    sums = probs[:, :whole].unflatten(1, (-1, n)).sum(-1)  # (B, V / n)
+    sums = torch.cat([sums, probs[:, whole:].sum(1, keepdim=True)], 1)
+    block, cdf, point = inverse_cdf(sums, uniform)
+    # where within its block the uniform lies: in [0, 1) again
+    end = cdf.gather(1, block[:, None]).squeeze(1)  # (B,)
+    begin = cdf.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)  # (B,)
+    begin = torch.where(block > 0, begin, 0)
+    uniform = (point - begin) / (end - begin)
+
+    inside = block[:, None] * n + torch.arange(n, device=probs.device)  # (B, n): the outcomes' numbers
+    weights = probs.gather(1, inside.clamp(max=V - 1)).masked_fill(inside >= V, 0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return block * n + inverse_cdf(weights, uniform)[0]
 
 
 def inverse_cdf(probs, uniform):
     """
-    The first token whose cumulated probability is above the uniform: probs (B, V), uniform (B,) in
-    [0, 1) -> (B,) int64. A token of probability 0 is never taken.
+    The index that each row's uniform stands for: probs (B, n), uniform (B,) float64 in [0, 1) -> i
+    (B,), the first index whose cumulated probability is above the uniform. Also returns the CDF,
+    (B, n) int64, and the point on it, (B,) float64, where the uniform is.
 
-    In short, torch.searchsorted(probs.cumsum(-1), uniform, right=True). But to cumulate 100,000
-    numbers takes longer than all else here. So the vocabulary is cut into blocks of about sqrt(V)
-    tokens: the sums of the blocks say in which of them the token is, and only this one is cumulated.
+    Probabilities are counted in whole parts of 2^-40. Whole numbers have the same sums in any
+    order. A GPU adds up in parallel, and sums of floats would not even rise from index to index:
+    an index of probability 0 could be chosen. Here it cannot, for its part is 0 to the last bit.
     """
-    B, V = probs.shape
-    size = math.isqrt(V - 1) + 1  # of a block
-    whole = V // size * size  # tokens in whole blocks
-    sums = probs[:, :whole].view(B, -1, size).sum(-1)  # (B, blocks)
-    if whole < V:
-        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], 1)  # the last one is short
-    block, rest = search(sums, uniform.to(probs.dtype)[:, None] * sums.sum(-1, keepdim=True))
-    token = block * size + torch.arange(size, device=probs.device)  # (B, size)
-    inside = probs.gather(1, token.clamp(max=V - 1)).masked_fill(token >= V, 0)  # (B, size)
-    return token.gather(1, search(inside, rest)[0]).squeeze(1)
-
-
-def search(weights, point):
-    """
-    In which piece of a line a point is. The pieces follow each other and have the lengths weights
-    (B, N); point (B, 1) from 0 on. Returns the piece's number and how far in it the point is, (B, 1)
-    each. A piece of length 0 is never found.
-    """
-    ends = weights.cumsum(-1)  # (B, N)
-    # The point is kept below the last end: rounding may have carried it there. The search takes the
-    # first end *above* the point.
-    last = ends[:, -1:]  # (B, 1)
-    point = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    piece = torch.searchsorted(ends, point, right=True)  # (B, 1)
-    begin = ends.gather(1, (piece - 1).clamp(min=0)).masked_fill(piece == 0, 0)  # (B, 1)
-    return piece, point - begin
+    cdf = (probs * 2.0**40).long().cumsum(1)  # (B, n)
+    point = uniform * cdf[:, -1]  # (B,), below the last entry
+    i = torch.searchsorted(cdf, point.long()[:, None], right=True).squeeze(1)  # the first one above
+    return i.clamp(max=probs.shape[1] - 1), cdf, point  # n: of NaN, which the checks will find
 
 
 # --------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_what_we_save_transformers_loads(variant, tmp_path):
 @all_variants
 @torch.no_grad()
 def test_cache_changes_nothing(variant, tmp_path):
-    """Prompts read together and a step for each token behind them, in rows of other orders and lengths: as one forward of each row."""
+    """Prompts read together and a step for each token behind them, in rows of another order: as one forward of each row."""
     from cache import KVCache
     from packing import pack_prompts
 
@@ -107,7 +107,7 @@ def test_cache_changes_nothing(variant, tmp_path):
     which, rows = [0, 1, 2, 2], [2, 0, 3, 1]
     cache = KVCache(model.config, 4, 13, torch.float64, "cpu")
     packed = pack_prompts([ids[:n] for ids, n in zip(real, read, strict=True)], "cpu")
-    for again in range(2):  # the second time the rows have been used
+    for _ in range(2):  # the second time the rows have been used
         cache.take(rows, which, packed.lengths)
         assert cache.lengths.tolist() == [4, 2, 6, 2] and cache.longest == 6
         logits = model(packed.tokens, packed=packed, cache=cache)[0]

@@ -348,7 +348,7 @@ def test_finished_rows_are_replaced():
 
 
 def test_parts_come_as_soon_as_they_are_complete():
-    """Parts of 4, in order: the second waits for a long response of the first, the third comes by itself, and one may have no rows."""
+    """Parts of 4, in order: the second waits for a long response of the first, the third comes by itself."""
     R = 16
     model, u = lengths_model([16, 1, 1, 1, 1, 1, 1, 1, 16, 2, 2, 2, 5, 5], R)
     asked, seen = [], []
