@@ -319,10 +319,10 @@ for iteration in range(run.start, max_iters + 1):
             weights = token_weights(counted, aggregation, max_new_tokens)
             batch["weights"][rows] = weights.to(batch["weights"])
             before = sums["policy/approx_kl"].clone()
-            for buffer in gradients:
-                buffer.zero_()
+            parallel.zero_gradients(gradients)
 
-            for mb in my_micro_batches(batch, rows, config):
+            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
+                    gradients, my_micro_batches(batch, rows, config)):
                 m = mb["counted"]  # (b, R)
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now

@@ -253,11 +253,10 @@ for iteration in range(start, max_iters + 1):
     all_tokens = sum(map(tokens_of_pair, pairs))
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
-    for flat in gradients:
-        flat.zero_()
+    parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in micro_batches(pairs, tokens_of_pair):
+    for part in parallel.overlap_all_reduce(gradients, micro_batches(pairs, tokens_of_pair)):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()

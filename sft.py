@@ -243,11 +243,10 @@ for iteration in range(start, max_iters + 1):
     all_tokens = sum(len(ids) for ids, _ in examples)
 
     # gradients, micro-batch by micro-batch
-    for flat in gradients:
-        flat.zero_()
+    parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in micro_batches(examples):
+    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):
         logprobs = completion_logprobs(part)  # (n,)
         loss = -logprobs.sum()
         (loss_scale * loss / token_count).backward()

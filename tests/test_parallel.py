@@ -142,9 +142,15 @@ def test_one_process_needs_no_group():
     assert parallel.all_reduce_metrics({"a": [6.0, 4], "b": [torch.tensor(3.0), torch.tensor(0)]}) == {"a": 1.5, "b": 3.0}
     x = torch.tensor([1.0, -2.0])
     assert torch.equal(parallel.all_reduce_max(x), x)
-    parallel.all_reduce_gradients([x])
-    assert x.tolist() == [1.0, -2.0]
     model = two_layers()
+    buffers = parallel.flatten_gradients(model.parameters())
+    for number in parallel.overlap_all_reduce(buffers, iter([1.0, 2.0])):
+        (number * model[0].bias.sum()).backward()
+        assert not model[0].bias._post_accumulate_grad_hooks  # nothing to overlap with
+    parallel.all_reduce_gradients(buffers)
+    assert model[0].bias.grad.tolist() == [3.0] * 3
+    parallel.all_reduce_gradients(buffers, scale=4.0)
+    assert model[0].bias.grad.tolist() == [0.75] * 3
     before = [p.clone() for p in model.parameters()]
     parallel.broadcast_parameters([model])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -154,8 +160,8 @@ def test_one_process_needs_no_group():
 def test_flat_gradients_are_views_of_one_buffer_per_dtype():
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7).double(), torch.nn.Linear(2, 2))
     buffers = parallel.flatten_gradients(model.parameters())
-    assert {b.dtype: len(b) for b in buffers} == {torch.float32: 18 + 6, torch.float64: 28}
-    starts = {b.dtype: b.data_ptr() for b in buffers}
+    assert {b.flat.dtype: len(b.flat) for b in buffers} == {torch.float32: 18 + 6, torch.float64: 28}
+    starts = {b.flat.dtype: b.flat.data_ptr() for b in buffers}
     for p in model.parameters():
         assert p.grad.shape == p.shape and starts[p.dtype] <= p.grad.data_ptr()
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
@@ -163,9 +169,8 @@ def test_flat_gradients_are_views_of_one_buffer_per_dtype():
     for _ in range(2):  # backward adds in place, so that the views stay views
         model[1](model[0](x).double()).square().sum().backward()
     assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model[:2].parameters(), want, strict=True))
-    assert sum((b != 0).sum() for b in buffers) == sum((g != 0).sum() for g in want)
-    for b in buffers:
-        b.zero_()
+    assert sum((b.flat != 0).sum() for b in buffers) == sum((g != 0).sum() for g in want)
+    parallel.zero_gradients(buffers)
     assert all(not p.grad.any() for p in model.parameters())
 
 
@@ -311,13 +316,78 @@ def test_audit_of_one_process_watches_the_frozen():
 # ---------------------------------------------------------------------------------------------------------------------
 # several processes
 
+
+class ThreeParts(torch.nn.Module):
+    """A parameter that is never used, a tied embedding, a layer, a score; two losses train it, as with value_init=shared."""
+
+    def __init__(self):
+        super().__init__()
+        shapes, generator = dict(unused=(3,), embed=(6, 4), layer=(4, 4), score=(4,)), torch.Generator().manual_seed(5)
+        for name, shape in shapes.items():
+            setattr(self, name, torch.nn.Parameter(torch.empty(shape).normal_(generator=generator)))
+
+    def policy_loss(self, rows):
+        return (rows @ self.embed @ self.layer @ self.embed.t()).square().sum()
+
+    def value_loss(self, rows):
+        return (rows @ self.embed @ self.layer @ self.score).square().sum()
+
+
+STEPS = [[5], [2, 2, 1], [5], [3, "none on rank 1"], [3, 2]]  # of micro-batches of so many rows
+NUMBERS = 3 + 6 * 4 + 4 * 4 + 4  # of ThreeParts
+
+
+def micro_batches_of(step, rank):
+    sizes = [0 if size == "none on rank 1" and rank == 1 else 2 if size == "none on rank 1" else size for size in STEPS[step]]
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randn(size, 6, generator=generator) for size in sizes]
+
+
+def overlap(rank, size):
+    """
+    For buckets of 25 MB, of 4 and of 10 numbers, a list of an entry a step: whether the sums over the ranks are right, what was
+    unsent before each backward pass and after the last one, and the numbers of each all_reduce.
+    """
+    import torch.distributed as dist
+
+    bucket_size, all_reduce, sent, found = parallel.BUCKET, dist.all_reduce, [], []
+    dist.all_reduce = lambda t, **kwargs: sent.append(t.numel()) or all_reduce(t, **kwargs)
+    for parallel.BUCKET in (bucket_size, 16, 40):
+        model, alone = ThreeParts(), ThreeParts()
+        flat, = parallel.flatten_gradients(model.parameters())
+        found.append([])
+        for step in range(len(STEPS)):
+            parallel.zero_gradients([flat])
+            sent.clear()
+            left = []
+            for rows in parallel.overlap_all_reduce([flat], iter(micro_batches_of(step, rank))):
+                for loss_of in (model.policy_loss, model.value_loss) if len(rows) else ():
+                    left.append(flat.unsent)
+                    loss_of(rows).backward()
+                left.append(flat.unsent)
+            assert flat.unsent == 0
+            parallel.all_reduce_gradients([flat])
+            total = torch.zeros(NUMBERS)
+            for other in range(size):
+                for p in alone.parameters():
+                    p.grad = torch.zeros_like(p)
+                for rows in micro_batches_of(step, other):
+                    for loss_of in (alone.policy_loss, alone.value_loss):
+                        loss_of(rows).backward()
+                total += torch.cat([p.grad.flatten() for p in alone.parameters()])
+            right = torch.equal(flat.flat, total) if size == 2 else torch.allclose(flat.flat, total, rtol=1e-5, atol=1e-5)
+            found[-1].append([right, left, list(sent)])
+    parallel.BUCKET, dist.all_reduce = bucket_size, all_reduce
+    return found
+
+
 WORKER = """
 import json, os, sys
 import torch
 import parallel
 from engine import audit, launch, together
 from errors import Stop
-from test_parallel import two_layers
+from test_parallel import overlap, two_layers
 
 rank, size, device = launch.init("cpu", 30)
 said = dict(rank=[rank, size, str(device)])
@@ -344,12 +414,12 @@ model = two_layers(seed=rank)
 parallel.broadcast_parameters([model])
 said["broadcast"] = all(torch.equal(p, q) for p, q in zip(model.parameters(), two_layers(seed=0).parameters()))
 buffers = parallel.flatten_gradients(model.parameters())
-for flat in buffers:
-    flat.fill_(rank + 1.0)
+for buffer in buffers:
+    buffer.flat.fill_(rank + 1.0)
 parallel.all_reduce_gradients(buffers)
 said["gradients"] = [p.grad.unique().tolist() for p in model.parameters()]
 if rank == 1:
-    buffers[0][3] = torch.nan
+    buffers[0].flat[3] = torch.nan
 parallel.all_reduce_gradients(buffers)
 
 def caught(f, *args):
@@ -369,6 +439,7 @@ for name, owners in (("policy", [1]), ("reward_model", [size - 1]), ("reward_mod
     said["audits"].append(caught(audit.audit, models, frozen, 1))
     p.data.copy_(before)
 said["audits"].append(caught(audit.audit, models, frozen, 2))
+said["overlap"] = overlap(rank, size)
 with open(os.path.join(sys.argv[1], f"{size}-{rank}.json"), "w") as f:
     json.dump(said, f)
 launch.finish()
@@ -400,6 +471,23 @@ def test_collectives(said, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_sent_while_the_last_backward_runs(said, size):
+    """And their sum is the one that it would be without that: with two ranks, to the last bit."""
+    for record in said[size]:
+        assert all(right for steps in record["overlap"] for right, _, _ in steps)
+        for steps, sent in zip(record["overlap"], ([47], [4] * 11 + [3], [10, 10, 10, 10, 7]), strict=True):
+            assert [step[2] for step in steps] == [sent] * len(STEPS)  # the same buckets in the same order on all ranks
+    for rank, record in enumerate(said[size]):
+        # of buckets of 4 numbers the last one alone has to wait: for the 3 that are not used. In the first step nobody knows
+        # how often a gradient grows; on a rank without rows none does
+        left = [left for _, left, _ in record["overlap"][1]]
+        assert left[:3] == [[47, 47, 47], [47] * 8 + [3], [47, 47, 3]] and left[4] == [47] * 5 + [3]
+        assert left[3] == ([47] * 4 if rank == 1 else [47] * 5 + [3])
+        assert [left[-1] for _, left, _ in record["overlap"][2]][1:3] == [7, 7]
+        assert all(set(left) == {47} for _, left, _ in record["overlap"][0])  # one bucket, with what is not used
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_audit_names_model_parameter_and_ranks(said, size):
     everyone = " and ".join(f"rank {r}" for r in range(size))
     for record in said[size]:  # all ranks stop, with the same words
@@ -426,7 +514,7 @@ def record(name):
         frame, function = sys._getframe(1), None
         while frame and "max_iters" not in frame.f_globals:  # up to the script, by one of its keys
             if os.path.basename(frame.f_code.co_filename) in ROOMS:
-                function = frame.f_code.co_name
+                function = frame.f_code.co_qualname.partition(".")[0]  # of a function in a function, the outer one
             frame = frame.f_back
         if frame and frame.f_globals.get("iteration") == 1:
             sent = args[1] if name == "all_gather" else args[0]
@@ -464,16 +552,15 @@ def in_order(lines, steps, one_minibatch=False):
     (*each, once), = [tuple(map(int, found)) for found in re.findall(
         r"(\d+) and (\d+) run once in each optimizer step, (\d+) only in the first", parallel.__doc__)]
     step = [lines[no] for no in each if no in lines]
-    before, after = [x for no, x in lines.items() if no < each[0]], [x for no, x in lines.items() if no > once]
-    late = []
+    before, after, first = [x for no, x in lines.items() if no < each[0]], [x for no, x in lines.items() if no > once], step
     if one_minibatch:
         (fewer, again, later, where), = [tuple(map(int, found)) for found in re.findall(
-            r"With one minibatch\s+(\d+) has B R numbers, .*; a (\d+) of its old_logprobs and (\d+) come just before (\d+)\.",
+            r"With one minibatch\s+(\d+) has B R numbers, .*; a (\d+) of its old_logprobs and (\d+) come just after (\d+)\.",
             parallel.__doc__)]
         assert fewer == again and later == again + 1 == len(before) and where == each[0]
         before[fewer - 1][2] //= 2
-        late = [before[again - 1], before.pop()]
-    return before + late + step + [lines[once]] + (steps - 1) * step + after
+        first = step + [before[again - 1], before.pop()]
+    return before + first + [lines[once]] + (steps - 1) * step + after
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,7 @@ AT = """
 import os, signal, threading, time
 import data, loss, parallel, rewards, rollout
 from engine import disk, optimizers, run_folder
+parallel.BUCKET = 10_000  # bytes; so gradients are sent in several
 now, original = -1, data.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
@@ -212,6 +213,9 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
     "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
+    # while the other rank is sending its gradients already
+    "dies in the last backward": ("once(parallel.Flat, 'complete_from', die)", -9, "iteration 1, update"),
+    "hangs in the last backward": ("once(parallel.Flat, 'complete_from', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
@@ -488,6 +492,7 @@ def bad(world, tmp_path_factory):
         "out of range at last": (["--lam=1.0", "--lam=2"], r"lam = 2.0 .*out of range"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
+        "a weight of 0 that adapts": (["--kl_coef=0", "--kl_coef_target=1.0"], "a weight of 0 stays 0 .*type --kl_coef=0.05"),
         "a short horizon": (["--batch_size=100", "--kl_coef_target=1.0", "--kl_horizon=20"],
                             "kl_horizon = 20 is no more than a fifth .*type --kl_horizon=100"),
     }

@@ -44,18 +44,21 @@ def step(optimizer, lr):
 
 parallel.broadcast_parameters, optimizers.step = broadcast, step
 """
-# as this rank's gradients of step NUMBER, counted from 1, are complete, one of them is inf
+# in step NUMBER, counted from 1, one of this rank's gradients is inf
 OVERFLOW = """
 import parallel
-reduce, number = parallel.all_reduce_gradients, 0
-def spoiled(buffers, *rest):
-    global number
-    number += 1
-    if number == NUMBER:
-        part = buffers[0].parts()[0] if hasattr(buffers[0], "parts") else buffers[0]
-        part.view(-1)[0] = float("inf")
+zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
+def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
+    global steps
+    steps += 1
+    zero(buffers)
+    if steps == NUMBER and not hasattr(buffers[0], "parts"):
+        buffers[0].flat[0] = float("inf")
+def spoil_and_reduce(buffers, *rest):
+    if steps == NUMBER and hasattr(buffers[0], "parts"):
+        buffers[0].parts()[0].view(-1)[0] = float("inf")
     reduce(buffers, *rest)
-parallel.all_reduce_gradients = spoiled
+parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
 """
 
 # name: (ranks, keys, the run that it must equal); NAME is the model's name in the keys

@@ -19,14 +19,45 @@ def run(*args, cwd=ROOT, env=ENV):
     return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_bench_times_both_and_weighs_ppo():
-    done = run("tools/bench.py", "--d_model=32", "--n_layer=1", "--n_head=2", "--n_kv_head=1", "--d_ff=48", "--batch_size=3",
-               "--prompt_length=6", "--max_new_tokens=5", "--repeats=1", "--ppo_epochs=1", "--device_type=cpu")
-    assert done.returncode == 0, done.stderr[-3000:]
-    for line in (r"^generate +[\d.]+ s .* tokens/s$", r"^transformers generate +[\d.]+ s .* tokens/s$",
-                 r"^generate is [\d.]+ times as fast as transformers'", r"^PPO peak memory: \d{2,} MiB$",
-                 r"^PPO iteration +[\d.]+ s .* tokens/s  rollout [\d.]+  score [\d.]+  update [\d.]+$"):
-        assert re.search(line, done.stdout, re.MULTILINE), (line, done.stdout)
+# bench.py runs ppo.py and grpo.py as new processes; a fork has torch and transformers in memory already
+FORKS = """
+import os, runpy, subprocess, sys
+
+def run(command, **_):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
+        finally:
+            os._exit(0)  # of a script that has failed there is no complete log, which bench.py would miss
+    os.waitpid(pid, 0)
+    return subprocess.CompletedProcess(command, 0, "", "")
+
+subprocess.run = run
+"""
+
+
+def test_bench_prints_one_page(tmp_path):
+    keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4, group_size=2, prompt_length=6,
+                max_new_tokens=5, repeats=1, ppo_epochs=2, micro_batch_size=2, lengths="full", device_type="cpu",
+                run_keys="rollout_batch_size=3,head_chunk=2", json=tmp_path / "figures.json")
+    result, = forked(str(tmp_path), {"bench": [one_run("tools/bench.py", (arguments(keys), FORKS))]})["bench"]
+    assert result["codes"] == [0], result
+    page = result["stdout"][0].partition("The machine: ")[2]
+    for line in (r"^float32 products \d+ GFLOP/s, memory [\d.]+ GB/s; cpu, ", r"^  quartet +[\d.]+ s .* share \d+%$",
+                 r"^  transformers +[\d.]+ s .* tokens/s$", r"^  quartet has [\d.]+ times their tokens/s",
+                 r"^  ppo.py, full, seconds( +[\d.]+){4}   5 tokens each, peak \d+ MiB$",
+                 r"^  grpo.py, full, seconds( +[\d.]+){4}", r"^  limit, seconds( +[\d.]+){4}$",
+                 r"^  share of the limit( +\d+%){4}$", r"^  tokens/s( +\d+){4}$"):
+        assert re.search(line, page, re.MULTILINE), (line, page)
+    assert len(page.splitlines()) <= 30 and max(map(len, page.splitlines())) <= 100
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["ppo full"]["tokens"] == dict(rollout=20, score=44, update=88, iteration=20)
+    assert figures["grpo full"]["tokens"]["update"] == 44 and figures["grpo full"]["peak_mib"] > 50
+    assert figures["decode full"]["quartet"]["tokens"] == figures["decode full"]["transformers"]["tokens"] == 20
 
 
 @pytest.fixture(scope="module")

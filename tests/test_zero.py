@@ -263,15 +263,18 @@ def hang():
     os._exit(9)
 """
 OVERFLOW = """
-reduce, steps = parallel.all_reduce_gradients, 0
-def spoiled(buffers, *rest):
+zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
+def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
     global steps
     steps += 1
-    if WHEN:
-        part = buffers[0].parts()[0] if hasattr(buffers[0], "parts") else buffers[0]
-        part.view(-1)[0] = float("inf")
+    zero(buffers)
+    if WHEN and not hasattr(buffers[0], "parts"):
+        buffers[0].flat[0] = float("inf")
+def spoil_and_reduce(buffers, *rest):
+    if WHEN and hasattr(buffers[0], "parts"):
+        buffers[0].parts()[0].view(-1)[0] = float("inf")
     reduce(buffers, *rest)
-parallel.all_reduce_gradients = spoiled
+parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
 """
 AUDITED = dict(sync_check_interval=1, timeout=20, batch_size=4, ppo_epochs=1)
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
