@@ -79,6 +79,21 @@ def pack_responses(mb):
     return packed
 
 
+def pack_prompts(prompts, device):
+    """
+    D prompts, lists of token ids -> Packed, for the logits of what follows them: the state of each
+    one's last token is read.
+    """
+    lengths = [len(ids) for ids in prompts]
+    tokens = torch.tensor([i for ids in prompts for i in ids], device=device)  # (N,)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # (N,)
+    ends = None
+    if tokens.is_cuda:
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    wanted = [n for length in lengths for n in (length - 1, 1)]
+    return Packed(tokens[None], positions[None], lengths, ends, wanted)
+
+
 def lay_out(tokens, mask):
     """Packed, of the tokens (b, T) where mask is True."""
     positions = mask.long().cumsum(1) - 1  # (b, T)
