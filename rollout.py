@@ -421,5 +421,5 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
 def decode_responses(tokenizer, part):
     """The texts of the responses that `generate` gave."""
     R = part["response_mask"].shape[1]
-    return [tokenizer.decode(tokens[-R:][mask].tolist())
-            for tokens, mask in zip(part["tokens"], part["response_mask"], strict=True)]
+    tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
+    return [tokenizer.decode(ids[m].tolist()) for ids, m in zip(tokens, mask, strict=True)]
