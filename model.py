@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
+from kernels import narrow, rms_norm
 from packing import pack, pick, unpack
 
 try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
@@ -71,16 +72,6 @@ class ModelConfig:
     hf: dict = None  # config.json as it was read, for saving
 
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
-
-
 class RMSNorm(nn.Module):
     def __init__(self, c, dim):
         super().__init__()
@@ -91,8 +82,7 @@ class RMSNorm(nn.Module):
         weight = self.weight
         if self.offset:  # weights are near 0: in 16 bits, 1 + weight would lose most of them
             weight = 1.0 + at_least_float32(weight)
-        # under autocast x may have 16 bits where the weight has 32, as queries and keys do
-        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        return rms_norm(x, weight, self.eps)
 
 
 def make_norm(c, there=True):
@@ -129,7 +119,6 @@ class Layer(nn.Module):
         self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
         self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
         self.norm2_after = make_norm(c, c.norm_after)
-        self.activation = ACTIVATIONS[c.activation]
 
     def forward(self, x, rotation, seen, cache, adapter=None):
         """x (B, T, d) -> (B, T, d). rotation, seen, cache: see attention. adapter: see linear."""
@@ -170,17 +159,10 @@ class Layer(nn.Module):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
         gate = self.linear("gate", x, adapter) if self.c.gated_mlp else None  # (B, T, d_ff)
         up = self.linear("up", x, adapter)  # (B, T, d_ff)
-        if torch.is_grad_enabled() and not self.recomputed:
-            # what `narrow` makes for `down` is the widest of all activations and the cheapest:
-            # it is not kept, and the backward pass computes it again
-            return checkpoint(self.narrow, gate, up, adapter, use_reentrant=False,
-                              preserve_rng_state=False)
-        return self.narrow(gate, up, adapter)
-
-    def narrow(self, gate, up, adapter):
-        """The activation, and the way back to the width d: (B, T, d_ff) -> (B, T, d)."""
-        wide = self.activation(up) if gate is None else self.activation(gate) * up
-        return self.linear("down", wide, adapter)
+        lora = None if adapter is None or "down" not in adapter else adapter["down"]
+        y, z = narrow(self.c.activation, gate, up, self.down.weight, self.down.bias,
+                      None if lora is None else lora.A)  # (B, T, d), (B, T, rank)
+        return y if lora is None else y + lora.widen(z).to(y.dtype)
 
     def linear(self, name, x, adapter):
         """W x + b of this layer's linear map `name`; a LoRA adapter of the map adds scale B A x."""
@@ -199,6 +181,7 @@ class Documents(NamedTuple):
 
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
+    pieces: object  # packing.Pieces: what documents share; None: nothing
     window: int  # it sees only the last so many of them; 0: all
     masks: dict  # {length: mask (length, length)} of the documents that are longer than the window
 
@@ -209,7 +192,7 @@ def documents_seen(windows, packed, dtype):
     for window in set(windows):
         longer = {L for L in packed.lengths if L > window > 0}
         masks = {L: window_mask(L, window, dtype, packed.tokens.device) for L in longer}
-        seen[window] = Documents(packed.lengths, packed.ends, window, masks)
+        seen[window] = Documents(packed.lengths, packed.ends, packed.pieces, window, masks)
     return seen
 
 
@@ -229,9 +212,14 @@ def document_attention(q, k, v, documents, scale=None):
     Causal attention within each document: q (N, H, hd), k and v (N, KV, hd) -> (N, H, hd). scale:
     of q times k; None: hd ** -0.5.
 
-    In 16 bits a GPU does all documents at once. Elsewhere documents of one length that are
-    neighbours are a batch; micro-batches are sorted by length, so there are few.
+    In 16 bits a GPU does all documents at once. Elsewhere neighbours of one length are a batch;
+    micro-batches are sorted by length, so that there are few batches. Tokens that documents share
+    are repeated for the attention alone: M tokens become N again at its end.
     """
+    if documents.pieces:
+        q, k, v = (documents.pieces.repeat(x) for x in (q, k, v))
+        y = document_attention(q, k, v, documents._replace(pieces=None), scale)
+        return documents.pieces.once(y)
     N, _, hd = q.shape
     if N == 0:
         # a rank without rows runs the forward, too, where parameters are sharded, because all
@@ -328,7 +316,8 @@ def rotate(x, cos, sin):
     n = cos.shape[-1]
     if n < x.shape[-1]:
         return torch.cat([rotate(x[..., :n], cos, sin), x[..., n:]], dim=-1)
-    return torch.addcmul(x * cos, x.roll(n // 2, dims=-1), sin)
+    x = x.to(cos.dtype)  # under autocast 16 bits to 32
+    return x.roll(n // 2, dims=-1).mul_(sin).addcmul_(x, cos)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -163,7 +163,11 @@ class LoRA(nn.Module):
         """x (..., in) -> (..., out)."""
         if not torch.is_autocast_enabled(x.device.type):  # autocast would cast x to 16 bits itself
             x = x.to(self.A.dtype)
-        return F.linear(F.linear(x, self.A), self.B) * self.scale
+        return self.widen(F.linear(x, self.A))
+
+    def widen(self, z):
+        """z = A x (..., r) -> (..., out)."""
+        return F.linear(z, self.B) * self.scale
 
 
 def make_adapters(base, rank, alpha, targets, seed):

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
 # the CPU reads a number, or a shape that depends on numbers, of the GPU: it waits until all that was asked for is computed
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal,
-         aten.repeat_interleave}
-# operations that CUDA has no exact kernel for (torch.use_deterministic_algorithms lists them), so far as a language model has them
+WAITS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+         aten.equal}
+# operations that CUDA has no exact kernel for: of torch.use_deterministic_algorithms' list those that a language model may have
 INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", "kthvalue", "logcumsumexp"}
 COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
 INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
