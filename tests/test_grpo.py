@@ -280,12 +280,12 @@ KILLS = {  # what the last rank does in iteration 1 -> its exit code, the other 
 }
 UNFINISHED_ALL = """
 import rollout
-generate = rollout.generate
+generate_in_parts = rollout.generate_in_parts
 def cut(*args, **kwargs):
-    batch = generate(*args, **kwargs)
-    batch["finished"] = batch["finished"] & False
-    return batch
-rollout.generate = cut
+    for part in generate_in_parts(*args, **kwargs):
+        part["finished"] = part["finished"] & False
+        yield part
+rollout.generate_in_parts = cut
 """
 REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 # Rounding that depends on how many tokens the micro-batch has, as it does on a GPU, but larger.
@@ -569,8 +569,8 @@ ON_TWO = ("groups", "misspelt", "no answer", "no such file")  # of these, also w
 SABOTAGE = {  # name -> (code, what is said, the policy's steps before)
     "sampler": ("""
 import rollout
-generate = rollout.generate
-rollout.generate = lambda policy, prompts, n, temperature, *rest, **k: generate(policy, prompts, n, 1.2 * temperature, *rest, **k)
+original = rollout.generate_in_parts
+rollout.generate_in_parts = lambda policy, prompts, n, t, *rest, **k: original(policy, prompts, n, 1.2 * t, *rest, **k)
 """, r"iteration 0: before any update, the log-probs of the sampler differ"),
     "reference": ("""
 import parallel

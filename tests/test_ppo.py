@@ -297,7 +297,7 @@ patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "reward_model_scores", scores)
 patch(loss, "response_logprobs", spoil("policy"))
 patch(loss, "response_values", spoil("value_model"))
-patch(rollout, "generate", generate)
+patch(rollout, "generate_in_parts", generate)
 patch(loss, "logprobs_from_logits", logprobs)
 patch(torch.optim.AdamW, "step", step)
 """
