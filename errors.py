@@ -82,8 +82,10 @@ def report_and_exit(kind, error, trace):
 
 def is_out_of_memory(kind, message):
     """Whether an exception of this class and message says that there is too little memory."""
+    # torch's allocators have their own words; CUDA and cuBLAS say it where torch has not asked them
+    words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return (kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError)
-            or "can't allocate memory" in message)
+            or any(said in message for said in words))
 
 
 def said_by_rank_0(message):

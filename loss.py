@@ -337,20 +337,45 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True)
     logprobs_and_entropy.
     """
     mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
-    R = mask.shape[1]
-    hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
-    responses = mb["tokens"][:, -R:][mask]  # (n,)
+    hidden = response_states(model, mb, packed)  # (n, d)
     logprobs, entropies = logprobs_and_entropy(
-        hidden, model.lm_head_weight(), responses, temperature, vocab_size, chunk, entropy)
+        hidden, model.lm_head_weight(), packed.chosen, temperature, vocab_size, chunk, entropy)
     return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
 
 
 def response_values(value_model, mb):
     """The value of the state before each response token, (b, R); 0 under the mask."""
     packed = mb.get("packed") or pack_responses(mb)
-    values = value_model(packed.tokens, packed=packed)[0]  # (n,)
+    values = value_model.output(response_states(value_model, mb, packed))  # (n,)
     values = at_least_float32(values) + value_model.config.score_shift
     return unpack(values, packed.cells, mb["response_mask"].shape)
+
+
+def response_states(model, mb, packed):
+    """
+    The states (n, d) that the model's head reads for the n response tokens of a micro-batch.
+
+    With value_init = "shared" (shared_trunk) the policy and the value model are two heads on one
+    trunk, which runs once for both. The gradient of the sum of two losses is the sum of their
+    gradients, so its backward pass needs to run only once, too, with the sum of what comes out of
+    the two heads:
+
+        policy       reads a copy of the states that is cut off from the trunk. So the backward pass
+                     of its loss ends there, and leaves its gradient in copy.grad
+        value model  reads the states. The backward pass of its loss comes to them, a hook adds
+                     copy.grad, and it goes on through the trunk
+
+    In training the policy's backward pass must come first, and the value model's must follow.
+    """
+    if not model.shared_trunk:
+        return model.trunk(packed.tokens, packed=packed)[0]
+    if "states" not in mb:
+        states = copy = model.trunk(packed.tokens, packed=packed)[0]
+        if states.requires_grad:
+            copy = states.detach().requires_grad_()
+            states.register_hook(lambda grad: grad if copy.grad is None else grad + copy.grad)
+        mb["states"] = dict(lm=copy, scalar=states)
+    return mb["states"][model.head]
 
 
 def explained_variance(values, returns, mask):

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
+from kernels import narrow, rms_norm
 from packing import pack, pick, unpack
 
 try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
@@ -71,16 +72,6 @@ class ModelConfig:
     hf: dict = None  # config.json as it was read, for saving
 
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
-
-
 class RMSNorm(nn.Module):
     def __init__(self, c, dim):
         super().__init__()
@@ -91,8 +82,7 @@ class RMSNorm(nn.Module):
         weight = self.weight
         if self.offset:  # weights are near 0: in 16 bits, 1 + weight would lose most of them
             weight = 1.0 + at_least_float32(weight)
-        # under autocast x may have 16 bits where the weight has 32, as queries and keys do
-        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        return rms_norm(x, weight, self.eps)
 
 
 def make_norm(c, there=True):
@@ -129,7 +119,6 @@ class Layer(nn.Module):
         self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
         self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
         self.norm2_after = make_norm(c, c.norm_after)
-        self.activation = ACTIVATIONS[c.activation]
 
     def forward(self, x, rotation, seen, cache, adapter=None):
         """x (B, T, d) -> (B, T, d). rotation, seen, cache: see attention. adapter: see linear."""
@@ -144,8 +133,8 @@ class Layer(nn.Module):
         x (B, T, d) -> (B, T, d).
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
-        seen: what a token may look at: Documents, or with a cache a mask of attention_masks.
-        cache: a KVCache, which takes the new keys and values and gives back all; or None.
+        seen: what a token may look at: Documents, or in a step of decoding the cache's mask.
+        cache: a KVCache, which stores the new keys and values; or None.
         """
         B, T, _ = x.shape
         H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
@@ -158,33 +147,22 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if cache is None:  # the rows are one: B = 1, T = N
+        if cache is not None:
+            cache.write(self.index, k, v)
+        if isinstance(seen, Documents):  # the rows are one: B = 1, T = N
             y = document_attention(q[0], k[0], v[0], seen, self.c.attention_scale)  # (N, H, hd)
-            return self.linear("o", y.view(B, T, H * hd), adapter)
-
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, hd)
-        k, v = cache.append(self.index, k, v)  # (B, KV, S, hd)
-        if T == 1:  # decoding: faster by hand, because a fused kernel takes longer to set up
-            y = single_query_attention(q, k, v, seen, self.c.attention_scale)  # (B, H, 1, hd)
-        else:
-            y = fused_attention(q, k, v, seen, self.c.attention_scale)  # (B, H, T, hd)
-        return self.linear("o", y.transpose(1, 2).flatten(2), adapter)
+        else:  # a step of decoding: T = 1
+            y = step_attention(q[:, 0], *cache.read(self.index), seen, self.c.attention_scale)
+        return self.linear("o", y.view(B, T, H * hd), adapter)
 
     def mlp(self, x, adapter):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
         gate = self.linear("gate", x, adapter) if self.c.gated_mlp else None  # (B, T, d_ff)
         up = self.linear("up", x, adapter)  # (B, T, d_ff)
-        if torch.is_grad_enabled() and not self.recomputed:
-            # what `narrow` makes for `down` is the widest of all activations and the cheapest:
-            # it is not kept, and the backward pass computes it again
-            return checkpoint(self.narrow, gate, up, adapter, use_reentrant=False,
-                              preserve_rng_state=False)
-        return self.narrow(gate, up, adapter)
-
-    def narrow(self, gate, up, adapter):
-        """The activation, and the way back to the width d: (B, T, d_ff) -> (B, T, d)."""
-        wide = self.activation(up) if gate is None else self.activation(gate) * up
-        return self.linear("down", wide, adapter)
+        lora = None if adapter is None or "down" not in adapter else adapter["down"]
+        y, z = narrow(self.c.activation, gate, up, self.down.weight, self.down.bias,
+                      None if lora is None else lora.A)  # (B, T, d), (B, T, rank)
+        return y if lora is None else y + lora.widen(z).to(y.dtype)
 
     def linear(self, name, x, adapter):
         """W x + b of this layer's linear map `name`; a LoRA adapter of the map adds scale B A x."""
@@ -212,10 +190,20 @@ def documents_seen(windows, packed, dtype):
     seen = {}
     for window in set(windows):
         longer = {L for L in packed.lengths if L > window > 0}
-        masks = {L: allowed_pairs(L, 0, window, None, packed.tokens.device)[0, 0] for L in longer}
-        masks = {L: additive(mask, dtype) for L, mask in masks.items()}
+        masks = {L: window_mask(L, window, dtype, packed.tokens.device) for L in longer}
         seen[window] = Documents(packed.lengths, packed.ends, window, masks)
     return seen
+
+
+def window_mask(L, window, dtype, device):
+    """
+    (L, L), added to the scores of a document of L tokens: 0 where a token may look, which is at the
+    last `window` tokens up to itself, and -inf elsewhere. (Of a bool mask every layer would make
+    these numbers anew, and keep them for its backward pass.)
+    """
+    query, key = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
+    hidden = (key > query) | (key <= query - window)
+    return torch.zeros(L, L, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def document_attention(q, k, v, documents, scale=None):
@@ -276,45 +264,17 @@ def repeat_heads(k, v, H, dim):
     return (x.repeat_interleave(H // x.shape[dim], dim=dim) for x in (k, v))
 
 
-def single_query_attention(q, k, v, mask, scale=None):
+def step_attention(q, k, v, mask, scale=None):
     """
-    Attention of one query a row: q (B, H, 1, hd), k and v (B, KV, S, hd) -> (B, H, 1, hd).
-    mask: bool (B, 1, 1, S), True where the query may look; None: everywhere. scale: of q times k;
-    None: hd ** -0.5.
+    Attention of each row's one new token: q (n, H, hd), k and v (n, KV, S, hd) -> (n, H, hd).
+    mask: (n, 1, 1, S), added to the scores. scale: of q times k; None: hd ** -0.5.
+
+    H / KV heads of queries share a head of keys and values. The kernel sees them as H / KV queries
+    of that head: so it reads each key once, and none is repeated.
     """
-    B, H, _, hd = q.shape
-    KV = k.shape[1]
-    q = q.view(B, KV, H // KV, hd) * (scale or hd**-0.5)
-    weights = q @ k.transpose(2, 3)  # (B, KV, H / KV, S)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, -torch.inf)
-    return (weights.softmax(-1).to(v.dtype) @ v).view(B, H, 1, hd)
-
-
-class KVCache:
-    """Keys and values of all layers, allocated at once: `length` of `slots` columns are in use."""
-
-    def __init__(self, c, batch, slots, dtype, device):
-        shape = (batch, c.n_kv_heads, slots, c.head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.length = 0  # Transformer.trunk moves it on when all layers have appended
-
-    def append(self, layer, k, v):
-        """Store k, v (B, KV, T, hd) behind what is there; returns views of all S columns in use."""
-        end = self.length + k.shape[2]
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
-
-    def keep_rows(self, rows):
-        """
-        Forget all rows but these (an index tensor). This goes layer by layer, so that there are
-        never two copies of the whole cache.
-        """
-        for tensors in (self.k, self.v):
-            for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
+    n, H, hd = q.shape
+    q = q.view(n, k.shape[1], H // k.shape[1], hd)  # (n, KV, H / KV, hd)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +310,8 @@ def rotate(x, cos, sin):
     n = cos.shape[-1]
     if n < x.shape[-1]:
         return torch.cat([rotate(x[..., :n], cos, sin), x[..., n:]], dim=-1)
-    return torch.addcmul(x * cos, x.roll(n // 2, dims=-1), sin)
+    x = x.to(cos.dtype)  # under autocast 16 bits to 32
+    return x.roll(n // 2, dims=-1).mul_(sin).addcmul_(x, cos)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,6 +336,7 @@ class Transformer(nn.Module):
         elif not c.tied:
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
+        self.shared_trunk = False  # True: a value model stands on this policy, see loss.py
         # (device, whether local_rope's) -> rope_frequencies; not a buffer, because .bfloat16() would
         # round a buffer
         self.frequencies = {}
@@ -383,8 +345,7 @@ class Transformer(nn.Module):
         """trunk's arguments -> logits (B, T, V), or scalars (B, T) with the scalar head."""
         return self.output(self.trunk(*args, **kwargs))
 
-    def trunk(self, tokens, attention_mask=None, cache=None, positions=None, adapter=None,
-              packed=None):
+    def trunk(self, tokens, attention_mask=None, cache=None, adapter=None, packed=None):
         """
         tokens (B, T) int64, attention_mask (B, T) bool -> the last layer's states, normalised,
         (B, T, d): what the head reads. The mask is True on real tokens, and padding may be
@@ -392,10 +353,9 @@ class Transformer(nn.Module):
 
         packed: a Packed, with tokens = packed.tokens; then only the states that it wants come
         back, (1, n, d). (Without a cache and without this, the rows are packed here.)
-        cache: a KVCache; the tokens are appended to it, and attention_mask (B, S) then covers all
-        its columns, old and new.
-        positions (B, T), with a cache: where tokens stand in their own sequence; None: count by
-        attention_mask.
+        cache: a KVCache, which stores keys and values. With `packed` these are prompts, as its
+        `take` has said. Without, it is a step of decoding: tokens (n, 1) are the next ones of its
+        rows, and look at all that it has stored of them.
         adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
         shape = tokens.shape
@@ -404,21 +364,22 @@ class Transformer(nn.Module):
             packed = pack(tokens, attention_mask)
         if packed is not None:
             tokens, positions = packed.tokens, packed.positions
-        elif positions is None:
-            positions = cached_positions(tokens, attention_mask, cache)
+        else:
+            positions = cache.begin_step()  # (n, 1)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
         if self.config.embed_scale:
             x = x * self.config.embed_scale
         if self.config.learned_positions:
             x = x + look_up(self.positions, positions)
-        rotations = self.rotations(positions, x.dtype)
         dtype = autocast_dtype(x) or x.dtype  # of the attention
         windows = self.config.windows
         if packed is not None:
+            rotations = self.rotations(positions, x.dtype)
             seen = documents_seen(windows, packed, dtype)
         else:
-            seen = attention_masks(windows, tokens, attention_mask, cache, dtype)
+            rotations = cache.rotations(self, x.dtype)
+            seen = cache.masks(windows, dtype)
 
         for i, layer in enumerate(self.layers):
             window = windows[i]
@@ -427,8 +388,6 @@ class Transformer(nn.Module):
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        if cache is not None:
-            cache.length += shape[1]
         if packed is not None:
             x = pick(x, packed.wanted)  # (1, n, d)
         x = self.norm(x)
@@ -491,67 +450,6 @@ def scalar_output(score, x):
 def freeze(model):
     """Make a model immovable: no gradients, eval mode. Returns it."""
     return model.eval().requires_grad_(False)
-
-
-# --------------------------------------------------------------------------------------------------
-# positions and masks, with a cache
-
-
-def cached_positions(tokens, attention_mask, cache):
-    """Where new tokens (B, T) stand in their own sequences, (B or 1, T); see Transformer.trunk."""
-    past, T = cache.length, tokens.shape[1]
-    if attention_mask is None:
-        return torch.arange(past, past + T, device=tokens.device)[None]  # (1, T)
-    # a token's position is the number of real tokens before it, wherever the padding is
-    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]  # (B, T)
-
-
-def attention_masks(windows, tokens, attention_mask, cache, dtype):
-    """
-    {window: mask}, one mask for each kind of layer: in a layer of window w a token sees the last w
-    tokens, with w = 0 all. The new tokens (B, T) stand behind the cache's. A mask is one of three
-    things:
-
-    None                     plain causal attention: neither padding nor a window hides anything
-                             more. It is the fastest.
-    bool (B or 1, 1, 1, S)   for one new token, in decoding: True where it may look.
-    dtype (B or 1, 1, T, S)  for several new tokens: see additive.
-    """
-    T = tokens.shape[1]
-    masks = {}
-    for window in set(windows):
-        mask = allowed_pairs(T, cache.length, window, attention_mask, tokens.device)
-        masks[window] = mask if mask is None or T == 1 else additive(mask, dtype)
-    return masks
-
-
-def additive(mask, dtype):
-    """
-    A bool mask as numbers that are added to the attention's scores: 0 where it is True, -inf
-    elsewhere. (Of a bool mask every layer would make these anew, and keep them for its backward
-    pass.)
-    """
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf)
-
-
-def allowed_pairs(T, past, window, attention_mask, device):
-    """
-    Which of the S = past + T keys each of T queries may see: bool (B or 1, 1, T, S), or None for
-    plain causal attention.
-    """
-    S = past + T
-    if attention_mask is None and not window and (past == 0 or T == 1):
-        return None
-    query = torch.arange(past, S, device=device)[:, None]
-    key = torch.arange(S, device=device)
-    allowed = (key <= query)[None, None]  # (1, 1, T, S)
-    if window:
-        allowed = allowed & (query - key < window)
-    if attention_mask is not None:
-        # padding sees itself: a softmax over nothing is NaN, and NaN * 0 is still NaN
-        allowed = (allowed & attention_mask[:, None, None, :S]) | (key == query)
-    return allowed
 
 
 # --------------------------------------------------------------------------------------------------

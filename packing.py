@@ -7,71 +7,101 @@ document, begins and ends: see document_attention in model.py.
 Example, two prompts (padded on the left) with their responses (padded on the right); padding is a
 dot, P = 2 and R = 3:
 
-    tokens    . 1   2 3 .          packed   1 2 3   4 5 6 7 8      lengths  3, 5
-              4 5   6 7 8          positions 0 1 2  0 1 2 3 4
+    tokens    . 1   2 3 .          packed     1 2 3   4 5 6 7 8      lengths  3, 5
+              4 5   6 7 8          positions  0 1 2   0 1 2 3 4
 
-b rows of a micro-batch, T columns, R of them the response's, N tokens, n response tokens.
+b rows of a micro-batch, T columns, R of them the response's; N tokens, n of which are chosen.
 """
+import itertools
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 
 @dataclass
 class Packed:
-    """D documents one behind the other, and what is read of them."""
+    """D documents one behind the other, and which states are read."""
 
     tokens: torch.Tensor  # (1, N) int64
     positions: torch.Tensor  # (1, N) int64: where each token stands in its own document
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
-    wanted: list  # whose states are read: so many tokens not, so many yes, and so on; None: all
-    cells: torch.Tensor  # (n,) int64: where what is read belongs in the padded tensor, flattened
+    wanted: list = None  # whose states are read: so many not, so many yes, and so on; None: all
+    chosen: torch.Tensor = None  # (n,) int64: the tokens that these states choose, if they do
+    cells: torch.Tensor = None  # (n,) int64: where what is read belongs in a padded tensor
 
 
 def pack(tokens, attention_mask=None):
     """
-    Rows (b, T) -> Packed; the states of all tokens are read, and belong to (b, T). attention_mask
-    (b, T): True on real tokens, which may be anywhere; None: there is no padding.
+    Rows (b, T) -> Packed; the states of all tokens are read, and belong to the cells of (b, T).
+    attention_mask (b, T): True on real tokens, which may be anywhere; None: there is no padding.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(tokens, dtype=torch.bool)
-    cells = attention_mask.flatten().nonzero().squeeze(1)  # (N,)
-    return packed(tokens, attention_mask, None, cells)
+    packed = lay_out(tokens, attention_mask)
+    packed.cells = attention_mask.flatten().nonzero().squeeze(1)  # (N,)
+    return packed
+
+
+def pack_choices(tokens, attention_mask, chosen):
+    """
+    Rows (b, T) -> Packed, for the log-probs of the tokens where chosen (b, T) is True: the states
+    that are read are those that choose them. The state that chooses a token is that of the token
+    before it: this is the one place where states and tokens are shifted against each other.
+
+    What stands behind the last state that is read is left out. In the example of this file's
+    header, with the responses chosen:
+
+        tokens   1 2    4 5 6 7         wanted   0 not, 2 yes, 1 not, 3 yes
+        chosen   2 3      6 7 8
+    """
+    chosen = chosen & (torch.arange(chosen.shape[1], device=chosen.device) > 0)
+    read = pad(chosen[:, 1:], (0, 1))  # (b, T)
+    needed = read.flip(1).cumsum(1).flip(1) > 0  # (b, T): up to the last one that is read
+    needed = needed & attention_mask
+    packed = lay_out(tokens, needed)
+    is_read, counts = read[needed].unique_consecutive(return_counts=True)
+    packed.wanted = [0] * bool(is_read[:1].any()) + counts.tolist()
+    packed.chosen = tokens[chosen]
+    return packed
 
 
 def pack_responses(mb):
     """
-    A micro-batch -> Packed, for what models say of its responses. mb: a dict with tokens (b, T),
-    attention_mask (b, T) and response_mask (b, R). Read are the n states that choose the response
-    tokens, and whose value is the value before each: the state that chooses a token is that of the
-    token before it. The results belong to (b, R).
-
-    So nobody reads the state of a response's last token, and the token is left out. In the example
-    of this file's header:
-
-        tokens   1 2    4 5 6 7         wanted   0 no, 2 yes, 1 no, 3 yes
-        chosen   2 3      6 7 8         cells    0 1    3 4 5
-
-    This is the one place where states and labels are shifted against each other.
+    pack_choices for the responses of a micro-batch: what is read belongs to the cells of (b, R).
+    mb: a dict with tokens and attention_mask (b, T) and response_mask (b, R).
     """
-    attention_mask, response_mask = mb["attention_mask"], mb["response_mask"]
-    last = attention_mask & (attention_mask.long().cumsum(1) == attention_mask.sum(1, keepdim=True))
-    read = attention_mask & ~last  # (b, T): all tokens but the last one
-    taken = response_mask.sum(1)  # (b,)
-    skipped = read.sum(1) - taken  # (b,)
-    wanted = torch.stack([skipped, taken], 1).flatten().tolist()
-    return packed(mb["tokens"], read, wanted, response_mask.flatten().nonzero().squeeze(1))
+    mask, T = mb["response_mask"], mb["tokens"].shape[1]
+    chosen = pad(mask, (T - mask.shape[1], 0))  # (b, T)
+    packed = pack_choices(mb["tokens"], mb["attention_mask"], chosen)
+    packed.cells = mask.flatten().nonzero().squeeze(1)  # (n,)
+    return packed
 
 
-def packed(tokens, mask, wanted, cells):
-    """Packed, of the tokens (b, T) where mask is True."""
-    positions = (mask.long().cumsum(1) - 1)[mask]  # (N,)
-    lengths = mask.sum(1)  # (b,)
+def pack_prompts(prompts, device):
+    """
+    D prompts, lists of token ids -> Packed, for the logits of what follows them: the state of each
+    one's last token is read.
+    """
+    lengths = [len(ids) for ids in prompts]
+    tokens = torch.tensor([i for ids in prompts for i in ids], device=device)  # (N,)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # (N,)
     ends = None
     if tokens.is_cuda:
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    return Packed(tokens[mask][None], positions[None], lengths.tolist(), ends, wanted, cells)
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    wanted = [n for length in lengths for n in (length - 1, 1)]
+    return Packed(tokens[None], positions[None], lengths, ends, wanted)
+
+
+def lay_out(tokens, mask):
+    """Packed, of the tokens (b, T) where mask is True."""
+    positions = mask.long().cumsum(1) - 1  # (b, T)
+    lengths = [length for length in mask.sum(1).tolist() if length]
+    ends = None
+    if tokens.is_cuda:
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(tokens.device)
+    return Packed(tokens[mask][None], positions[mask][None], lengths, ends)
 
 
 def pick(x, wanted):

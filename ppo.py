@@ -17,7 +17,7 @@ One iteration: take batch_size prompts;
 
     model          output                  trained   starts as
     policy         logprobs (B, R)         yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)     no        the same
+    ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
     reward_model   scores (B,)             no        reward_path; or rules instead, or beside it
     value_model    values (B, R)           yes       reward model or policy (value_init)
 
@@ -75,7 +75,7 @@ reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1.
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # weight of the KL to the reference; where it begins, if it adapts [>= 0]
+kl_coef = 0.05  # weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
 kl_in = "reward"  # the KL enters the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's; in the loss k2, whose gradient is the KL's [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
@@ -123,7 +123,7 @@ policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
-ref_policy = build.load_ref_policy(config, device, policy)
+ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
 
 # the reward model: frozen. One number for a whole response; none where rules alone score
 reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
@@ -147,7 +147,7 @@ ema = build.moving_average(policy, ema_decay)
 run = Run(config, models, optimizers, tokenizer, prompts, device,
           state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema)
 state = run.state
-if kl_coef_target == 0:
+if kl_coef_target == 0 or state["kl_coef"] == 0:
     state["kl_coef"] = kl_coef  # a run that resumes may have been given another one
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
@@ -186,7 +186,7 @@ def read_with_models(batch, minibatches):
     they come from the forward that will be trained, in the same micro-batches, so that in the first
     epoch's first step the ratio is 1 to the last bit.
     """
-    names = ("old_logprobs", "ref_logprobs", "values")
+    names = ["old_logprobs", "values"] + ["ref_logprobs"] * (ref_policy is not None)
     # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
     with no_grad_forwards([policy, ref_policy, value_model], device):
@@ -194,10 +194,18 @@ def read_with_models(batch, minibatches):
             for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
                 length = mb["response_mask"].shape[1]
                 columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
-                columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
                 columns["values"][mb["index"], :length] = values_of(mb)
+                if ref_policy:
+                    columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
     return run.add_readings(batch, columns)  # COLLECTIVE
+
+
+def kl_to_reference(logprobs, batch):
+    """The KL at each token, (b, R), of a batch or a micro-batch; 0 where there is no reference."""
+    if ref_policy is None:
+        return torch.zeros_like(logprobs)
+    return kl_estimate(logprobs, batch["ref_logprobs"], kl_estimator)
 
 
 def shape_scores(scores, finished):
@@ -262,14 +270,13 @@ for iteration in range(run.start, max_iters + 1):
               for epoch in range(ppo_epochs)]  # (B,) each
     minibatches = orders[0].tensor_split(num_minibatches)
     sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE: the sampler must agree
-    old_logprobs, ref_logprobs = batch["old_logprobs"], batch["ref_logprobs"]  # (B, R)
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     if scale_scores == "running":  # with the scores of this batch
         given = batch["scores"][~batch["scores"].isnan()]  # where a reward applies
         state["score_moments"] = update_moments(state["score_moments"], given)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    kl = kl_estimate(old_logprobs, ref_logprobs, kl_estimator)  # (B, R)
+    kl = kl_to_reference(batch["old_logprobs"], batch)  # (B, R)
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
@@ -311,7 +318,7 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_loss = masked_sum(pg_losses, m) / token_count
-                kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
+                kl_losses = kl_to_reference(logprobs, mb)
                 if kl_in == "loss":
                     pg_loss = pg_loss + state["kl_coef"] * masked_sum(kl_losses, m) / token_count
                 if entropy_coef > 0:

@@ -4,12 +4,13 @@ Prompts -> sampled responses.
 How responses are sampled, in six lines:
 
 1. Each response has R uniforms from [0, 1), one for each token that it may have.
-2. One forward pass reads the prompts, all padded on the left to the same length.
+2. One forward pass reads the prompts, each of them once, however many responses it gets.
 3. The next token of a response is the inverse CDF of its next uniform: the first token whose
    cumulated probability is above the uniform.
 4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
 5. A response ends with an EOS, or after R tokens.
-6. When half of the rows that decode together have ended, they are dropped from the batch.
+6. When some of the rows that decode together have ended, the next prompts take their places; or,
+   when there are no more prompts and half of the rows have ended, these are dropped.
 
 For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
 1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
@@ -17,21 +18,24 @@ For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated 
 The uniforms of a response come from a random generator of its own. The seed of that generator is
 made of what names the response: (seed, purpose, iteration, slot in the batch, sample number). So
 the same response is sampled whichever other responses are in the batch, on whichever rank it is
-decoded, and however many rows have been dropped. And a resumed run needs no saved random state.
+decoded, and whichever row it gets. And a resumed run needs no saved random state.
 
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
+import math
 
 import torch
 
 import parallel
+from cache import KVCache
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.placement import decoding_copy
 from errors import BadInput, Lost, Stop
 from loss import logprobs_from_logits, scaled_logits
-from model import KVCache, autocast_dtype
+from model import autocast_dtype
+from packing import pack_prompts
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -114,15 +118,27 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
 
     Raises BadInput where a prompt is empty or too long for the model's context.
     """
-    device = policy.embed.weight.device
     if isinstance(prompts, torch.Tensor):
         if attention_mask is None:
             attention_mask = torch.ones_like(prompts)
         real = attention_mask.bool()
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
+    parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
+                                vocab_size, uniforms, seed, batch_size, prompt_width, stop)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
+                      vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
+                      stop=None):
+    """
+    What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
+    soon as its responses are complete, so that they can be scored while others are sampled. The
+    parts are in the order of the prompts; no prompts at all make one part without rows.
+    """
+    device = policy.embed.weight.device
     tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P) each
-    B, P = tokens.shape
-    R = max_new_tokens
+    B, R = len(prompts), max_new_tokens
     longest = int(mask.sum(1).max()) if B else 0
     if longest + R > policy.config.max_positions:
         raise BadInput(f"a prompt of {longest} tokens and max_new_tokens = {R} exceed the model's "
@@ -131,104 +147,135 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     tokens, mask = tokens.to(device), mask.to(device)
-
-    n = batch_size or B
-    parts = []
-    for i in range(0, B, n or 1):
-        parts.append(decode(policy, tokens[i:i + n], mask[i:i + n], uniforms[i:i + n].to(device), R,
-                            temperature, eos, pad_id, vocab_size, stop))
-    if B == 0:  # as on a rank that has no prompts
-        parts.append(decode_nothing(P, R, policy))
-    responses, logprobs, lengths, finished = (torch.cat(x) for x in zip(*parts, strict=True))
-
-    # The mask is made from lengths. Made from ids it could be wrong: the pad id may be the EOS.
-    response_mask = torch.arange(R, device=device) < lengths[:, None]
-    return dict(
-        tokens=torch.cat([tokens, responses], 1),
-        attention_mask=torch.cat([mask, response_mask], 1),
-        response_mask=response_mask,
-        sampler_logprobs=logprobs,
-        finished=finished,
-    )
-
-
-# inference_mode is lighter than no_grad, but its tensors cannot be used in training. generate
-# concatenates them outside of it, and what it returns can.
-@torch.inference_mode()
-def decode(policy, prompt, prompt_mask, uniforms, R, temperature, eos, pad_id, vocab_size,
-           stop=None):
-    """
-    Responses (b, R), log-probs (b, R), lengths (b,) and finished (b,), for prompts (b, P) that
-    decode together.
-
-    Two tensors say who is done. lengths, one number for each response: 0 while it is not done. And
-    rows: the responses that are still in the batch, of which some may be done already.
-    Example: of 4 responses, the first and the last have ended, after 3 and 5 tokens. lengths is
-    [3, 0, 0, 5]; rows was [0, 1, 2, 3], and is [1, 2] from the next token on.
-    """
-    b, P = prompt.shape
-    device = prompt.device
-    float_dtype = torch.promote_types(policy.embed.weight.dtype, torch.float32)
-    # a row for each *token*, so that each step writes into adjacent memory; transposed at the end
-    responses = torch.full((R, b), pad_id, dtype=torch.int64, device=device)  # (R, b)
-    logprobs = torch.zeros(R, b, dtype=float_dtype, device=device)  # (R, b)
-    lengths = torch.zeros(b, dtype=torch.int64, device=device)  # (b,)
-    rows = torch.arange(b, device=device)  # (n,), n = b at first
-
-    # step 2: read the prompts
-    positions = prompt_mask.sum(1, keepdim=True)  # (n, 1): the position of the first new token
-    mask = None  # without padding there is nothing to mask
-    if not prompt_mask.all():
-        mask = torch.cat([prompt_mask, prompt_mask.new_ones(b, R)], 1)  # (n, P + R)
-    # keys and values come out of the model in this dtype, which autocast may have lowered
-    cache_dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
-    cache = KVCache(policy.config, b, P + R - 1, cache_dtype, device)
-    hidden = policy.trunk(prompt, None if mask is None else mask[:, :P], cache=cache)  # (n, P, d)
-    # The logits of the last position alone: those of all positions, (n, P, V), might be the largest
-    # tensor of the run.
-    logits = policy.output(hidden[:, -1])  # (n, V)
-    del hidden  # nobody needs it while tokens are sampled
-
-    for t in range(R):
-        # step 3: one token for each row; those that are done get padding
-        token, logprob = sample(logits, uniforms[:, t], temperature, vocab_size)  # (n,) each
-        running = lengths[rows] == 0  # (n,)
-        token = torch.where(running, token, pad_id)
-        logprob = torch.where(running, logprob, 0)
-        responses[t].index_copy_(0, rows, token)
-        logprobs[t].index_copy_(0, rows, logprob)
-
-        # step 5: who ends with this token?
-        ended = running & torch.isin(token, eos)  # (n,)
-        lengths[rows[ended]] = t + 1
-        running = running & ~ended
-        still_running = int(running.sum())
-        if still_running == 0 or t == R - 1 or stop and stop():
-            break
-
-        # step 6: drop those that have ended once they are half of the batch
-        if 2 * still_running <= len(rows):
-            keep = running.nonzero().squeeze(1)  # (still_running,), the new n
-            rows, token, positions, uniforms = (x[keep] for x in (rows, token, positions, uniforms))
-            mask = None if mask is None else mask[keep]
-            cache.keep_rows(keep)
-
-        # step 4: read the new tokens
-        seen = None if mask is None else mask[:, :P + t + 1]  # (n, P + t + 1)
-        logits = policy(token[:, None], seen, cache=cache, positions=positions + t)[:, 0]  # (n, V)
-
-    finished = lengths > 0
-    return responses.t(), logprobs.t(), torch.where(finished, lengths, R), finished
-
-
-def decode_nothing(P, R, policy):
-    """What decode returns, for no prompts at all."""
-    device = policy.embed.weight.device
     dtype = torch.promote_types(policy.embed.weight.dtype, torch.float32)
-    return (torch.empty(0, R, dtype=torch.int64, device=device),
-            torch.empty(0, R, dtype=dtype, device=device),
-            torch.empty(0, dtype=torch.int64, device=device),
-            torch.empty(0, dtype=torch.bool, device=device))
+    sampled = dict(
+        responses=torch.zeros(B + 1, R, dtype=torch.int64, device=device),
+        logprobs=torch.zeros(B + 1, R, dtype=dtype, device=device),
+        lengths=torch.zeros(B + 1, dtype=torch.int64, device=device),
+        finished=torch.zeros(B + 1, dtype=torch.bool, device=device))
+
+    n = min(batch_size or B, B)
+    steps = decode(policy, prompts, uniforms.to(device), n, temperature, eos, vocab_size, sampled,
+                   stop)
+    complete = 0  # responses, from the first one on
+    for start in range(0, B or 1, n or 1):
+        part = slice(start, min(start + n, B))
+        while complete < min(start + n, B):
+            complete = next(steps, B)  # B: it was told to stop
+        # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
+        response_mask = torch.arange(R, device=device) < sampled["lengths"][part, None]
+        responses = sampled["responses"][part].masked_fill(~response_mask, pad_id)
+        yield dict(
+            tokens=torch.cat([tokens[part], responses], 1),
+            attention_mask=torch.cat([mask[part], response_mask], 1),
+            response_mask=response_mask,
+            sampler_logprobs=sampled["logprobs"][part].masked_fill(~response_mask, 0),
+            finished=sampled["finished"][part],
+        )
+
+
+AT_ONCE = 4  # tokens that are sampled between two looks at which responses have ended
+
+
+# inference_mode is lighter than no_grad. Its own tensors could not be used in training; but what it
+# writes into tensors that were made outside of it can.
+@torch.inference_mode()
+def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, stop=None):
+    """
+    Sample a response to each of B prompts (lists of ids), at most n of them at a time. A generator:
+    it yields how many of them are complete, from the first one on, whenever that has changed.
+
+    uniforms: (B, R). sampled: where the responses are written, a dict of responses (B + 1, R),
+    logprobs (B + 1, R), lengths (B + 1,) and finished (B + 1,). In a row of responses, what stands
+    behind its length means nothing.
+
+    n rows decode together. Of each, two lists say what it does: response, which one it samples, and
+    t, how many tokens of that there are. A row whose response has ended samples on for nobody, and
+    nobody's number is B, until it gets another prompt or is dropped.
+    """
+    B, R = uniforms.shape
+    if B == 0:
+        return
+    device = uniforms.device
+    uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): nobody needs some, too
+    # keys and values come out of the model in this dtype, which autocast may have lowered
+    dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
+    cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device)
+    response, t = list(range(n)), [0] * n
+    logits = read_prompts(policy, cache, response, prompts[:n])  # step 2: (n, V)
+    begun, done, complete = n, set(), 0  # of the responses
+
+    while True:
+        # steps 3 and 4: some tokens for each row, but no row gets more than R
+        k = min(AT_ONCE, R - max(t))
+        number, at = torch.tensor([response, t], device=device)[:, :, None]  # (n, 1) each
+        columns = at + torch.arange(k, device=device)  # (n, k)
+        uniform = uniforms[number, columns]  # (n, k)
+        tokens, logprobs = [], []  # (n,) each
+        for i in range(k):
+            if i > 0:
+                logits = policy(tokens[-1][:, None], cache=cache)[:, 0]  # (n, V)
+            token, logprob = sample(logits, uniform[:, i], temperature, vocab_size)
+            tokens.append(token)
+            logprobs.append(logprob)
+            stopped = stop is not None and stop()
+            if stopped:
+                break
+        columns, k = columns[:, :len(tokens)], len(tokens)
+        tokens, logprobs = torch.stack(tokens, 1), torch.stack(logprobs, 1)  # (n, k) each
+
+        # step 5: which responses have ended?
+        is_eos = torch.isin(tokens, eos)  # (n, k)
+        finished = is_eos.any(1)  # (n,)
+        lengths = at[:, 0] + torch.where(finished, is_eos.int().argmax(1) + 1, k)  # (n,)
+        sampled["responses"][number, columns] = tokens
+        sampled["logprobs"][number, columns] = logprobs
+        sampled["lengths"][number[:, 0]] = lengths
+        sampled["finished"][number[:, 0]] = finished
+        for row, ended in enumerate((finished | (lengths == R)).tolist()):  # waits for the device
+            t[row] += k
+            if ended or response[row] == B:
+                done.add(response[row])
+                response[row], t[row] = B, 0
+        if stopped:
+            return
+        if complete in done:
+            complete = next(i for i in range(complete, B + 1) if i not in done or i == B)
+            yield complete
+            if complete == B:
+                return
+
+        # step 6: rows that are free get another prompt, or are dropped
+        free = [row for row, i in enumerate(response) if i == B]
+        running = [row for row, i in enumerate(response) if i < B]
+        if free:
+            cache.forget(free)
+        if begun == B and len(running) <= len(free):
+            response, t = ([x[row] for row in running] for x in (response, t))
+            tokens = tokens[running]
+            cache.keep_rows(running)
+        if running:
+            logits = policy(tokens[:, -1:], cache=cache)[:, 0]  # (n, V)
+        if begun < B and 4 * len(free) >= n:
+            free = free[:B - begun]
+            fresh = list(range(begun, begun + len(free)))
+            begun += len(free)
+            logits[free] = read_prompts(policy, cache, free, [prompts[i] for i in fresh])
+            for row, i in zip(free, fresh, strict=True):
+                response[row] = i
+
+
+def read_prompts(policy, cache, rows, prompts):
+    """
+    Read prompts (m lists of ids) into these rows of the cache (m numbers). Equal prompts, as a
+    group has them, are read once. Returns the logits of the responses' first tokens, (m, V).
+    """
+    numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    prompts_read = pack_prompts(numbers, cache.device)  # U different ones
+    which = [numbers[tuple(ids)] for ids in prompts]  # m numbers
+    cache.take(rows, which, prompts_read.lengths)
+    last = policy.trunk(prompts_read.tokens, packed=prompts_read, cache=cache)[0]  # (U, d)
+    return policy.output(last)[which]
 
 
 def sample(logits, uniform, temperature, vocab_size=None):
@@ -242,16 +289,52 @@ def sample(logits, uniform, temperature, vocab_size=None):
         token = logits.argmax(-1)
         return token, logprobs_from_logits(logits[:, None], token[:, None]).squeeze(1)
     probs = logits.softmax(-1)  # (B, V)
-    cdf = probs.cumsum(-1)  # (B, V)
-    # In float32 the last entry of a CDF is not quite 1. So the uniform is scaled by it, and kept
-    # below it, or the search would return V. The search takes the first entry *above* the point:
-    # it belongs to a token whose probability is above 0, so impossible ids are never sampled.
-    last = cdf[:, -1]  # (B,)
-    below = torch.nextafter(last, torch.zeros_like(last))  # the largest number below last
-    point = torch.minimum(uniform.to(cdf.dtype) * last, below)
-    token = torch.searchsorted(cdf, point[:, None], right=True)  # (B, 1)
-    token = token.clamp(max=(vocab_size or logits.shape[-1]) - 1)
+    token = choose(probs, uniform.double())[:, None]  # (B, 1)
     return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+
+
+def choose(probs, uniform):
+    """
+    Which of V outcomes each row's uniform stands for: probs (B, V), uniform (B,) float64 in [0, 1)
+    -> (B,) int64, the inverse CDF.
+
+    Of many outcomes the CDF itself, (B, V), is never made: first comes the block of outcomes, by
+    the blocks' sums, and then the outcome within its block. Each has about sqrt(V) entries.
+    """
+    V = probs.shape[1]
+    if V <= 2048:
+        return inverse_cdf(probs, uniform)[0]
+    n = 2 ** math.ceil(math.log2(V) / 2)  # outcomes in a block; the last one may have fewer
+    whole = V // n * n
+    sums = probs[:, :whole].unflatten(1, (-1, n)).sum(-1)  # (B, V / n)
+    sums = torch.cat([sums, probs[:, whole:].sum(1, keepdim=True)], 1)
+    block, cdf, point = inverse_cdf(sums, uniform)
+    # where within its block the uniform lies: in [0, 1) again
+    end = cdf.gather(1, block[:, None]).squeeze(1)  # (B,)
+    begin = cdf.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)  # (B,)
+    begin = torch.where(block > 0, begin, 0)
+    uniform = (point - begin) / (end - begin)
+
+    inside = block[:, None] * n + torch.arange(n, device=probs.device)  # (B, n): the outcomes' numbers
+    weights = probs.gather(1, inside.clamp(max=V - 1)).masked_fill(inside >= V, 0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return block * n + inverse_cdf(weights, uniform)[0]
+
+
+def inverse_cdf(probs, uniform):
+    """
+    The index that each row's uniform stands for: probs (B, n), uniform (B,) float64 in [0, 1) -> i
+    (B,), the first index whose cumulated probability is above the uniform. Also returns the CDF,
+    (B, n) int64, and the point on it, (B,) float64, where the uniform is.
+
+    Probabilities are counted in whole parts of 2^-40. Whole numbers have the same sums in any
+    order. A GPU adds up in parallel, and sums of floats would not even rise from index to index:
+    an index of probability 0 could be chosen. Here it cannot, for its part is 0 to the last bit.
+    """
+    cdf = (probs * 2.0**40).long().cumsum(1)  # (B, n)
+    point = uniform * cdf[:, -1]  # (B,), below the last entry
+    i = torch.searchsorted(cdf, point.long()[:, None], right=True).squeeze(1)  # the first one above
+    return i.clamp(max=probs.shape[1] - 1), cdf, point  # n: of NaN, which the checks will find
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,26 +363,24 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
               for sample in range(group_size)]
     width = max(map(len, prompts))  # one P for all ranks
     mine = parallel.my_share(wanted)
-    at_once = config["rollout_batch_size"] or max(len(mine), 1)
-
-    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
+    ids, my_slots, samples = ([one[k] for one in mine] for k in (1, 2, 3))
+    uniforms = response_uniforms(config["seed"], purpose, iteration, my_slots, R, samples)
     decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
-    for i in range(0, max(len(mine), 1), at_once):  # once even on a rank without prompts
-        chunk = mine[i:i + at_once]  # may be empty, so zip(*chunk) would not do here
-        part_rows, ids, part_slots, samples = ([one[k] for one in chunk] for k in range(4))
-        uniforms = response_uniforms(
-            config["seed"], purpose, iteration, part_slots, R, samples)
-        with autocast(config, run.device):
-            parts.append(generate(
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
+    with autocast(config, run.device):
+        for part in generate_in_parts(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
-                tokenizer.vocab_size, uniforms, prompt_width=width, stop=launch.stop_asked))
-        said = dict(rows=part_rows, prompts=[tokenizer.decode(x) for x in ids],
-                    completions=decode_responses(tokenizer, parts[-1]))
-        for name in texts:
-            texts[name] += said[name]
-        # the rules work on this part while the next one is sampled
-        fraction = len(chunk) / max(len(mine), 1)
-        pending.append(scorer.start(parts[-1] | said, fraction))
+                tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
+                prompt_width=width, stop=launch.stop_asked):
+            chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
+            said = dict(rows=[one[0] for one in chunk],
+                        prompts=[tokenizer.decode(one[1]) for one in chunk],
+                        completions=decode_responses(tokenizer, part))
+            for name in texts:
+                texts[name] += said[name]
+            parts.append(part)
+            # the rules work on this part while other responses are sampled
+            pending.append(scorer.start(part | said, len(chunk) / max(len(mine), 1)))
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     del decoder, parts  # a gathered copy of sharded weights is only for the rollout
     run.leave_if_asked()  # COLLECTIVE

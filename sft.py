@@ -8,8 +8,8 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPU
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes.
 
-b demonstrations of a micro-batch, T tokens of the longest of them, d width of the model. Masks are
-True where it counts.
+b demonstrations of a micro-batch, T tokens of the longest of them, n trained tokens of all of them,
+d width of the model.
 """
 import os
 import sys
@@ -32,7 +32,8 @@ from engine.trackers import start_trackers
 from errors import BadConfig
 from formats import Rows, read_rows
 from rows import sft_row
-from loss import learning_rate_at, logprobs_and_entropy, masked_sum
+from loss import learning_rate_at, logprobs_and_entropy
+from packing import pack_choices
 from parallel import even_micro_batches
 
 
@@ -171,20 +172,16 @@ if master:
 
 
 def completion_logprobs(examples):
-    """
-    Log-probs of the next tokens (b, T - 1), and a mask of the same shape: True where the next token
-    is trained. examples: b of (ids, trained).
-    """
-    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
-    mask = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
-    tokens, mask = tokens.to(device), mask.to(device)
+    """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
+    tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
+    is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
     with precision:
-        # padding on the right needs no attention mask: causal attention never looks there
-        hidden = policy.trunk(tokens)[:, :-1]  # (b, T - 1, d)
-        logprobs, _ = logprobs_and_entropy(
-            hidden.flatten(0, 1), policy.lm_head_weight(), tokens[:, 1:].flatten(),
-            vocab_size=tokenizer.vocab_size, chunk=head_chunk, entropy=False)
-    return logprobs.view(len(tokens), -1), mask[:, 1:]
+        hidden = policy.trunk(packed.tokens, packed=packed)[0]  # (n, d)
+        logprobs, _ = logprobs_and_entropy(hidden, policy.lm_head_weight(), packed.chosen,
+                                           vocab_size=tokenizer.vocab_size, chunk=head_chunk,
+                                           entropy=False)
+    return logprobs
 
 
 def evaluate():
@@ -193,9 +190,9 @@ def evaluate():
     with no_grad_forwards([policy], device):
         mine = parallel.my_share(eval_examples)
         for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
-            logprobs, mask = completion_logprobs(part)
-            total -= masked_sum(logprobs, mask).item()
-            count += mask.sum().item()
+            logprobs = completion_logprobs(part)  # (n,)
+            total -= logprobs.sum().item()
+            count += len(logprobs)
     return parallel.all_reduce_metrics({"eval/loss": [total, count]})
 
 
@@ -248,11 +245,11 @@ for iteration in range(start, max_iters + 1):
     loss_sum, loss_count = 0.0, 0
     for part in parallel.overlap_all_reduce(
             gradients, even_micro_batches(examples, batch_size, micro_batch_size)):
-        logprobs, mask = completion_logprobs(part)  # (b, T - 1) each
-        loss = -masked_sum(logprobs, mask)
+        logprobs = completion_logprobs(part)  # (n,)
+        loss = -logprobs.sum()
         (loss_scale * loss / token_count).backward()
         loss_sum += loss.item()
-        loss_count += mask.sum().item()
+        loss_count += len(logprobs)
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, loss_scale)

@@ -22,7 +22,8 @@ lora=16, share_base=True: the reward model and the value model stand on the same
     reference   Transformer  embedding, layers, norm, LM head         frozen
 
 value_init="shared": the value model is a scalar head on the policy, and both losses train the
-policy's parameters. Without LoRA (the reference is then a Transformer of its own):
+policy's parameters (response_states in loss.py). Without LoRA (the reference is then a Transformer
+of its own):
 
     value       Adapted      scalar head                              trained
        | base
@@ -70,6 +71,7 @@ class Adapted(nn.Module):
         check_targets(targets, base.config.family)
         self.stand_on(base)
         self.config, self.head, self.new_head = dataclasses.replace(base.config), head, False
+        self.shared_trunk = False
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
         self.layers = None
         if rank:
@@ -161,7 +163,11 @@ class LoRA(nn.Module):
         """x (..., in) -> (..., out)."""
         if not torch.is_autocast_enabled(x.device.type):  # autocast would cast x to 16 bits itself
             x = x.to(self.A.dtype)
-        return F.linear(F.linear(x, self.A), self.B) * self.scale
+        return self.widen(F.linear(x, self.A))
+
+    def widen(self, z):
+        """z = A x (..., r) -> (..., out)."""
+        return F.linear(z, self.B) * self.scale
 
 
 def make_adapters(base, rank, alpha, targets, seed):

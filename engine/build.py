@@ -108,8 +108,10 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")
-    if init == "shared":  # one more forward of the policy's trunk, which both losses then train
-        return Adapted(policy, "scalar", seed=config["seed"])
+    if init == "shared":  # the policy's trunk runs once for both, and both losses train it
+        value_model = Adapted(policy, "scalar", seed=config["seed"])
+        policy.shared_trunk = value_model.shared_trunk = True
+        return value_model
     if config["share_base"]:
         value_model = Adapted(policy.base, "scalar", **place.lora, seed=config["seed"])
         if init == "reward":

@@ -13,6 +13,9 @@ def check_ppo(config, terms, world_size):
         raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
                         "k1 is 0 on average in the first step and not the KL's in any other; "
                         "type --kl_estimator=k2")
+    if c["kl_coef_target"] > 0 and c["kl_coef"] == 0:
+        raise BadConfig(f"kl_coef_target = {c['kl_coef_target']} with kl_coef = 0: a weight of 0 "
+                        "stays 0 however it adapts; type --kl_coef=0.05")
     if c["kl_coef_target"] > 0 and c["batch_size"] >= 5 * c["kl_horizon"]:
         raise BadConfig(f"kl_horizon = {c['kl_horizon']} is no more than a fifth of batch_size = "
                         f"{c['batch_size']}: a single iteration could make kl_coef 0 or "

@@ -3,7 +3,8 @@ config.json of a Hugging Face model -> ModelConfig (model.py). parse_config is t
 tables say what each family's fields may be. What quartet would get wrong is refused.
 """
 from errors import BadInput, shorten
-from model import ACTIVATIONS, ModelConfig
+from kernels import ACTIVATIONS
+from model import ModelConfig
 
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3_text")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import errors
 import parallel
-from engine import together
+from engine import report, together
 from engine.trackers import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
@@ -45,12 +45,13 @@ def init(device, timeout, deterministic=False):
         die_with_torchrun()
     rank = int(os.environ.get("RANK", 0))  # torchrun sets these variables
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = choose_device(device)
-    if deterministic:
-        choose_exact_kernels()
+    choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
+    device = torch.device(choose_device(device))
+    if rank == 0 and device.type == "cuda":
+        print(report.gpu_in_words(), flush=True)
     if world_size > 1:
-        join(rank, world_size, "nccl" if device.startswith("cuda") else "gloo", timeout)
-    return rank, world_size, torch.device(device)
+        join(rank, world_size, device, timeout)
+    return rank, world_size, device
 
 
 def choose_device(device):
@@ -71,15 +72,38 @@ def choose_device(device):
     return f"cuda:{local_rank}"
 
 
-def choose_exact_kernels():
-    """On GPUs, use only kernels that give the same bits every time."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # warn_only: torch also refuses the sampler's cumsum, which along rows of a matrix is exact
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds up in any order
+def choose_kernels(deterministic):
+    """
+    The one place where torch is told which kernels a GPU may use; report.gpu_in_words says what
+    they are. No key changes them, but `deterministic`: only those that repeat bit for bit.
+    """
+    # float32 means float32. TF32, with 10 bits behind the point, would part the log-probs of
+    # sampler and training by more than loss.gap_limit; some containers turn it on by a variable.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    # products of 16 bits are added up in 32: their last bits then depend less on the shapes
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Attention by flash, memory-efficient and plain kernels. cuDNN's may be another kernel for a
+    # forward with gradients than for one without: the ratio of the first step would not be 1.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.benchmark = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Not warn_only: with it the backward of flash attention keeps adding up in any order. An
+        # operation without an exact kernel is an error; tests/test_device.py knows that none is used.
+        torch.use_deterministic_algorithms(True)
+        # torch would also fill each new tensor with NaN, to show who reads what was never written
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def join(rank, world_size, backend, timeout):
+def begin_thread(device):
+    """For a thread that computes: a thread begins on GPU 0, and shall be on the rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def join(rank, world_size, device, timeout):
     """A collective: make the group of all ranks. Raises Lost, or BadInput for a bad WORLD_SIZE."""
     wait = datetime.timedelta(seconds=timeout)
     # gloo itself would try for five times as long (torch 2.13), and nccl's first collective forever
@@ -87,11 +111,13 @@ def join(rank, world_size, backend, timeout):
     alarm.daemon = True
     alarm.start()
     try:
-        where = {}  # the default: MASTER_ADDR and MASTER_PORT
+        where = dict(backend="gloo")
+        if device.type == "cuda":
+            where = dict(backend="nccl", device_id=device)  # of several GPUs, the one of this rank
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = meet(rank, world_size, wait)
-            where = dict(store=store, rank=rank, world_size=world_size)
-        dist.init_process_group(backend=backend, timeout=wait, **where)
+            where |= dict(store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(timeout=wait, **where)  # by MASTER_ADDR where there is no store
         hello = torch.ones(1, device=wire())
         dist.all_reduce(hello)  # nccl makes its connections only now
         hello.item()  # and this waits for them

@@ -40,7 +40,9 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
     if place.optimizer == "adafactor":
         kind = torch.optim.Adafactor
         # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
-        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR))
+        # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
+        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
+                        foreach=False)
         if parallel.rank_and_size()[0] == 0:
             name = "policy" if model.head == "lm" else "the model with a scalar head"
             print(f"{name}: adafactor has no beta1, beta2 and adam_eps; these keys are AdamW's and "

@@ -362,7 +362,7 @@ def on_device(trunk, device):
     parameters = list(trunk.parameters())
     homes = [p.data for p in parameters]
     for p in parameters:
-        p.data = p.data.to(device)
+        p.data = p.data.to(device, non_blocking=True)  # in order with the kernels that read it
     try:
         yield
     finally:

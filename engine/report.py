@@ -124,6 +124,39 @@ def peak_memory_mib(device):
 
 
 # --------------------------------------------------------------------------------------------------
+# the GPU
+
+
+def gpu():
+    """
+    What this rank computes with, for config.json: the GPU, the versions, and the kernels that are
+    allowed, as torch itself says it (launch.choose_kernels sets them). {} in a run on a CPU.
+    """
+    if not torch.cuda.is_initialized():
+        return {}
+    attention = [name for name, on in (
+        ("flash", torch.backends.cuda.flash_sdp_enabled()),
+        ("memory-efficient", torch.backends.cuda.mem_efficient_sdp_enabled()),
+        ("cuDNN", torch.backends.cuda.cudnn_sdp_enabled()),
+        ("plain", torch.backends.cuda.math_sdp_enabled())) if on]
+    return dict(
+        name=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
+        tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32,
+        sums_in_16_bits=torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        attention=attention, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+def gpu_in_words():
+    """`gpu` as a line for the terminal."""
+    said = gpu()
+    return (f"{said['name']}, torch {said['torch']} with CUDA {said['cuda']}; float32 products "
+            f"{'in TF32' if said['tf32'] else 'without TF32'}, 16-bit products added up in "
+            f"{'16' if said['sums_in_16_bits'] else '32'} bits, attention by "
+            f"{', '.join(said['attention'])} kernels"
+            + ", only kernels that repeat bit for bit" * said["deterministic"])
+
+
+# --------------------------------------------------------------------------------------------------
 # speed
 
 # the most TFLOP/s of a GPU in 16 bits, without sparsity, as its maker says

@@ -61,7 +61,8 @@ class Run:
         self.rank, self.world_size = parallel.rank_and_size()
         self.out_dir = config["out_dir"]
         self.trained = {name: models[name] for name in optimizers}
-        self.threads = ThreadPoolExecutor(1)  # for rules; slow ones wait for processes of their own
+        # for rules; slow ones wait for processes of their own
+        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
         self.any_sharded = any(map(sharded, models.values()))
 
         # files and folders whose contents may not change before a run resumes

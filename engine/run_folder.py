@@ -28,6 +28,7 @@ from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
 from engine.hf_files import is_adapter, model_folders, read_json
 from engine.placement import sharded, trunk_of
+from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
@@ -192,7 +193,8 @@ def begin_or_resume(out_dir, config, must_match, hashes):
             # The old log goes before the new config.json comes: after a kill between the two, the
             # old log beside the new configuration would look like a log of this run.
             cut_log(out_dir, 0)
-        write_json(os.path.join(out_dir, "config.json"), {**config, "sha256": hashes})
+        computes_on = {"gpu": gpu()} if gpu() else {}
+        write_json(os.path.join(out_dir, "config.json"), config | computes_on | {"sha256": hashes})
     except OSError as e:
         raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
                        "choose another --out_dir") from e

@@ -416,7 +416,7 @@ def reward_model_of(c):
 def ppo(c, data):
     """A run of ppo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path))
+                             reference=language_model(c.policy_path) if c.kl_coef else None)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
         values_own = [models.value.head]
@@ -486,7 +486,9 @@ def find_advantages(c, batch, kl_coef):
     """
     penalties = []
     for r in batch:
-        kls = [kl_estimate(p, q, c.kl_estimator) for p, q in zip(r.old, r.reference, strict=True)]
+        kls = [0.0] * len(r.old)
+        if hasattr(r, "reference"):
+            kls = [kl_estimate(p, q, c.kl_estimator) for p, q in zip(r.old, r.reference, strict=True)]
         r.rewards = [-kl_coef * kl if c.kl_in == "reward" else 0.0 for kl in kls]
         penalties.append(sum(r.rewards))
         r.rewards[-1] += r.score
@@ -514,7 +516,7 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
         surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
-        kl = kl_estimate(logprob, r.reference[t], c.kl_estimator)
+        kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         value = values[len(r.prompt) + t - 1]
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1

@@ -56,6 +56,8 @@ def bwrap_trouble():
 
 
 def pytest_runtest_setup(item):
-    """Tests that are marked needs_bwrap run programs in the sandbox. Without bwrap they are skipped."""
+    """Tests that are marked needs_bwrap run programs in the sandbox. Without bwrap they are skipped; and without a GPU, gpu's."""
+    if item.get_closest_marker("gpu") and os.environ.get("QUARTET_GPU_TESTS") != "cpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
     if item.get_closest_marker("needs_bwrap") and bwrap_trouble():
         pytest.skip(bwrap_trouble())

@@ -191,7 +191,7 @@ def turned(world, tmp_path_factory):
         jobs[f"{script} plain"] = run(script, HELD)
         jobs[f"{script} unmoving"] = run(script, HELD | {
             key: value for key, value in UNMOVING.items() if value and key not in ROUNDING})
-    for i, keys in enumerate((dict(max_iters=1), dict(kl_coef=0.7), dict(kl_coef=0.7, keep_best=True))):
+    for i, keys in enumerate((dict(max_iters=1, kl_coef=0.0), dict(kl_coef=0.7), dict(kl_coef=0.7, keep_best=True))):
         job = run("ppo.py", HELD | dict(checkpoint_interval=1) | keys)
         jobs[f"ppo.py, part {i}"] = job | dict(folder="ppo.py in parts")
     return folder, in_a_row(folder, jobs)
@@ -252,8 +252,13 @@ def test_the_best_policy_is_kept(turned, script):
 
 
 def test_a_resumed_run_takes_another_kl_coef(turned):
+    """Here the reference is there only since then."""
     records = tiny.read_log(f"{turned[0]}/ppo.py in parts/out")
-    assert [record["objective/kl_coef"] for record in records[:-1]] == [0.2, 0.7]
+    assert [record["objective/kl_coef"] for record in records[:-1]] == [0.0, 0.7]
+    assert "objective/kl" not in records[0] and records[0]["loss/kl"] == 0 == records[0]["objective/non_score_reward"]
+    assert records[1]["objective/kl"] != 0
+    said = [turned[1][f"ppo.py, part {i}"][0]["stdout"] for i in range(2)]
+    assert ["ref_policy " in text for text in said] == [False, True]
 
 
 def test_a_finished_run_that_is_to_keep_the_best_now_saves_it(turned):

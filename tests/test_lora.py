@@ -9,6 +9,7 @@ from engine.checkpoint import save_final
 from engine.pretrained import from_pretrained, save_pretrained
 from engine.tokenizers import ByteTokenizer
 from errors import BadInput
+from loss import response_logprobs, response_values
 
 from families import make, padded
 from tiny import read_weights
@@ -57,6 +58,44 @@ def test_only_the_adapter_is_trained(head, tmp_path):
     model(*batch()).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(p.grad is None and not p.requires_grad for p in model.base.parameters())
+
+
+@pytest.mark.parametrize("variant, rank, chunk", [("llama3-gqa-tied", 0, 0), ("gpt2", 0, 4), ("llama", 3, 0)])
+def test_a_shared_trunk_runs_once_and_learns_from_both_losses(variant, rank, chunk, tmp_path):
+    """What is read and all gradients, of two micro-batches, against heads for each of which the trunk runs. rank 0: no LoRA."""
+    make(variant).save_pretrained(tmp_path / "base")
+    found, runs = [], []
+    for shared in (False, True):
+        base = from_pretrained(str(tmp_path / "base"), dtype=torch.float64)
+        policy = Adapted(base, "lm", rank, seed=7) if rank else base
+        for i, p in enumerate(policy.parameters() if rank else ()):  # a new B is 0, and then A has no gradient
+            p.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(i))
+        value_model = Adapted(policy, "scalar", seed=3)
+        policy.shared_trunk = value_model.shared_trunk = shared
+        layer, said = base.layers[0], []
+        layer.runs, layer.original = 0, layer.forward
+        layer.forward = lambda *args, layer=layer: setattr(layer, "runs", layer.runs + 1) or layer.original(*args)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            tokens, mask = padded([9, 12, 5, 8], left=True)
+            mask[2, -2:] = False
+            weights = torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
+            batch = dict(tokens=tokens, attention_mask=mask, response_mask=mask[:, -6:] & mask[:, -7:-1])
+            with torch.no_grad():
+                mb = dict(batch)
+                said += [response_logprobs(policy, mb, 0.7, 90, chunk)[0], response_values(value_model, mb)]
+            mb = dict(batch)
+            logprobs, entropy = response_logprobs(policy, mb, 0.7, 90, chunk)
+            ((logprobs + entropy) * weights[0]).sum().backward()
+            values = response_values(value_model, mb)
+            (values**2 * weights[1]).sum().backward()
+            said += [logprobs.detach(), entropy.detach(), values.detach()]
+        said += [p.grad for model in (policy, value_model) for p in model.parameters() if p.requires_grad]
+        found.append(said)
+        runs.append(layer.runs)
+    assert runs == [8, 4]  # of two heads, read and trained, in two micro-batches
+    assert all(0 < x.abs().max() for x in found[0])
+    assert all((x - y).abs().max() <= 1e-12 * (1 + x.abs().max()) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("targets", ["q", "q,v", "o,down", ALL])

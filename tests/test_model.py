@@ -93,18 +93,34 @@ def test_what_we_save_transformers_loads(variant, tmp_path):
 
 @all_variants
 @torch.no_grad()
-def test_a_cache_changes_nothing(variant, tmp_path):
+def test_cache_changes_nothing(variant, tmp_path):
+    """Prompts read together and a step for each token behind them, in rows of another order: as one forward of each row."""
+    from cache import KVCache
+    from packing import pack_prompts
+
     make(variant).save_pretrained(tmp_path)
     model = freeze(from_pretrained(str(tmp_path), dtype="float64"))
     tokens, mask = padded([9, 12, 3], True)
-    whole = model(tokens, mask)
-    from model import KVCache
-
-    cache = KVCache(model.config, 3, 12, torch.float64, "cpu")
-    parts = [model(tokens[:, :6], mask[:, :6], cache=cache)]
-    for t in range(6, 12):
-        parts.append(model(tokens[:, t:t + 1], mask[:, :t + 1], cache=cache))
-    assert (torch.cat(parts, 1) - whole)[mask].abs().max() < 1e-10
+    real = [row[m].tolist() for row, m in zip(tokens, mask, strict=True)]
+    want = [model(torch.tensor([row]))[0] for row in real]  # (T, V) each
+    read = [6, 4, 2]  # tokens of the prompts; the last one is taken by two rows
+    which, rows = [0, 1, 2, 2], [2, 0, 3, 1]
+    cache = KVCache(model.config, 4, 13, torch.float64, "cpu")
+    packed = pack_prompts([ids[:n] for ids, n in zip(real, read, strict=True)], "cpu")
+    for _ in range(2):  # the second time the rows have been used
+        cache.take(rows, which, packed.lengths)
+        assert cache.lengths.tolist() == [4, 2, 6, 2] and cache.longest == 6
+        logits = model(packed.tokens, packed=packed, cache=cache)[0]
+        assert (logits - torch.stack([x[n - 1] for x, n in zip(want, read, strict=True)])).abs().max() < 1e-10
+        for t in range(7):
+            new = torch.zeros(4, 1, dtype=torch.int64)
+            for row, i in zip(rows, which, strict=True):
+                new[row] = real[i][min(read[i] + t, len(real[i]) - 1)]  # a row that is at its end gets something
+            logits = model(new, cache=cache)[:, 0]
+            for row, i in zip(rows, which, strict=True):
+                if read[i] + t < len(real[i]):
+                    assert (logits[row] - want[i][read[i] + t]).abs().max() < 1e-10
+        assert cache.lengths.tolist() == [11, 9, 13, 9]
 
 
 @all_variants

@@ -6,7 +6,7 @@ from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
 from loss import response_logprobs, response_values
 from model import document_attention, documents_seen, freeze
-from packing import pack, pack_responses, pick, unpack
+from packing import pack, pack_choices, pack_responses, pick, unpack
 
 from families import VARIANTS, make
 
@@ -33,13 +33,20 @@ def test_the_examples_of_the_docstrings():
     mb = dict(tokens=tokens, attention_mask=tokens > 0, response_mask=tokens[:, 2:] > 0)
     whole = pack(tokens, tokens > 0)
     assert whole.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] and whole.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert whole.lengths == [3, 5] and whole.wanted is None and whole.cells.tolist() == [1, 2, 3, 5, 6, 7, 8, 9]
+    assert whole.lengths == [3, 5] and not whole.wanted and whole.cells.tolist() == [1, 2, 3, 5, 6, 7, 8, 9]
     assert torch.equal(unpack(whole.tokens[0], whole.cells, tokens.shape), tokens)
     read = pack_responses(mb)
     assert read.tokens.tolist() == [[1, 2, 4, 5, 6, 7]] and read.positions.tolist() == [[0, 1, 0, 1, 2, 3]]
     assert read.lengths == [2, 4] and read.wanted == [0, 2, 1, 3] and read.cells.tolist() == [0, 1, 3, 4, 5]
     assert pick(read.tokens[..., None], read.wanted).flatten().tolist() == [1, 2, 5, 6, 7]
     assert unpack(torch.tensor([2, 3, 6, 7, 8]), read.cells, mb["response_mask"].shape).tolist() == [[2, 3, 0], [6, 7, 8]]
+    assert read.chosen.tolist() == [2, 3, 6, 7, 8]
+    # trained turns of dialogues: two of the first row; the first token, which no state chooses; no token
+    ids, real = torch.arange(15).view(3, 5), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]).bool()
+    trained = torch.tensor([[0, 1, 0, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    some = pack_choices(ids, real, trained)
+    assert some.tokens.tolist() == [[0, 1, 2, 5]] and some.lengths == [3, 1]
+    assert some.wanted == [0, 1, 1, 2] and some.chosen.tolist() == [1, 3, 6]
     assert pack(tokens).lengths == [5, 5] and pack(tokens).tokens.flatten().equal(tokens.flatten())
 
 

@@ -339,6 +339,16 @@ def test_the_page_on_memory_quotes_the_comparison(monkeypatch, capsys):
     assert [float(x) for x in quoted] == pytest.approx(sums, abs=0.011)
 
 
+@pytest.mark.parametrize("script", ["ppo", "grpo"])
+def test_without_a_kl_there_is_no_reference(script):
+    c, planned = parse_config(memory.KNOWN["pythia-1b"]), {}
+    for kl_coef in ("0", "1e-9"):
+        config = memory.read_config(script, [f"--kl_coef={kl_coef}", "--dtype=bfloat16"])
+        planned[kl_coef] = memory.predict(config, c, c)
+    assert planned["1e-9"]["rows"].keys() - planned["0"]["rows"].keys() == {"ref_policy"}
+    assert planned["1e-9"]["peak_mib"] - planned["0"]["peak_mib"] == pytest.approx(2 * 1.012e9 / 2**20, rel=1e-3)
+
+
 def test_one_trunk_is_a_third_of_four_models():
     """On a Llama of 134M parameters in fp32, micro-batch, checkpointing and chunks alike."""
     c = parse_config(llama(768, 12, 12, 12, 2048, vocab_size=32000))

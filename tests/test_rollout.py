@@ -9,7 +9,8 @@ import torch
 from engine.pretrained import from_pretrained
 from errors import BadInput
 from model import freeze
-from rollout import generate, left_pad, response_uniforms, sample
+from packing import pick
+from rollout import AT_ONCE, generate, generate_in_parts, left_pad, response_uniforms, sample
 
 from families import VARIANTS, make
 
@@ -25,14 +26,14 @@ class TableModel(torch.nn.Module):
         self.table = table
         self.embed = torch.nn.Embedding(table.shape[1], 1, dtype=table.dtype)
         self.config = SimpleNamespace(max_positions=len(table), n_layers=0, n_kv_heads=1, head_dim=1)
-        self.calls = []  # rows in each forward
+        self.calls, self.prompts = [], []  # rows in each step; prompts in each forward that reads some
 
-    def forward(self, tokens, attention_mask=None, cache=None, positions=None):
+    def forward(self, tokens, cache, packed=None):
+        if packed is not None:
+            self.prompts.append(len(packed.lengths))
+            return pick(self.table[packed.positions, tokens], packed.wanted)
         self.calls.append(len(tokens))
-        if positions is None:
-            mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.long()
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return self.table[positions, tokens]
+        return self.table[cache.begin_step(), tokens]
 
     trunk = forward
 
@@ -164,7 +165,8 @@ def test_extreme_uniforms_never_give_an_impossible_token(dtype, temperature):
         assert (logprob == 0).all()
     first, _ = sample(logits, torch.zeros(rows, dtype=torch.float64), temperature, vocab_size)
     last, _ = sample(logits, torch.full((rows,), 1 - 2.0**-53, dtype=torch.float64), temperature, vocab_size)
-    assert (first < 30).all() and (last > 900).all()  # the two ends of the CDF
+    curves = torch.from_numpy(cdf(logits[:, :vocab_size].double().numpy(), temperature))  # (rows, vocab_size)
+    assert (first < 30).all() and (curves.gather(1, last[:, None]) > 1 - 1e-6).all()  # the two ends of the CDF
 
 
 def test_greedy_never_takes_the_padding_of_a_vocabulary():
@@ -292,22 +294,27 @@ def test_several_eos_ids_and_none():
         assert (out["tokens"][:, 3:][~out["response_mask"]] == 0).all()
 
 
-def test_finished_rows_are_dropped():
-    """64 rows that end after 1 to 64 tokens: never are half of the rows of a forward finished ones."""
-    B = R = 64
+def lengths_model(lengths, R):
+    """A TableModel and uniforms (B, R) with which the responses have these lengths: token 1, and 0, the EOS, at the end."""
     table = torch.zeros(R + 1, 3, 3, dtype=torch.float64)
     table[..., 2] = -torch.inf
-    model = TableModel(table)
-    u = torch.full((B, R), 0.75, dtype=torch.float64)  # token 1
-    lengths = [(37 * i) % B + 1 for i in range(B)]
+    u = torch.full((len(lengths), R), 0.75, dtype=torch.float64)  # token 1
     for row, n in enumerate(lengths):
-        u[row, n - 1] = 0.25  # token 0, the EOS
+        u[row, n - 1] = 0.25  # token 0
+    return TableModel(table), u
+
+
+def test_finished_rows_are_dropped():
+    """64 rows that end after 1 to 64 tokens: when somebody looks, never are half of the rows finished ones."""
+    B = R = 64
+    lengths = [(37 * i) % B + 1 for i in range(B)]
+    model, u = lengths_model(lengths, R)
     out = generate(model, [[1]] * B, R, eos_ids=[0], pad_id=2, uniforms=u)
     assert out["response_mask"].sum(1).tolist() == lengths
-    assert model.calls[0] == B  # the prompts
-    running = [sum(n > t for n in lengths) for t in range(1, R)]  # rows that still want a token
-    assert len(model.calls) == 1 + sum(n > 0 for n in running)
-    for rows, n in zip(model.calls[1:], running, strict=False):
+    assert model.prompts == [1]  # they are all the same
+    assert len(model.calls) == R - 1
+    running = [sum(n > t // AT_ONCE * AT_ONCE for n in lengths) for t in range(1, R)]  # at the last look
+    for rows, n in zip(model.calls, running, strict=True):
         assert n <= rows < 2 * n or rows == n == 1
     assert sum(model.calls) < 0.8 * B * R
     # one long response among many short ones costs little more than itself
@@ -315,30 +322,67 @@ def test_finished_rows_are_dropped():
     u[5, :] = 0.75
     model.calls.clear()
     generate(model, [[1]] * B, R, eos_ids=[0], pad_id=2, uniforms=u)
-    assert sum(model.calls) < 4 * B
-    # nothing is computed behind the last token, nor for rows that are all done
+    assert sum(model.calls) < (AT_ONCE + 1) * B
+    # nothing is computed behind the last token, and little for rows that are all done
     model.calls.clear()
     generate(model, [[1]] * 5, 8, pad_id=2)
-    assert model.calls == [5] * 8
+    assert model.calls == [5] * 7
     model.calls.clear()
     generate(model, [[1]] * 5, 8, eos_ids=[0, 1], pad_id=2)
-    assert model.calls == [5]
+    assert model.calls == [5] * (AT_ONCE - 1)
+
+
+def test_finished_rows_are_replaced():
+    """100 responses of 1 to 32 tokens, 8 at a time: few rows of a step are nobody's; prompts are read in lots of at least 2."""
+    R, n = 32, 8
+    lengths = [(13 * i) % R + 1 for i in range(100)]
+    model, u = lengths_model(lengths, R)
+    prompts = [[i % 3] for i in range(100)]  # equal ones of one lot are read once
+    out = generate(model, prompts, R, eos_ids=[0], pad_id=2, uniforms=u, batch_size=n)
+    assert out["response_mask"].sum(1).tolist() == lengths
+    assert max(model.calls) == n
+    assert sum(lengths) - 100 <= sum(model.calls) < 1.35 * sum(lengths)
+    in_turn = sum(n * max(lengths[i:i + n]) for i in range(0, 100, n))  # each part until its last row ends
+    assert sum(model.calls) < 0.75 * in_turn
+    assert model.prompts[0] == 3 and len(model.prompts) <= 1 + (100 - n) / (n / 4)
+
+
+def test_parts_come_as_soon_as_they_are_complete():
+    """Parts of 4, in order: the second waits for a long response of the first, the third comes by itself."""
+    R = 16
+    model, u = lengths_model([16, 1, 1, 1, 1, 1, 1, 1, 16, 2, 2, 2, 5, 5], R)
+    asked, seen = [], []
+
+    def stop():
+        asked.append(1)
+        return False
+
+    prompts = [[1]] * 14
+    whole = generate(model, prompts, R, eos_ids=[0], uniforms=u)
+    for part in generate_in_parts(model, prompts, R, eos_ids=[0], uniforms=u, batch_size=4, stop=stop):
+        seen.append((len(part["tokens"]), len(asked)))
+        first = sum(n for n, _ in seen) - len(part["tokens"])
+        assert all(torch.equal(x, whole[name][first:first + len(x)]) for name, x in part.items())
+    assert [n for n, _ in seen] == [4, 4, 4, 2]
+    assert seen[0][1] == seen[1][1] == R  # both when the first response is complete
+    assert seen[1][1] < seen[2][1] < seen[3][1] + 1
+    assert [len(part["tokens"]) for part in generate_in_parts(model, [], R, prompt_width=1)] == [0]
 
 
 def test_finished_rows_of_a_real_model_are_dropped(tmp_path):
     model = load("llama", tmp_path, "float32")
-    forward, calls = model.forward, []
+    forward, calls = model.forward, []  # rows of each step
 
-    def counting(tokens, *args, **kwargs):
+    def counting(tokens, **kwargs):
         calls.append(len(tokens))
-        return forward(tokens, *args, **kwargs)
+        return forward(tokens, **kwargs)
 
     model.forward = counting
     B, R = 32, 40
     out = generate(model, [[7, i] for i in range(B)], R, eos_ids=range(0, 97, 6), uniforms=uniforms(B, R))
     sampled = int(out["response_mask"].sum())
     assert B < sampled < B * R / 2
-    assert sampled <= sum(calls) < 2 * sampled + B
+    assert sampled - B <= sum(calls) < 2 * sampled + AT_ONCE * B
     assert sum(calls) < B * R / 2
 
 

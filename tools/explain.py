@@ -233,11 +233,13 @@ def ppo_columns(names, after):
     batch, mask = names["batch"], names["mask"]
     new, old = after["old_logprobs"], batch["old_logprobs"]
     losses, clipped = clipped_loss(new, old, batch["advantages"], mask, names["cliprange"])
-    columns = of_the_first(dict(
-        old=old, ref=batch["ref_logprobs"], kl=names["kl"], reward=names["rewards"],
-        value=batch["values"], raw=names["advantages"], whitened=batch["advantages"],
-        returns=batch["returns"], new=new, ratio=(new - old).exp(), clipped=clipped, loss=losses,
-        new_value=after["values"]), names)
+    tensors = dict(
+        old=old, reward=names["rewards"], value=batch["values"], raw=names["advantages"],
+        whitened=batch["advantages"], returns=batch["returns"], new=new, ratio=(new - old).exp(),
+        clipped=clipped, loss=losses, new_value=after["values"])
+    if names["ref_policy"]:
+        tensors |= dict(ref=batch["ref_logprobs"], kl=names["kl"])
+    columns = of_the_first(tensors, names)
     values = [*columns["value"], 0.0]  # behind the last token nothing follows
     columns["delta"] = [reward + names["gamma"] * values[t + 1] - values[t]
                         for t, reward in enumerate(columns["reward"])]
@@ -368,17 +370,20 @@ def print_ppo(columns, names):
 
     kl_coef = names["record"]["objective/kl_coef"]  # of this iteration: it may adapt after it
     in_reward = names["kl_in"] == "reward"
-    shaped, kl = names["scores"][0].item(), sum(columns["kl"])
+    shaped, sums, formulas = names["scores"][0].item(), [], LOGPROBS[:1]
     rewards = f"{number(sum(columns['reward']))} = shaped score {number(shaped)}"
-    if in_reward:
-        rewards += f" - kl_coef {kl_coef:g} * KL {number(kl, 4)}"
+    if "kl" in columns:
+        kl = number(sum(columns["kl"]), 4)
+        sums = [("KL", f"{kl} nats, the sum of its column")]
+        formulas = [*LOGPROBS, ("KL", "loss.py", KL[names["kl_estimator"]])]
+        rewards += f" - kl_coef {kl_coef:g} * KL {kl}" if in_reward else ""
     print("\nsums of this response")
     print_lines(
         ("score", said_of_score(names)),
         ("shaped score", f"{number(shaped)}, after scale_scores = {names['scale_scores']}, "
                          f"missing_eos_penalty = {names['missing_eos_penalty']:g} and "
                          f"reward_clip = {names['reward_clip']:g}"),
-        ("KL", f"{number(kl, 4)} nats, the sum of its column"),
+        *sums,
         ("rewards", rewards),
         ("value", f"{number(columns['value'][0])} before the first token: what the value model "
                   "expects of the whole response; its return is "
@@ -390,8 +395,7 @@ def print_ppo(columns, names):
     mean, deviation = masked_mean(raw, mask).item(), raw[mask].std(correction=0).item()
     clipped, loss = said_of_clip(1 - names["cliprange"], 1 + names["cliprange"])
     print_formulas([
-        *LOGPROBS,
-        ("KL", "loss.py", KL[names["kl_estimator"]]),
+        *formulas,
         ("reward", "ppo.py", f"-kl_coef * KL, kl_coef = {kl_coef:g}; to the last token's the "
                              "shaped score is added" if in_reward else
                              "the shaped score at the last token; the KL is in the loss"),

@@ -1,0 +1,165 @@
+"""
+Two operations of model.py whose backward pass is written out by hand: RMSNorm, and the second half
+of an MLP. Both do what a few lines of torch would do, and take less time or memory: the time of
+such an operation is that of reading and writing its large tensors, so it matters how often it goes
+over them and how many it keeps. Operations whose names end in _ write into their operand's memory.
+
+Each function has the plain formula in its docstring. tests/test_kernels.py compares both with it.
+"""
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten  # torch's operations by their own names; some have no other
+
+# name in config.json -> (the activation f, its derivative: (g, x, grad_input=y) -> y = g f'(x))
+GELU = (F.gelu, aten.gelu_backward)
+TANH_GELU = (lambda x: F.gelu(x, approximate="tanh"),
+             lambda g, x, grad_input: aten.gelu_backward(g, x, approximate="tanh",
+                                                         grad_input=grad_input))
+RELU = (F.relu, lambda g, x, grad_input: aten.threshold_backward(g, x, 0, grad_input=grad_input))
+SILU = (F.silu, aten.silu_backward)
+ACTIVATIONS = {"gelu": GELU, "gelu_new": TANH_GELU, "gelu_pytorch_tanh": TANH_GELU, "relu": RELU,
+               "silu": SILU, "swish": SILU}
+
+
+# --------------------------------------------------------------------------------------------------
+# RMSNorm
+
+
+def rms_norm(x, weight, eps):
+    """
+    weight x / sqrt(mean(x^2) + eps), with the mean over the last dimension (arXiv 1910.07467, eq.
+    4). x (..., d), weight (d,) -> (..., d). It is computed in the wider one of the two dtypes and
+    at least in float32, and rounded to x's.
+    """
+    if x.device.type != "cpu":  # there torch has a fused kernel for it
+        wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    if torch.is_grad_enabled():
+        return RMSNorm.apply(x, weight, eps)
+    return rms_norm_forward(x, weight, eps)[0]
+
+
+def rms_norm_forward(x, weight, eps):
+    """-> (rms_norm(x, weight, eps), r (..., 1) = 1 / sqrt(mean(x^2) + eps))."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)  # (..., 1)
+    r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).mul_(weight).to(x.dtype), r
+
+
+class RMSNorm(torch.autograd.Function):
+    """
+    rms_norm on a CPU. There torch has no fused kernel: its backward pass goes over tensors of x's
+    size a dozen times and keeps one of them, in the update five times as long as this one takes.
+
+    The kernel that torch does have is LayerNorm's. With u = x r and a = weight g, where g is the
+    gradient of the output,
+
+        gradient of x       RMSNorm    r (a - u mean(a u))
+                            LayerNorm  r (a - u mean(a u) - mean(a)), if u = (x - mean) r
+        gradient of weight  both       the sum of g u over all rows
+
+    So LayerNorm's kernel is told that the mean is 0, and r mean(a) is added to what it gives.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, r = rms_norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        g, w = grad.to(r.dtype), weight.to(r.dtype)
+        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        grad_x, grad_weight, _ = aten.native_layer_norm_backward(
+            g, x.to(r.dtype), weight.shape, torch.zeros_like(r), r, w, None,
+            [x_needed, weight_needed, False])
+        if x_needed:
+            mean_a = (g @ w)[..., None] / x.shape[-1]  # (..., 1)
+            grad_x = grad_x.addcmul_(r, mean_a).to(x.dtype)
+        if weight_needed:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+# --------------------------------------------------------------------------------------------------
+# an MLP, from its width d_ff to its output
+
+
+def narrow(activation, gate, up, weight, bias=None, A=None):
+    """
+    With f = ACTIVATIONS[activation], gate and up (..., d_ff), weight (d, d_ff), bias (d,) or None:
+
+        wide = f(gate) up, or f(up) where gate is None    (..., d_ff)
+        y    = wide weight^T + bias                       (..., d)
+        z    = wide A^T                                   (..., r)
+
+    -> (y, z). A (r, d_ff) is the first matrix of a LoRA adapter; None: z is None, too.
+
+    wide is the largest tensor of a layer and the cheapest: it is not kept for the backward pass,
+    which computes it again.
+    """
+    if torch.is_grad_enabled():
+        return Narrow.apply(activation, gate, up, weight, bias, A)
+    return narrow_forward(activation, gate, up, weight, bias, A)
+
+
+def narrow_forward(activation, gate, up, weight, bias, A):
+    f = ACTIVATIONS[activation][0]
+    wide = f(up) if gate is None else f(gate).mul_(up)
+    y = F.linear(wide, weight, bias)
+    if A is None:
+        return y, None
+    if not torch.is_autocast_enabled(wide.device.type):  # autocast would cast both by itself
+        wide = wide.to(A.dtype)
+    return y, F.linear(wide, A)
+
+
+class Narrow(torch.autograd.Function):
+    """
+    narrow, with a backward pass that holds two tensors of wide's size at a time, three if there is
+    an adapter in other bits than the rest: what is not needed any more is written over.
+    """
+
+    @staticmethod
+    def forward(ctx, activation, gate, up, weight, bias, A):
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up, weight, A)
+        return narrow_forward(activation, gate, up, weight, bias, A)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y, grad_z):
+        gate, up, weight, A = ctx.saved_tensors
+        gate_needed, up_needed, weight_needed, bias_needed, A_needed = ctx.needs_input_grad[1:]
+        f, derivative = ACTIVATIONS[ctx.activation]
+        grad_y = grad_y.flatten(0, -2)  # (N, d)
+        activated = f(up if gate is None else gate)
+        wide = activated if gate is None else activated * up
+        wide = wide.flatten(0, -2)  # (N, d_ff)
+
+        # y = wide weight^T + bias, z = wide A^T
+        grad_weight = grad_bias = grad_A = None
+        if weight_needed:
+            grad_weight = (grad_y.t() @ wide).to(weight.dtype)
+        if bias_needed:
+            grad_bias = grad_y.sum(0).to(weight.dtype)
+        if A_needed:
+            grad_z = grad_z.flatten(0, -2)  # (N, r)
+            grad_A = (grad_z.t() @ wide.to(grad_z.dtype)).to(A.dtype)
+        # from here on wide is the gradient of wide
+        torch.mm(grad_y, weight.to(wide.dtype), out=wide)
+        if A is not None:
+            wide += grad_z.to(wide.dtype) @ A.to(wide.dtype)
+
+        wide = wide.view(up.shape)
+        if gate is None:
+            grad_up = derivative(wide, up, grad_input=wide)
+            return None, None, grad_up, grad_weight, grad_bias, grad_A
+        grad_up = activated.mul_(wide)
+        grad_gate = derivative(wide.mul_(up), gate, grad_input=wide)
+        return None, grad_gate, grad_up, grad_weight, grad_bias, grad_A

@@ -1,0 +1,182 @@
+"""
+A GPU that is only pretended, for tests without one: all is computed on the CPU, but each tensor's memory has a place, "cpu" or
+"gpu", and an operation whose tensors are in two places is an error, as it would be with CUDA. Helpers, no tests.
+
+    with pretend.gpu() as seen:
+        a, b = torch.ones(3, device="cuda"), torch.arange(3)
+        a.device           # cuda:0
+        a + b              # raises Misplaced
+        a.sum().item()     # seen.waits == 1: the CPU waits here for the GPU
+
+Tensors know their place by an attribute of their storage, so that views and what autograd keeps share it. What is allowed
+between the two places is what CUDA allows: a tensor of one number on the CPU, an index on the CPU, and copying.
+"""
+import contextlib
+
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GPU = torch.device("cuda", 0)
+aten = torch.ops.aten
+# the CPU reads a number, or a shape that depends on numbers, of the GPU: it waits until all that was asked for is computed
+WAITS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+         aten.equal}
+# operations that CUDA has no exact kernel for: of torch.use_deterministic_algorithms' list those that a language model may have
+INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", "kthvalue", "logcumsumexp"}
+COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
+INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+
+
+class Misplaced(RuntimeError):
+    """Tensors in two places, where CUDA would refuse it."""
+
+
+def place(t):
+    return getattr(t.untyped_storage(), "place", "cpu")
+
+
+def tensors_of(*things):
+    return [x for x in tree_leaves(things) if isinstance(x, torch.Tensor) and x.device.type != "meta"]
+
+
+def wanted_place(device):
+    """The place that a device names; None: it names none of the two."""
+    kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
+    return {"cuda": "gpu", "cpu": "cpu"}.get(kind)
+
+
+class Seen:
+    """What was seen on the pretended GPU: how often the CPU waited for it, and the names of all operations."""
+
+    def __init__(self):
+        self.backward = False  # whether a backward pass is under way
+        self.waits, self.operations, self.inexact = 0, set(), set()
+
+
+class Check(TorchDispatchMode):
+    """Below autograd: whether each operation finds its tensors in one place; its results are there, too."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        with unseen():
+            before = tensors_of(args, kwargs)
+            packet = operation.overloadpacket
+            storages = {id(t.untyped_storage()) for t in before}
+            where = self.look(packet, args, before)
+        results = operation(*args, **kwargs or {})
+        with unseen():
+            if self.seen.backward and not before:  # zeros that autograd makes, on the right device, but unseen
+                where = "anywhere"
+            for t in tensors_of(results):
+                if id(t.untyped_storage()) not in storages:
+                    t.untyped_storage().place = where
+        return results
+
+    def look(self, packet, args, tensors):
+        """The place of an operation. Raises Misplaced."""
+        where = "gpu" if any(place(t) == "gpu" for t in tensors) else "cpu"
+        if where == "cpu":
+            return where
+        self.seen.operations.add(packet.__name__)
+        self.seen.waits += packet in WAITS or packet in INDICES and any(
+            t.dtype == torch.bool for t in tensors_of(args[1]))  # a mask as an index
+        floating = any(t.dtype.is_floating_point for t in tensors)
+        if packet.__name__ in INEXACT and floating:
+            self.seen.inexact.add(packet.__name__)
+        if packet in COPIES:
+            return place(tensors[0])
+        indices = {id(t) for t in tensors_of(args[1])} if packet in INDICES else set()
+        strays = [t for t in tensors if place(t) == "cpu" and t.dim() > 0 and id(t) not in indices]
+        if strays or packet in INDICES and place(tensors[0]) == "cpu":
+            raise Misplaced(f"{packet}: " + ", ".join(f"{place(t)} {tuple(t.shape)}" for t in tensors))
+        return where
+
+
+class Redirect(TorchFunctionMode):
+    """Above autograd: what names a device. "cuda" becomes the CPU, and the place "gpu"; and tensors say that they are there."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name == "__get__" and function == torch.Tensor.device.__get__:
+            real = function(*args)
+            return GPU if real.type == "cpu" and place(args[0]) == "gpu" else real
+        if name == "__get__" and function == torch.Tensor.is_cuda.__get__:
+            return place(args[0]) == "gpu"
+        if name in ("numpy", "__array__") and place(args[0]) == "gpu":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name == "pin_memory":
+            return args[0]
+        if name == "backward":  # with this mode on, for what a backward pass computes in Python
+            with self:
+                ones, seen.backward = torch.ones_like(args[0]), True
+                torch.autograd.graph._engine_run_backward(
+                    (args[0],), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                seen.backward = False
+            return None
+        if name == "tolist" and place(args[0]) == "gpu":
+            seen.waits += 1
+        if name == "cpu":
+            return self.move(args[0], "cpu", args[0])
+        if function is torch.Tensor.to:
+            target = place(args[0])
+            rest = []
+            for x in (*args[1:], *kwargs.values()):
+                if isinstance(x, torch.Tensor):
+                    target, x = place(x), x.dtype
+                elif isinstance(x, (str, torch.device)):
+                    target = wanted_place(x) or target
+                    continue
+                elif isinstance(x, int) and not isinstance(x, bool):
+                    target = "gpu"
+                    continue
+                rest.append(x)
+            dtype = next((x for x in rest if isinstance(x, torch.dtype)), args[0].dtype)
+            return self.move(args[0], target, args[0] if dtype == args[0].dtype else function(args[0], dtype))
+        if kwargs.get("device") is not None and wanted_place(kwargs["device"]):
+            target = wanted_place(kwargs["device"])
+            kwargs["device"] = "cpu"
+            result = function(*args, **kwargs)
+            return self.move(result, target, result)
+        return function(*args, **kwargs)
+
+    def move(self, before, target, t):
+        """t in the place `target`: t itself, or if it is elsewhere a copy."""
+        if t.is_meta or place(t) == target:
+            return t
+        if target == "cpu":
+            seen.waits += 1
+        t = t.clone()
+        t.untyped_storage().place = target
+        return t
+
+
+seen = Seen()
+
+
+@contextlib.contextmanager
+def unseen():
+    """In this block, nothing is pretended."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def gpu():
+    """In this block, "cuda" is a place. Yields what is Seen there."""
+    global seen
+    seen = Seen()
+    # what a backward pass computes again is not compared with the forward pass: that would ask for the devices unseen
+    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    before, checks["default"] = checks["default"], checks["none"]
+    try:
+        with Check(seen), Redirect():
+            yield seen
+    finally:
+        checks["default"] = before

@@ -1,0 +1,239 @@
+"""
+What would go wrong on a GPU, found without one: tensors in two places, operations without an exact kernel, memory that was never
+written, an impossible token. tests/test_gpu.py has what needs a GPU, and computes with it what is computed here.
+"""
+import ast
+import glob
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from engine import launch
+from engine.pretrained import from_scratch
+from errors import is_out_of_memory
+from model import freeze
+from rollout import generate, sample
+
+import pretend
+import tiny
+from conftest import ROOT
+from tiny import forked, one_run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the pretended GPU
+
+
+def test_a_pretended_gpu_refuses_what_a_real_one_refuses():
+    with pretend.gpu() as seen:
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        assert (there.device, here.device, (2 * there[1:]).device) == (pretend.GPU, torch.device("cpu"), pretend.GPU)
+        weight = torch.nn.Linear(3, 2).to("cuda").weight
+        for wrong in (lambda: there + here, lambda: torch.cat([there, here]), lambda: here[there.long()],
+                      lambda: torch.where(there > 0, here, 0), lambda: weight @ here, lambda: here.gather(0, there.long())):
+            with pytest.raises(pretend.Misplaced):
+                wrong()
+        with pytest.raises(TypeError):
+            there.numpy()
+        there + torch.tensor(2.0)  # one number may be on the CPU, and an index
+        assert there[torch.tensor([0, 2])].device == (there + here.to(there)).device == pretend.GPU
+        (weight @ there).sum().backward()
+        assert weight.grad.device == pretend.GPU
+        before = seen.waits
+        assert there.sum().item() == 3 and len(there[there > 0]) == 3 and there.cpu().device.type == "cpu"
+        assert seen.waits == before + 3
+
+
+PRETEND = """
+import datetime, json
+import torch
+import torch.distributed as dist
+import pretend
+from engine import launch, together
+import parallel
+
+launch.choose_device = lambda device: "cuda:0"
+for name in ("synchronize", "set_device"):
+    setattr(torch.cuda, name, lambda *args: None)
+torch.cuda.max_memory_allocated = lambda: 0
+torch.cuda.is_initialized, torch.cuda.get_device_name = lambda: True, lambda *args: "a pretended GPU"
+# a group of one, whose tensors must all be on the GPU, as nccl wants it
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+together.usual_wait = datetime.timedelta(seconds=60)
+parallel.wire = lambda: torch.device("cuda")
+collective, counts = parallel.collective, []
+
+def checked(operation, *args, **kwargs):
+    assert all(pretend.place(t) == "gpu" for t in pretend.tensors_of(args, kwargs)), operation
+    return collective(operation, *args, **kwargs)
+
+parallel.collective = checked
+context = pretend.gpu()
+seen = context.__enter__()
+
+def finish():
+    context.__exit__(None, None, None)
+    with open("seen.json", "w") as f:
+        json.dump(dict(waits=seen.waits, inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
+
+launch.finish = finish
+"""
+
+
+@pytest.fixture(scope="module")
+def pretended(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("pretended"))
+    world = tiny.build(folder)
+    odd = f"{world.rule('odd')},0.5*reward_model"
+    runs = dict(
+        ppo=world.ppo("out", max_iters=1, deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1, target_kl=9.0,
+                      ema_decay=0.5, eval_path="", head_chunk=5),
+        grpo=world.grpo("out", max_iters=1, max_refills=1, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
+                        reward_path=world.other_reward, gradient_checkpointing=True),
+        lora=world.ppo("out", max_iters=1, lora="2", optim="adafactor", offload="reward=params", eval_path=""),
+        sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
+    script = dict(lora="ppo.py")
+    results = forked(folder, {name: [one_run(script.get(name, f"{name}.py"), (args, PRETEND))] for name, args in runs.items()})
+    return folder, results
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "lora", "sft", "rm"])
+def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
+    """And it uses no operation that has no exact kernel there, or deterministic = True would be an error."""
+    folder, results = pretended
+    result, = results[name]
+    assert result["codes"] == [0], result["stderr"][0][-3000:]
+    with open(f"{folder}/{name}/seen.json", encoding="utf-8") as f:
+        seen = json.load(f)
+    assert seen["operations"] > 50 and seen["inexact"] == []
+    assert result["stdout"][0].count("a pretended GPU, torch") == 1
+    with open(f"{folder}/{name}/out/config.json", encoding="utf-8") as f:
+        said = json.load(f)["gpu"]
+    assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kernels
+
+
+def test_kernels_are_chosen_in_one_place():
+    setters = re.compile(r"torch\.(\w+\.)*(enable_\w+_sdp|use_deterministic_algorithms|set_float32_matmul_precision|sdpa_kernel)$"
+                         r"|torch\.(backends\.[\w.]+|utils\.deterministic\.\w+)$")
+    found = set()
+    for path in glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/engine/*.py") + glob.glob(f"{ROOT}/tools/*.py"):
+        with open(path, encoding="utf-8") as f:
+            source = f.read()
+        for node in ast.walk(ast.parse(source)) if "torch" in source else ():
+            set_here = node.targets if isinstance(node, ast.Assign) else [node.func] if isinstance(node, ast.Call) else []
+            if any(setters.match(ast.unparse(x)) and not ast.unparse(x).endswith("_enabled") for x in set_here):
+                found.add(os.path.relpath(path, ROOT))
+    assert found == {"engine/launch.py"}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """What choose_kernels sets is as before after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_is_strict(kernels):
+    """With warn_only the backward of flash attention, and cuDNN's, would still add up in any order."""
+    launch.choose_kernels(False)
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    launch.choose_kernels(True)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("said", ["CUDA error: out of memory\nCUDA kernel errors", "CUBLAS_STATUS_ALLOC_FAILED when calling"])
+def test_too_little_memory_has_many_names(said):
+    assert is_out_of_memory(RuntimeError, said) and not is_out_of_memory(RuntimeError, "CUDA error: an illegal memory access")
+    assert is_out_of_memory(torch.OutOfMemoryError, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory that was never written
+
+
+LLAMA = dict(model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, vocab_size=97, tie_word_embeddings=False)
+
+
+def test_nothing_reads_memory_that_was_never_written(kernels):
+    """torch can fill all new tensors with NaN. Zeros, which a fresh page of a CPU has, would hide such a read."""
+    policy = freeze(from_scratch(LLAMA))
+    prompts = [[5, 17, 80, 33, 9], [41, 2], [64, 3, 3]]
+
+    def run():
+        out = generate(policy, prompts, 12, eos_ids=range(0, 97, 9), batch_size=2)
+        tokens, mask = out["tokens"], out["attention_mask"]
+        return out["tokens"], out["sampler_logprobs"], policy(tokens, mask)[mask]
+
+    want = run()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    assert all(torch.equal(a, b) for a, b in zip(want, run(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the sampler
+
+
+def parallel_cumsum(x):
+    """Cumulated sums along dimension 1 in log2(n) steps, each for all entries at once, as a GPU adds up (Kogge and Stone)."""
+    far = 1
+    while far < x.shape[1]:
+        x = torch.cat([x[:, :far], x[:, far:] + x[:, :-far]], 1)
+        far *= 2
+    return x
+
+
+def test_sums_in_parallel_do_not_even_rise():
+    """So the sampler must not rely on it: this is what it is for."""
+    generator = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(8, 4096, generator=generator)).softmax(-1)
+    probs[torch.rand(8, 4096, generator=generator) < 0.5] = 0
+    assert (parallel_cumsum(probs) - probs.cumsum(1)).abs().max() < 1e-6
+    steps = parallel_cumsum(probs).diff(dim=1)
+    assert (steps < 0).any() and (steps[probs[:, 1:] == 0] > 0).any()  # a token of probability 0 that could be sampled
+
+
+@pytest.mark.parametrize("V", [300, 2048, 32_000, 50_257, 128_256, 151_936])
+def test_no_impossible_token_at_the_edges_of_the_cdf(V, monkeypatch):
+    """The uniforms lie just before, on and just behind what impossible tokens would have of [0, 1). Sums are made in parallel."""
+    plain = torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum",
+                        lambda x, dim: plain(x, dim) if dim == 0 or not x.is_floating_point() else parallel_cumsum(x))
+    generator = torch.Generator().manual_seed(V)
+    logits = (3 * torch.randn(1, V, generator=generator))
+    impossible = torch.rand(V, generator=generator) < 0.5
+    impossible[:3] = impossible[-3:] = True
+    logits[:, impossible] = -torch.inf
+    exact = logits[0].double().softmax(-1).cumsum(0)
+    edges = exact[impossible.nonzero().flatten()][:: max(V // 60, 1)]
+    u = torch.cat([edges - 1e-9, edges, edges + 1e-9, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)])
+    u = u.clamp(0, 1 - 2.0**-53)
+    token, logprob = sample(logits.expand(len(u), V), u, 1.0)
+    assert not impossible[token].any() and logprob.isfinite().all()
+    # and otherwise it is the inverse CDF: of the rounding of float32 away from an edge
+    before = exact[token] - logits[0].double().softmax(-1)[token]
+    assert (before - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
+
+
+def test_the_sampler_keeps_small_probabilities():
+    """A token of 1e-6 in a vocabulary of 100,000 has a millionth of the uniforms, at the place where it belongs."""
+    V, at = 100_000, 70_001
+    probs = torch.full((V,), (1 - 1e-6) / (V - 1), dtype=torch.float64)
+    probs[at] = 1e-6
+    edge = probs[:at].sum().item()
+    u = torch.tensor([edge - 1e-8, edge + 1e-8, edge + 0.99e-6, edge + 1.01e-6], dtype=torch.float64)
+    assert sample(probs.log().expand(4, V), u, 1.0)[0].tolist() == [at - 1, at, at, at + 1]
