@@ -111,9 +111,9 @@ def main():
     for kind, path in models.items():
         stand_ins.make(path, llama, 32, 128, 2 / 128 if kind == "real" else 0.0)
     machine, threads = limits.measure("cpu", torch.float32), torch.get_num_threads()
-    lines = [f"{time.strftime('%Y-%m-%d')}, {processor()}, {threads} threads, torch {torch.__version__}: float32 "
-             f"products {machine.products / 1e9:.0f} GFLOP/s, memory {machine.memory / 1e9:.0f} GB/s.",
-             "", *HEADER]
+    lines = [f"{processor()}, {threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}:",
+             f"float32 products {machine.products / 1e9:.0f} GFLOP/s, memory "
+             f"{machine.memory / 1e9:.0f} GB/s.", "", *HEADER]
     print("\n".join(lines), flush=True)
     results = {}
     for name in wanted:
