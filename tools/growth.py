@@ -71,7 +71,7 @@ def sampling(n, R):
 
 
 def attention_of_sampling(n, R):
-    """The seconds of attention in it: of some of its steps, as a mean, times all steps and layers."""
+    """The seconds of attention in it: the mean of some of its steps, times all steps and layers."""
     keys, values = (random_heads(n, n_head, prompt_length + R) for _ in range(2))
     q, some = random_heads(n, n_head), range(prompt_length + 1, prompt_length + R, max(R // 16, 1))
     mask = torch.zeros(n, 1, 1, prompt_length + R, device=device)

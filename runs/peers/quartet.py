@@ -77,8 +77,8 @@ def iterations(script, folder, steps, more):
     phases = {phase: statistics.median(r[f"time/{phase}"] for r in records[WARM_UP:])
               for phase in ("rollout", "score", "update")}
     # an iteration ends with its record: the first click is the end of the first iteration
-    watch.report(WARM_UP - 1, length=statistics.mean(r["objective/length"] for r in records[WARM_UP:]),
-                 **phases)
+    length = statistics.mean(r["objective/length"] for r in records[WARM_UP:])
+    watch.report(WARM_UP - 1, length=length, **phases)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ config = configure(globals())
 # --------------------------------------------------------------------------------------------------
 
 HERE = os.path.join(ROOT, "runs", "peers")
-# name: (work, lengths, arguments of quartet.py, key of the peer's interpreter, its script and arguments)
+# name: (work, lengths, arguments of quartet.py, key of the peer's interpreter, its script and what
+# that is given)
 ROWS = {
     "decode_full": ("sampling, full", "full", ["decode"], "grpo_python",
                     ["generate.py", "transformers"]),
@@ -60,7 +61,7 @@ HEADER = ["| work | quartet | peer | | ratio | MiB | cores |", "|---|---|---|---
 
 
 def measure(python, script, kind, models, more):
-    """The line that a measuring script prints, as a dict. Raises OSError if it does not print it."""
+    """The line that a measuring script prints, as a dict. Raises OSError if it prints none."""
     command = [python, os.path.join(HERE, script), kind, models, str(steps), *more]
     # OpenMP may have pinned this thread to one core, and the new process would inherit that
     unpin = None
@@ -89,7 +90,7 @@ def table_row(work, ours, theirs, threads):
 
 
 def write_between_marks(file, lines):
-    """Replace what stands in a Markdown file between its comments "peers: begin" and "peers: end"."""
+    """Replace the lines of a Markdown file between its comments "peers: begin" and "peers: end"."""
     with open(file, encoding="utf-8") as f:
         text = f.read()
     begin, end = "<!-- peers: begin -->\n", "<!-- peers: end -->"
@@ -107,11 +108,13 @@ def main():
             raise BadConfig(f"rows = {name!r}; all, or some of {', '.join(ROWS)}")
     llama = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
                  num_attention_heads=4, num_key_value_heads=4)
-    models = {kind: os.path.abspath(os.path.join(folder, "models", kind)) for kind in ("full", "real")}
+    root = os.path.join(os.path.abspath(folder), "models")
+    models = {kind: os.path.join(root, kind) for kind in ("full", "real")}
     for kind, path in models.items():
         stand_ins.make(path, llama, 32, 128, 2 / 128 if kind == "real" else 0.0)
     machine, threads = limits.measure("cpu", torch.float32), torch.get_num_threads()
-    lines = [f"{processor()}, {threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}:",
+    today = time.strftime("%Y-%m-%d")
+    lines = [f"{processor()}, {threads} threads, torch {torch.__version__}, {today}:",
              f"float32 products {machine.products / 1e9:.0f} GFLOP/s, memory "
              f"{machine.memory / 1e9:.0f} GB/s.", "", *HEADER]
     print("\n".join(lines), flush=True)

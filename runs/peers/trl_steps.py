@@ -13,7 +13,8 @@ import sys
 import tempfile
 import warnings
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+                  TRANSFORMERS_VERBOSITY="error")
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
@@ -57,8 +58,9 @@ def grpo():
     config = trl.GRPOConfig(
         **common, num_generations=4, max_completion_length=NEW, beta=0.04, num_iterations=1,
         max_steps=WARM_UP + steps, optim="adamw_torch")
-    return trl.GRPOTrainer(model=policy, reward_funcs=score, args=config, processing_class=tokenizer,
-                           train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clicks()])
+    data = Dataset.from_dict({"prompt": prompts})
+    return trl.GRPOTrainer(model=policy, reward_funcs=score, args=config, train_dataset=data,
+                           processing_class=tokenizer, callbacks=[Clicks()])
 
 
 def ppo():
