@@ -21,7 +21,7 @@ import torch
 import parallel
 from errors import BadInput, warn
 from formats import where_is
-from packing import pack_responses
+from packing import pack_responses, prompt_width, same_prompts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,15 +244,6 @@ def replace_rows(batch, rows, fresh, pad_id):
     return replaced
 
 
-def my_micro_batches(batch, rows, size):
-    """
-    This rank's share of some rows of a batch, in micro-batches of this size; as many on every rank.
-    See micro_batches.
-    """
-    count = parallel.most_micro_batches(len(rows), size)
-    return micro_batches(batch, parallel.my_share(rows), size, count)
-
-
 def right_pad(sequences, pad_id):
     """
     Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool:
@@ -270,40 +261,52 @@ def right_pad(sequences, pad_id):
     return tokens, torch.arange(width) < lengths[:, None]
 
 
-def micro_batches(batch, rows, size, count=0):
+def my_micro_batches(batch, rows, config):
     """
-    Cut some rows of a batch into micro-batches of `size` rows: a generator of dicts like the batch,
-    with one entry more, packed.
+    This rank's micro-batches of some rows of a batch: a generator of dicts like the batch, with one
+    entry more, packed: what the models read, see packing.py. All ranks have about as many tokens,
+    and as many micro-batches, of which some may have no rows.
 
-    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. count: make at
-    least this many micro-batches, for other ranks may have more; the last ones may have no rows.
+    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. config: its keys
+    micro_batch_size and micro_batch_tokens say how large a micro-batch is.
 
-    Rows of similar length come together, and each micro-batch has only the columns that one of its
-    rows uses. Neither changes a result by more than rounding. The models read mb["packed"]: the
-    rows without any padding. Example, rows [0, 1, 2] and size = 2, with T = 5, R = 2 and padding as
-    a dot:
+    Rows with one prompt come together if they can, because it is then read once. And each
+    micro-batch has only the columns that one of its rows uses. Neither changes a result by more
+    than rounding. Example, rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and
+    padding as a dot:
 
         batch["tokens"]   5 6 7  8 9     of 5 tokens
                           . . 1  2 .        2
                           . 3 4  5 .        3
 
-        the first:        . 1  2         rows 1 and 2, with 2 and 3 tokens
-                          3 4  5
-        the second:       5 6 7  8 9     row 0
+        the first:        5 6 7  8 9     row 0
+        the second:       3 4  5         rows 2 and 1, with 3 and 2 tokens
+                          . 1  2
     """
+    total = batch["attention_mask"].sum(1).tolist()  # tokens of each row
+    of_response = batch["response_mask"].sum(1).tolist()
+
+    def tokens_of(group):
+        """How many tokens are read for rows with one prompt."""
+        row = group[0]
+        return total[row] - of_response[row] + sum(of_response[i] for i in group)
+
+    groups = same_prompts(batch["tokens"], batch["attention_mask"], rows, prompt_width(batch))
+    for part in parallel.my_micro_batches(groups, tokens_of, config["micro_batch_size"],
+                                          config["micro_batch_tokens"]):
+        yield micro_batch(batch, torch.tensor(part, dtype=torch.int64, device=rows.device))
+
+
+def micro_batch(batch, rows):
+    """These rows of the batch, and only the columns that they use; see my_micro_batches."""
     T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
-    lengths = batch["attention_mask"][rows].sum(1)  # (len(rows),)
-    rows = rows[lengths.argsort(stable=True)]
-    for i in range(max(count, -(-len(rows) // size))):
-        part = rows[i * size:(i + 1) * size]  # (b,)
-        used = batch["attention_mask"][part].any(0)  # (T,)
-        if len(part) == 0:
-            # a model needs some columns: one of the prompt, one of the response
-            used[T - R - 1:T - R + 1] = True
-        columns = {T: used, R: used[T - R:]}  # by the width of a tensor
-        mb = {name: x[part][:, columns[x.shape[1]]] if x.dim() == 2 else x[part]
-              for name, x in batch.items()}
-        yield mb | dict(packed=pack_responses(mb))
+    used = batch["attention_mask"][rows].any(0)  # (T,)
+    if len(rows) == 0:  # some columns: one of the prompt, one of the response
+        used[T - R - 1:T - R + 1] = True
+    columns = {T: used, R: used[T - R:]}  # by the width of a tensor
+    mb = {name: x[rows][:, columns[x.shape[1]]] if x.dim() == 2 else x[rows]
+          for name, x in batch.items()}
+    return mb | dict(packed=pack_responses(mb))
 
 
 def prompt_text(row):

@@ -67,6 +67,7 @@ group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
+cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
@@ -89,6 +90,7 @@ kl_correction = False  # times the ratio: k1's and k3's gradients are the KL's, 
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
+micro_batch_tokens = 0  # instead: as many rows as have so many tokens; 0 = micro_batch_size [>= 0]
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
@@ -176,7 +178,7 @@ def read_with_models(batch, minibatches, policy_reads=True):
     for name, model in readers.items():
         with no_grad_forwards([model], device):
             for rows in minibatches:
-                for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
+                for mb in run.until_asked(my_micro_batches(batch, rows, config)):
                     length = mb["response_mask"].shape[1]
                     columns[name][mb["index"], :length] = logprobs_of(model, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
@@ -321,7 +323,7 @@ for iteration in range(run.start, max_iters + 1):
             parallel.zero_gradients(gradients)
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, micro_batch_size)):
+                    gradients, my_micro_batches(batch, rows, config)):
                 m = mb["counted"]  # (b, R)
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now

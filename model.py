@@ -181,6 +181,7 @@ class Documents(NamedTuple):
 
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
+    pieces: object  # packing.Pieces: what documents share; None: nothing
     window: int  # it sees only the last so many of them; 0: all
     masks: dict  # {length: mask (length, length)} of the documents that are longer than the window
 
@@ -191,7 +192,7 @@ def documents_seen(windows, packed, dtype):
     for window in set(windows):
         longer = {L for L in packed.lengths if L > window > 0}
         masks = {L: window_mask(L, window, dtype, packed.tokens.device) for L in longer}
-        seen[window] = Documents(packed.lengths, packed.ends, window, masks)
+        seen[window] = Documents(packed.lengths, packed.ends, packed.pieces, window, masks)
     return seen
 
 
@@ -211,9 +212,14 @@ def document_attention(q, k, v, documents, scale=None):
     Causal attention within each document: q (N, H, hd), k and v (N, KV, hd) -> (N, H, hd). scale:
     of q times k; None: hd ** -0.5.
 
-    In 16 bits a GPU does all documents at once. Elsewhere documents of one length that are
-    neighbours are a batch; micro-batches are sorted by length, so there are few.
+    In 16 bits a GPU does all documents at once. Elsewhere neighbours of one length are a batch;
+    micro-batches are sorted by length, so that there are few batches. Tokens that documents share
+    are repeated for the attention alone: M tokens become N again at its end.
     """
+    if documents.pieces:
+        q, k, v = (documents.pieces.repeat(x) for x in (q, k, v))
+        y = document_attention(q, k, v, documents._replace(pieces=None), scale)
+        return documents.pieces.once(y)
     N, _, hd = q.shape
     if N == 0:
         # a rank without rows runs the forward, too, where parameters are sharded, because all
@@ -354,7 +360,7 @@ class Transformer(nn.Module):
         packed: a Packed, with tokens = packed.tokens; then only the states that it wants come
         back, (1, n, d). (Without a cache and without this, the rows are packed here.)
         cache: a KVCache, which stores keys and values. With `packed` these are prompts, as its
-        `take` has said. Without, it is a step of decoding: tokens (n, 1) are the next ones of its
+        `take` has said. Without, it is a step, as its `begin_step` has said: tokens (n, 1) are the next ones of its
         rows, and look at all that it has stored of them.
         adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
@@ -365,7 +371,7 @@ class Transformer(nn.Module):
         if packed is not None:
             tokens, positions = packed.tokens, packed.positions
         else:
-            positions = cache.begin_step()  # (n, 1)
+            positions = cache.at[:, None]  # (n, 1)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
         if self.config.embed_scale:

@@ -10,7 +10,8 @@ dot, P = 2 and R = 3:
     tokens    . 1   2 3 .          packed     1 2 3   4 5 6 7 8      lengths  3, 5
               4 5   6 7 8          positions  0 1 2   0 1 2 3 4
 
-b rows of a micro-batch, T columns, R of them the response's; N tokens, n of which are chosen.
+b rows of a micro-batch, T columns, R of them the response's; D documents of N tokens, n states that
+are read. Masks are True where it counts.
 """
 import itertools
 from dataclasses import dataclass
@@ -20,13 +21,43 @@ from torch.nn.functional import pad
 
 
 @dataclass
+class Pieces:
+    """
+    Documents that begin alike, such as several responses to one prompt, share the tokens of that
+    beginning: they are there once, and all but attention is computed for them once. Example, three
+    documents, of which the last two share the piece 4 5:
+
+        documents  1 2 3    4 5 6 7 8    4 5 9        tokens  1 2 3   4 5   6 7 8   9
+                                                      pieces    0      1      2     3
+
+    Attention needs whole documents. It gets them in the order of their lengths, since those of one
+    length can be a batch: the pieces 0, then 1 and 3, then 1 and 2.
+    """
+
+    sizes: list  # tokens of each piece: 3, 2, 3, 1
+    order: list  # the pieces of all documents, one document behind the other: 0, 1, 3, 1, 2
+    first: list  # where each piece comes first in `order`: 0, 1, 4, 2
+
+    def repeat(self, x):
+        """x (N, ...), each piece once -> (M, ...), whole documents one behind the other."""
+        pieces = x.split(self.sizes)
+        return torch.cat([pieces[i] for i in self.order])
+
+    def once(self, x):
+        """The way back, (M, ...) -> (N, ...). What is there more than once is the same."""
+        pieces = x.split([self.sizes[i] for i in self.order])
+        return torch.cat([pieces[place] for place in self.first])
+
+
+@dataclass
 class Packed:
-    """D documents one behind the other, and which states are read."""
+    """D documents one behind the other, and which of their states are read."""
 
     tokens: torch.Tensor  # (1, N) int64
     positions: torch.Tensor  # (1, N) int64: where each token stands in its own document
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
+    pieces: Pieces = None  # what documents share: lengths and ends are then in its order
     wanted: list = None  # whose states are read: so many not, so many yes, and so on; None: all
     chosen: torch.Tensor = None  # (n,) int64: the tokens that these states choose, if they do
     cells: torch.Tensor = None  # (n,) int64: where what is read belongs in a padded tensor
@@ -44,25 +75,32 @@ def pack(tokens, attention_mask=None):
     return packed
 
 
-def pack_choices(tokens, attention_mask, chosen):
+def pack_to_read(tokens, attention_mask, read, shared=None):
+    """
+    Rows (b, T) -> Packed, of which the states are read where read (b, T) is True. A row is left out
+    behind the last state that is read. shared: see lay_out; nothing of it is read.
+    """
+    needed = attention_mask & (read.flip(1).cumsum(1).flip(1) > 0)  # (b, T): the rest is left out
+    packed = lay_out(tokens, needed, shared)
+    there = needed if packed.pieces is None else needed & ~shared
+    is_read, counts = read[there].unique_consecutive(return_counts=True)
+    packed.wanted = [0] * bool(is_read[:1].any()) + counts.tolist()
+    return packed
+
+
+def pack_choices(tokens, attention_mask, chosen, shared=None):
     """
     Rows (b, T) -> Packed, for the log-probs of the tokens where chosen (b, T) is True: the states
     that are read are those that choose them. The state that chooses a token is that of the token
     before it: this is the one place where states and tokens are shifted against each other.
 
-    What stands behind the last state that is read is left out. In the example of this file's
-    header, with the responses chosen:
+    In the example of this file's header, with the responses chosen:
 
         tokens   1 2    4 5 6 7         wanted   0 not, 2 yes, 1 not, 3 yes
         chosen   2 3      6 7 8
     """
     chosen = chosen & (torch.arange(chosen.shape[1], device=chosen.device) > 0)
-    read = pad(chosen[:, 1:], (0, 1))  # (b, T)
-    needed = read.flip(1).cumsum(1).flip(1) > 0  # (b, T): up to the last one that is read
-    needed = needed & attention_mask
-    packed = lay_out(tokens, needed)
-    is_read, counts = read[needed].unique_consecutive(return_counts=True)
-    packed.wanted = [0] * bool(is_read[:1].any()) + counts.tolist()
+    packed = pack_to_read(tokens, attention_mask, pad(chosen[:, 1:], (0, 1)), shared)
     packed.chosen = tokens[chosen]
     return packed
 
@@ -70,13 +108,19 @@ def pack_choices(tokens, attention_mask, chosen):
 def pack_responses(mb):
     """
     pack_choices for the responses of a micro-batch: what is read belongs to the cells of (b, R).
-    mb: a dict with tokens and attention_mask (b, T) and response_mask (b, R).
+    mb: a dict with tokens and attention_mask (b, T) and response_mask (b, R). Neighbours with the
+    same prompt share it, but for its last token, whose state chooses the response's first one.
     """
-    mask, T = mb["response_mask"], mb["tokens"].shape[1]
-    chosen = pad(mask, (T - mask.shape[1], 0))  # (b, T)
-    packed = pack_choices(mb["tokens"], mb["attention_mask"], chosen)
-    packed.cells = mask.flatten().nonzero().squeeze(1)  # (n,)
+    tokens, mask, P = mb["tokens"], mb["attention_mask"], prompt_width(mb)
+    chosen = pad(mb["response_mask"], (P, 0))  # (b, T)
+    packed = pack_choices(tokens, mask, chosen, as_above(tokens, mask, P - 1))
+    packed.cells = mb["response_mask"].flatten().nonzero().squeeze(1)  # (n,)
     return packed
+
+
+def prompt_width(batch):
+    """P, of a batch with tokens (B, P + R) and response_mask (B, R)."""
+    return batch["tokens"].shape[1] - batch["response_mask"].shape[1]
 
 
 def pack_prompts(prompts, device):
@@ -91,17 +135,83 @@ def pack_prompts(prompts, device):
     if tokens.is_cuda:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     wanted = [n for length in lengths for n in (length - 1, 1)]
-    return Packed(tokens[None], positions[None], lengths, ends, wanted)
+    return Packed(tokens[None], positions[None], lengths, ends, wanted=wanted)
 
 
-def lay_out(tokens, mask):
-    """Packed, of the tokens (b, T) where mask is True."""
+def lay_out(tokens, mask, shared=None):
+    """
+    Packed, of the tokens (b, T) where mask is True. shared (b, T): True on the tokens at the
+    beginning of a row that are the same in the row above. Of neighbours that share tokens with each
+    other, all share the same. None: nothing is shared.
+    """
     positions = mask.long().cumsum(1) - 1  # (b, T)
-    lengths = [length for length in mask.sum(1).tolist() if length]
+    lengths, pieces, there = mask.sum(1).tolist(), None, mask
+    if shared is not None and shared.any():
+        pieces, lengths = shared_pieces(lengths, shared.sum(1).tolist())
+        there = mask & ~shared
+    lengths = [length for length in lengths if length > 0]
     ends = None
     if tokens.is_cuda:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(tokens.device)
-    return Packed(tokens[mask][None], positions[mask][None], lengths, ends)
+    return Packed(tokens[there][None], positions[there][None], lengths, ends, pieces)
+
+
+def shared_pieces(lengths, shared):
+    """
+    Pieces, and the lengths of the documents in its order. lengths: of each document; shared: how
+    many of its tokens are the same in the document before. The example of Pieces is [3, 5, 3] and
+    [0, 0, 2].
+    """
+    sizes, documents = [], []  # a document is a list of one piece or two
+    for length, before, behind in zip(lengths, shared, [*shared[1:], 0], strict=True):
+        begin = documents[-1][:1] if before else []
+        if behind and not before:  # the first of those that begin alike
+            begin, before = [len(sizes)], behind
+            sizes.append(behind)
+        documents.append(begin + [len(sizes)])
+        sizes.append(length - before)
+    documents.sort(key=lambda document: sum(sizes[i] for i in document))
+    order = list(itertools.chain.from_iterable(documents))
+    first = [order.index(i) for i in range(len(sizes))]
+    return Pieces(sizes, order, first), [sum(sizes[i] for i in pieces) for pieces in documents]
+
+
+def as_above(tokens, mask, width):
+    """
+    `shared` of lay_out, for rows with a prompt in their first columns, `width` of them: (b, T),
+    True on the prompts that are the same in the row above.
+    """
+    prompt = mask & (torch.arange(mask.shape[1], device=mask.device) < width)  # (b, T)
+    ids = torch.where(prompt, tokens, -1)  # -1 is no token
+    same = pad((ids[1:] == ids[:-1]).all(1), (len(ids[:1]), 0))  # (b,)
+    return prompt & same[:, None]
+
+
+def as_partner(tokens, mask):
+    """
+    `shared` of lay_out, for pairs of neighbours: (b, T), True where the second one of a pair has
+    begun like the first one so far. Tokens where mask is False are not shared.
+    """
+    same = (tokens[::2] == tokens[1::2]) & mask[::2] & mask[1::2]  # (b / 2, T)
+    shared = torch.zeros_like(mask)
+    shared[1::2] = same.cumprod(1).bool()
+    return shared
+
+
+def same_prompts(tokens, mask, rows, width):
+    """
+    Some rows of tokens and mask, (B, T) each -> lists of row numbers: in each list the rows with
+    one prompt. rows: a tensor of row numbers. width: how many columns prompts have; 0: there are
+    no prompts, and each row is alone.
+    """
+    if width == 0 or len(rows) == 0:
+        return [[row] for row in rows.tolist()]
+    prompts = torch.where(mask, tokens, -1)[rows, :width]  # -1 is no token
+    _, number = prompts.unique(dim=0, return_inverse=True)  # (len(rows),)
+    groups = {}
+    for row, prompt in zip(rows.tolist(), number.tolist(), strict=True):
+        groups.setdefault(prompt, []).append(row)
+    return list(groups.values())
 
 
 def pick(x, wanted):

@@ -43,7 +43,9 @@ In the code: the docstring of a function that is a collective begins with the wo
 and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
 calls such a function is marked # COLLECTIVE.
 """
+import collections
 import functools
+import heapq
 import itertools
 import math
 
@@ -107,20 +109,78 @@ def my_share(items):
     return items[mine.start:mine.stop]
 
 
+def deal(groups, tokens_of, bins, most_rows=math.inf, most_tokens=math.inf):
+    """
+    Groups of rows, dealt to bins (ranks, or micro-batches) so that all bins have about as many
+    tokens: the largest group first, each to the bin that has the fewest tokens so far.
+
+    groups: lists of rows, which stay together if they can. tokens_of(group) says how many tokens it
+    has. A bin takes at most most_rows rows and most_tokens tokens (one row may have more: then it
+    is alone). A group for which there is no room is cut in two; for a single row there is a new
+    bin. Returns lists of groups. All ranks deal alike: of equals the first comes first.
+
+    Example: single rows of 5, 4, 3, 3 and 1 tokens in two bins are dealt as 5, 3 and 4, 3, 1.
+    """
+    dealt, rows = [[] for _ in range(bins)], [0] * bins
+    lightest = [(0, i) for i in range(bins)]  # a heap of the bins that are not full: (tokens, bin)
+    waiting = collections.deque(sorted(groups, key=tokens_of, reverse=True))
+    while waiting:
+        group = waiting.popleft()
+        tokens, found, small = tokens_of(group), None, []
+        while lightest and found is None:
+            load, i = heapq.heappop(lightest)
+            alone = load == 0 and len(group) == 1
+            if load + tokens > most_tokens and not alone:  # then no other bin has room, either
+                small.append((load, i))
+                break
+            if rows[i] + len(group) > most_rows:
+                small.append((load, i))
+            else:
+                found = i
+        for bin in small:
+            heapq.heappush(lightest, bin)
+        if found is None and len(group) > 1:
+            half = len(group) // 2
+            waiting.extendleft([group[half:], group[:half]])
+            continue
+        if found is None:
+            load, found = 0, len(dealt)
+            dealt.append([])
+            rows.append(0)
+        dealt[found].append(group)
+        rows[found] += len(group)
+        if rows[found] < most_rows:
+            heapq.heappush(lightest, (load + tokens, found))
+    return dealt
+
+
+def my_micro_batches(groups, tokens_of, micro_batch_size, micro_batch_tokens=0):
+    """
+    This rank's micro-batches of the rows of all ranks: lists of rows. Each rank deals all rows, to
+    the ranks and then to their micro-batches, and so knows what the others do: there are as many on
+    every rank, some of them empty, for a forward pass of a sharded model is a collective.
+
+    groups, tokens_of: see deal. A rank has at most ceil(rows / ranks) rows, and a micro-batch at
+    most micro_batch_size rows; or with micro_batch_tokens at most so many tokens, however many rows
+    these are.
+    """
+    rank, size = rank_and_size()
+    dealt = []  # for each rank its micro-batches
+    for mine in deal(groups, tokens_of, size, -(-sum(map(len, groups)) // size)):
+        if micro_batch_tokens:
+            count = -(-sum(map(tokens_of, mine)) // micro_batch_tokens)
+            bins = deal(mine, tokens_of, count, most_tokens=micro_batch_tokens)
+            dealt.append([bin for bin in bins if bin])
+        else:
+            count = -(-sum(map(len, mine)) // micro_batch_size)
+            dealt.append(deal(mine, tokens_of, count, micro_batch_size))
+    mine = [[row for group in bin for row in group] for bin in dealt[rank]]
+    return mine + [[]] * (max(map(len, dealt)) - len(mine))
+
+
 def most_micro_batches(rows, size):
-    """
-    How many micro-batches of this size the rank with the most of so many rows has. Every rank runs
-    that many, some of them empty: a forward pass of a sharded model is a collective.
-    """
+    """How many micro-batches of this size the rank with the most of so many rows has."""
     return math.ceil(math.ceil(rows / rank_and_size()[1]) / size)
-
-
-def even_micro_batches(items, total, size):
-    """
-    This rank's items (a list), `size` at a time. total: how many items all ranks have together.
-    As many micro-batches as the rank with the most has: the last ones may be empty.
-    """
-    return [items[i * size:(i + 1) * size] for i in range(most_micro_batches(total, size))]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
+cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 # 3) rewards and advantages
@@ -86,6 +87,7 @@ lam = 0.95  # lambda of GAE [0..1]
 ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
+micro_batch_tokens = 0  # instead: as many rows as have so many tokens; 0 = micro_batch_size [>= 0]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
@@ -191,7 +193,7 @@ def read_with_models(batch, minibatches):
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
     with no_grad_forwards([policy, ref_policy, value_model], device):
         for rows in minibatches:
-            for mb in run.until_asked(my_micro_batches(batch, rows, micro_batch_size)):
+            for mb in run.until_asked(my_micro_batches(batch, rows, config)):
                 length = mb["response_mask"].shape[1]
                 columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
                 columns["values"][mb["index"], :length] = values_of(mb)
@@ -307,7 +309,7 @@ for iteration in range(run.start, max_iters + 1):
             parallel.zero_gradients(gradients)
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, micro_batch_size)):
+                    gradients, my_micro_batches(batch, rows, config)):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

@@ -38,6 +38,7 @@ from engine.placement import no_grad_forwards
 from engine.programs import extract_code
 from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
+from packing import as_above, pack_to_read, prompt_width, same_prompts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def last_real(mask):
 
 @torch.no_grad()
 def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0,
-                    skipped_id=None):
+                    skipped_id=None, prompts=0):
     """
     The reward model's scores, (B,) in at least float32: its output at the last real token of each
     row, plus its score_shift.
@@ -302,21 +303,23 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
     this many forward passes. A model that is sharded over the ranks needs all of them in each
     pass; so a rank with fewer rows adds passes without rows. skipped_id: read at the last token
     that is not this one, as transformers does with pad_token_id; at the first if all are.
+    prompts: how many columns have prompts in them; rows with the same one share it.
     """
     dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
-    order = attention_mask.sum(1).argsort(stable=True)  # similar lengths together: less padding
-    for i in range(max(count, -(-len(tokens) // micro_batch_size))):
-        rows = order[i * micro_batch_size:(i + 1) * micro_batch_size]  # (b,)
-        mask = attention_mask[rows]
-        used = mask.any(0)  # (T,): the columns that one of these rows uses
-        if len(rows) == 0:
-            used[:2] = True  # a model needs some columns
-        mask = mask[:, used]
-        ids = tokens[rows][:, used]  # (b, columns)
-        outputs = reward_model(ids, mask)  # (b, columns)
-        read_at = last_real(mask if skipped_id is None else mask & (ids != skipped_id))  # (b,)
-        scores[rows] = outputs.gather(1, read_at[:, None]).squeeze(1).to(dtype)
+    counted = attention_mask if skipped_id is None else attention_mask & (tokens != skipped_id)
+    read = torch.zeros_like(attention_mask)  # (B, T)
+    read[torch.arange(len(tokens), device=tokens.device), last_real(counted)] = True
+    lengths = attention_mask.sum(1).tolist()
+    groups = same_prompts(tokens, attention_mask, torch.arange(len(tokens)), prompts)
+    parts = parallel.deal(groups, lambda group: sum(lengths[row] for row in group),
+                          -(-len(tokens) // micro_batch_size), micro_batch_size)
+    for part in parts + [[]] * (count - len(parts)):
+        rows = torch.tensor([row for group in part for row in group], dtype=torch.int64,
+                            device=tokens.device)  # (b,)
+        ids, mask = tokens[rows], attention_mask[rows]  # (b, T)
+        packed = pack_to_read(ids, mask, read[rows], as_above(ids, mask, prompts))
+        scores[rows] = reward_model(packed.tokens, packed=packed)[0].to(dtype)
     return scores + reward_model.config.score_shift
 
 
@@ -336,7 +339,7 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
-                               micro_batch_size, count)
+                               micro_batch_size, count, prompts=prompt_width(batch))
 
     def encode():
         sequences = []
@@ -394,7 +397,7 @@ class Scorer:
         self.reward_model = reward_model
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.threads, self.device = threads, device
-        self.timeout, self.micro_batch_size = config["reward_timeout"], config["micro_batch_size"]
+        self.timeout, self.config = config["reward_timeout"], config
         self.autocast = autocast(config, device)
         self.said = set()  # what need not be said again
 
@@ -419,11 +422,15 @@ class Scorer:
         scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
         if self.reward_model is not None:
             # every rank runs the same number of forwards, for the model may be sharded
-            forwards = parallel.most_micro_batches(rows, self.micro_batch_size)
+            # with micro_batch_tokens, as many rows as surely have no more tokens
+            at_once = self.config["micro_batch_size"]
+            if self.config["micro_batch_tokens"]:
+                at_once = max(self.config["micro_batch_tokens"] // mine["tokens"].shape[1], 1)
+            forwards = parallel.most_micro_batches(rows, at_once)
             with self.autocast, no_grad_forwards([self.reward_model], self.device):
                 scores["reward_model"] = reward_model_scores(
                     mine, self.reward_model, self.reward_tokenizer, self.tokenizer,
-                    self.micro_batch_size, forwards)
+                    at_once, forwards)
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
         said["accuracy"] = accuracy(mine).to(self.device)

@@ -17,6 +17,8 @@ import os
 import sys
 import time
 
+from torch.nn.functional import pad
+
 import parallel
 from configurator import configure
 from data import batch_rows, iterations, right_pad
@@ -33,8 +35,7 @@ from formats import Rows, read_rows
 from rows import preference_row, sft_row
 from loss import learning_rate_at, preference_loss
 from model import at_least_float32
-from parallel import even_micro_batches
-from rewards import last_real
+from packing import as_partner, pack_to_read
 
 
 # -------------------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: w
 max_iters = 100  # optimizer steps [>= 1]
 batch_size = 64  # pairs a step, over all ranks [1..1000000]
 micro_batch_size = 32  # pairs at once; only memory depends on it [>= 1]
+micro_batch_tokens = 0  # instead: as many as have so many tokens; 0 = micro_batch_size [>= 0]
 learning_rate = 3e-4  # peak [> 0]
 warmup_iters = 5  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # shape of the way down to 0 after the warm-up [constant | linear | cosine]
@@ -154,24 +156,35 @@ if master:
 # scores and evaluation
 
 
-def scores_of(sequences):
+def micro_batches(items, tokens_of):
+    """This rank's micro-batches of the items of all ranks: lists of items with so many tokens."""
+    return parallel.my_micro_batches([[item] for item in items],
+                                     lambda group: sum(map(tokens_of, group)),
+                                     micro_batch_size, micro_batch_tokens)
+
+
+def tokens_of_pair(pair):
+    return sum(map(len, pair))
+
+
+def scores_of(sequences, pairs=False):
     """
-    The scalar at the last real token of each of b sequences of ids, (b,). That token is the EOS,
-    where the score of a response is read, too.
+    The scalar at the last token of each of b sequences of ids, (b,). That token is the EOS, where
+    the score of a response is read, too. pairs: each two of them begin alike, with the prompt; it
+    is then read once.
     """
-    tokens, attention_mask = right_pad(sequences, tokenizer.pad_id)  # (b, T) each
-    tokens, attention_mask = tokens.to(device), attention_mask.to(device)
+    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b, T) each
+    is_last = mask & ~pad(mask[:, 1:], (0, 1))  # (b, T)
+    shared = as_partner(tokens, mask & ~is_last) if pairs else None  # (b, T)
+    packed = pack_to_read(tokens, mask, is_last, shared)
     with precision:
-        # padding on the right needs no attention mask: causal attention never looks there
-        scalars = reward_model(tokens)  # (b, T)
-    scores = scalars.gather(1, last_real(attention_mask)[:, None]).squeeze(1)  # (b,)
-    return at_least_float32(scores)
+        scalars = reward_model(packed.tokens, packed=packed)[0]  # (b,)
+    return at_least_float32(scalars)
 
 
 def pair_scores(pairs):
     """Scores of the chosen and of the rejected ones of some pairs, (b / 2,) each: one forward."""
-    chosen, rejected = [x for x, _ in pairs], [x for _, x in pairs]
-    return scores_of(chosen + rejected).chunk(2)
+    return scores_of([ids for pair in pairs for ids in pair], pairs=True).view(-1, 2).unbind(1)
 
 
 def evaluate():
@@ -181,8 +194,7 @@ def evaluate():
     """
     loss_sum, right, count = 0.0, 0.0, 0
     with no_grad_forwards([reward_model], device):
-        mine = parallel.my_share(eval_pairs)
-        for pairs in even_micro_batches(mine, len(eval_pairs), micro_batch_size):
+        for pairs in micro_batches(eval_pairs, tokens_of_pair):
             chosen, rejected = pair_scores(pairs)
             loss_sum += preference_loss(chosen, rejected).sum().item()
             right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
@@ -195,8 +207,7 @@ def demonstration_mean():
     """Mean score of the demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([reward_model], device):
-        mine = parallel.my_share(demonstrations)
-        for part in even_micro_batches(mine, len(demonstrations), micro_batch_size):
+        for part in micro_batches(demonstrations, len):
             total += scores_of(part).sum().item()
             count += len(part)
     return parallel.all_reduce_metrics({"score": [total, count]})["score"]
@@ -235,21 +246,17 @@ for iteration in range(start, max_iters + 1):
         write_log(out_dir, record)
         break
 
-    # this rank's pairs: of the whole batch, sorted by length, each world_size-th.
-    # A micro-batch then has pairs of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    pairs = sorted((train_pairs[i] for i in rows), key=lambda pair: max(map(len, pair)))
-    all_tokens = sum(len(chosen) + len(rejected) for chosen, rejected in pairs)
-    pairs = pairs[rank::world_size]
+    pairs = [train_pairs[i] for i in rows]  # of all ranks
+    all_tokens = sum(map(tokens_of_pair, pairs))
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in parallel.overlap_all_reduce(
-            gradients, even_micro_batches(pairs, batch_size, micro_batch_size)):
+    for part in parallel.overlap_all_reduce(gradients, micro_batches(pairs, tokens_of_pair)):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()

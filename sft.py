@@ -34,7 +34,6 @@ from formats import Rows, read_rows
 from rows import sft_row
 from loss import learning_rate_at, logprobs_and_entropy
 from packing import pack_choices
-from parallel import even_micro_batches
 
 
 # -------------------------------------------------------------------------------------------------
@@ -60,6 +59,7 @@ context = 64  # scratch: longest sequence [2..10000000]
 max_iters = 700  # optimizer steps [>= 1]
 batch_size = 128  # demonstrations a step, over all ranks [1..1000000]
 micro_batch_size = 32  # demonstrations at once; only memory depends on it [>= 1]
+micro_batch_tokens = 0  # instead: as many as have so many tokens; 0 = micro_batch_size [>= 0]
 learning_rate = 3e-3  # peak [> 0]
 warmup_iters = 20  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # shape of the way down to 0 after the warm-up [constant | linear | cosine]
@@ -171,6 +171,13 @@ if master:
 # loss and evaluation
 
 
+def micro_batches(examples):
+    """This rank's micro-batches of the examples of all ranks: lists of (ids, trained)."""
+    return parallel.my_micro_batches([[example] for example in examples],
+                                     lambda group: sum(len(ids) for ids, _ in group),
+                                     micro_batch_size, micro_batch_tokens)
+
+
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
     tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
@@ -188,8 +195,7 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        mine = parallel.my_share(eval_examples)
-        for part in even_micro_batches(mine, len(eval_examples), micro_batch_size):
+        for part in micro_batches(eval_examples):
             logprobs = completion_logprobs(part)  # (n,)
             total -= logprobs.sum().item()
             count += len(logprobs)
@@ -228,23 +234,19 @@ for iteration in range(start, max_iters + 1):
         write_log(out_dir, record)
         break
 
-    # this rank's demonstrations: of the whole batch, sorted by length, each world_size-th.
-    # A micro-batch then has demonstrations of like lengths, and less padding to compute
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    examples = sorted((train_examples[i] for i in rows), key=lambda example: len(example[0]))
+    examples = [train_examples[i] for i in rows]  # of all ranks
     # of all ranks: the loss is the mean over these
     token_count = sum(trained.count(1) for _, trained in examples)
     all_tokens = sum(len(ids) for ids, _ in examples)
-    examples = examples[rank::world_size]
 
     # gradients, micro-batch by micro-batch
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in parallel.overlap_all_reduce(
-            gradients, even_micro_batches(examples, batch_size, micro_batch_size)):
+    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):
         logprobs = completion_logprobs(part)  # (n,)
         loss = -logprobs.sum()
         (loss_scale * loss / token_count).backward()

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from data import (batch_rows, encode_for_all, encode_prompts, micro_batches, other_row, permutation, replace_rows, right_pad,
-                  say_special_tokens)
+from data import (batch_rows, encode_for_all, encode_prompts, micro_batch, my_micro_batches, other_row, permutation,
+                  replace_rows, right_pad, say_special_tokens)
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, GPT2Tokenizer, HFTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 
@@ -104,11 +104,12 @@ def test_the_examples_of_the_docstrings():
     assert torch.equal(got["attention_mask"], got["tokens"] > 0) and got["scores"].tolist() == [0, 0]
 
     three = batch([[5, 6, 7, 8, 9], [0, 0, 1, 2, 0], [0, 3, 4, 5, 0]], 3)
-    first, second, third = micro_batches(three, torch.arange(3), 2, 3)
-    assert first["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and first["scores"].tolist() == [1, 2]
-    assert first["response_mask"].tolist() == [[True], [True]]
-    assert second["tokens"].tolist() == [[5, 6, 7, 8, 9]] and second["scores"].tolist() == [0]
-    assert third["tokens"].shape == (0, 2) and third["response_mask"].shape == (0, 1)  # no rows, two columns
+    first, second = my_micro_batches(three, torch.arange(3), dict(micro_batch_size=2, micro_batch_tokens=0))
+    assert first["tokens"].tolist() == [[5, 6, 7, 8, 9]] and first["scores"].tolist() == [0]
+    assert second["tokens"].tolist() == [[3, 4, 5], [0, 1, 2]] and second["scores"].tolist() == [2, 1]
+    assert second["response_mask"].tolist() == [[True], [True]]
+    none = micro_batch(three, torch.tensor([], dtype=torch.int64))
+    assert none["tokens"].shape == (0, 2) and none["response_mask"].shape == (0, 1)  # no rows, two columns
 
 
 def test_right_pad():

@@ -6,7 +6,7 @@ from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
 from loss import response_logprobs, response_values
 from model import document_attention, documents_seen, freeze
-from packing import pack, pack_choices, pack_responses, pick, unpack
+from packing import Pieces, as_partner, pack, pack_choices, pack_responses, pack_to_read, pick, shared_pieces, unpack
 
 from families import VARIANTS, make
 
@@ -14,9 +14,14 @@ P, R = 8, 6
 SIZES = [(8, 6), (3, 2), (5, 6), (8, 1), (4, 3), (4, 3)]  # tokens of prompt and response; two documents are of one length
 
 
-def micro_batch(sizes=SIZES, seed=0):
-    """Prompts padded on the left, responses on the right, with ids of the vocabulary for padding."""
+def micro_batch(sizes=SIZES, like=(), seed=0):
+    """
+    Prompts padded on the left, responses on the right, with ids of the vocabulary for padding. like: the rows whose prompt is
+    that of the row above.
+    """
     tokens = torch.randint(0, 90, (len(sizes), P + R), generator=torch.Generator().manual_seed(seed))
+    for row in like:
+        tokens[row, :P] = tokens[row - 1, :P]
     column = torch.arange(P + R)
     first, last = (torch.tensor([n[i] for n in sizes]).view(-1, 1) for i in range(2))
     mask = (column >= P - first) & (column < P + last)
@@ -50,12 +55,19 @@ def test_the_examples_of_the_docstrings():
     assert pack(tokens).lengths == [5, 5] and pack(tokens).tokens.flatten().equal(tokens.flatten())
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+# three rows with one prompt, one alone, two with one prompt, one with another prompt of that length, a prompt of one token
+GROUPS = [(8, 6), (8, 2), (8, 6), (5, 3), (4, 1), (4, 6), (4, 2), (1, 3), (1, 5)]
+
+
+@pytest.mark.parametrize("recomputed, sizes, like", [
+    (False, SIZES, ()), (True, SIZES, ()), (False, GROUPS, (1, 2, 5, 8)), (True, GROUPS, (1, 2, 5, 8))],
+    ids=["alone", "alone, recomputed", "shared", "shared, recomputed"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_rows_are_as_if_alone(variant, recomputed, tmp_path):
+def test_packed_rows_are_as_if_alone(variant, recomputed, sizes, like, tmp_path):
     """Log-probs, entropies, values and gradients."""
-    mb = micro_batch()
-    weights = torch.rand(3, len(SIZES), R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mb = micro_batch(sizes, like)
+    assert pack_responses(mb).tokens.numel() == mb["attention_mask"].sum() - len(sizes) - (7 + 7 + 3 if like else 0)
+    weights = torch.rand(3, len(sizes), R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model, scalar = (loaded(variant, tmp_path, head) for head in ("lm", "scalar"))
     model.recompute(recomputed)
     logprobs, entropy = response_logprobs(model, mb, 0.7, 90)
@@ -65,7 +77,7 @@ def test_packed_rows_are_as_if_alone(variant, recomputed, tmp_path):
     for m in (model, scalar):
         m.zero_grad()
         m.recompute(False)
-    for row, (p, r) in enumerate(SIZES):
+    for row, (p, r) in enumerate(sizes):
         ids = mb["tokens"][row, P - p:P + r][None]
         logits = model(ids)[0, p - 1:-1] / 0.7
         logits[:, 90:] = -torch.inf
@@ -79,9 +91,38 @@ def test_packed_rows_are_as_if_alone(variant, recomputed, tmp_path):
     assert max((a - b).abs().max() for a, b in zip(got, want, strict=True)) < 1e-12
 
 
+def test_pieces_by_hand():
+    """The example of the docstring; and a document that is alone behind some that share, though it is as long."""
+    pieces, lengths = shared_pieces([3, 5, 3], [0, 0, 2])
+    assert pieces == Pieces([3, 2, 3, 1], [0, 1, 3, 1, 2], [0, 1, 4, 2]) and lengths == [3, 3, 5]
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert pieces.repeat(tokens).tolist() == [1, 2, 3, 4, 5, 9, 4, 5, 6, 7, 8]
+    assert pieces.once(pieces.repeat(tokens)).equal(tokens)
+    pieces, lengths = shared_pieces([4, 5, 4, 5, 5], [0, 3, 0, 0, 1])
+    assert pieces.sizes == [3, 1, 2, 4, 1, 4, 4] and lengths == [4, 4, 5, 5, 5]
+    assert pieces.order == [0, 1, 3, 0, 2, 4, 5, 4, 6]
+
+
+def test_pairs_share_what_they_have_in_common(tmp_path):
+    """Read at the last tokens, two at a time; two of them are equal, of two the one continues the other, two have nothing."""
+    texts = [[5, 6, 7, 8], [5, 6, 9], [5, 6, 9], [5, 6, 9], [4, 4], [4, 4, 4, 4], [1, 2], [3, 2]]
+    tokens, mask = torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, 5, dtype=torch.bool)
+    for row, ids in enumerate(texts):
+        tokens[row, :len(ids)], mask[row, :len(ids)] = torch.tensor(ids), True
+    is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    shared = as_partner(tokens, mask & ~is_last)
+    assert shared.sum(1).tolist() == [0, 2, 0, 2, 0, 1, 0, 0]
+    packed = pack_to_read(tokens, mask, is_last, shared)
+    assert packed.tokens.tolist() == [[5, 6, 7, 8, 9, 5, 6, 9, 9, 4, 4, 4, 4, 4, 1, 2, 3, 2]]
+    model = loaded("qwen3", tmp_path, "scalar")
+    said = model(packed.tokens, packed=packed)[0]
+    alone = torch.stack([model(torch.tensor([ids]))[0, -1] for ids in texts])
+    assert said.shape == (8,) and (said - alone).abs().max() < 1e-12
+
+
 def test_adapters_read_packed_rows(tmp_path):
     base = loaded("llama3-gqa-tied", tmp_path)
-    model, mb = Adapted(base, rank=3, seed=1), micro_batch()
+    model, mb = Adapted(base, rank=3, seed=1), micro_batch(like=[5])
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(len(name)))
     together = response_logprobs(model, mb, 1.0, 97)[0]

@@ -2,6 +2,7 @@
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -43,6 +44,45 @@ def test_my_share_covers_everything_once(monkeypatch):
                 shares.append(parallel.my_share(list(range(n))))
             assert sum(shares, []) == list(range(n))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def total(group):
+    return sum(group)  # here a row is the number of its tokens
+
+
+def test_deal_by_hand():
+    def deal(groups, *rest, **more):
+        return parallel.deal(groups, total, *rest, **more)
+
+    assert deal([[5], [4], [3], [3], [1]], 2) == [[[5], [3]], [[4], [3], [1]]]  # the docstring's
+    assert deal([[2], [2], [2]], 3) == [[[2]], [[2]], [[2]]] and deal([], 2) == [[], []]
+    assert deal([[1], [9], [2], [3]], 2, 2) == [[[9], [1]], [[3], [2]]]  # the lighter bin is full
+    assert deal([[3, 3], [4], [1]], 2, 2) == [[[3, 3]], [[4], [1]]]  # a group stays together
+    assert deal([[3, 3, 3], [1]], 2, 2) == [[[3], [1]], [[3, 3]]]  # or is cut in two
+    assert deal([[5], [4], [3], [20]], 1, most_tokens=8) == [[[20]], [[5]], [[4], [3]]]  # new bins; one row is too long
+    assert deal([[3, 3, 3], [2]], 2, most_tokens=6) == [[[3], [2]], [[3, 3]]]
+
+
+def test_micro_batches_of_all_ranks(monkeypatch):
+    """Each row is in one, they are not too large, there are as many on every rank, and all ranks have like numbers of tokens."""
+    lengths = torch.randint(1, 100, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = list(enumerate(lengths))
+    for groups in ([[row] for row in rows], [rows[i:i + 4] for i in range(0, 61, 4)], [rows]):
+        for ranks, size, most in itertools.product((1, 2, 3, 7, 100), (1, 5, 64), (0, 1, 150)):
+            parts = []
+            for rank in range(ranks):
+                monkeypatch.setattr(parallel, "rank_and_size", lambda r=rank, n=ranks: (r, n))
+                parts.append(parallel.my_micro_batches(groups, lambda group: sum(n for _, n in group), size, most))
+            flat = [sum(part, []) for part in parts]
+            assert sorted(sum(flat, [])) == rows and len({len(part) for part in parts}) == 1
+            assert max(map(len, flat)) <= -(-61 // ranks)
+            for mb in sum(parts, []):
+                assert len(mb) <= size if not most else len(mb) <= 1 or sum(n for _, n in mb) <= most
+            if not most:
+                assert len(parts[0]) == parallel.most_micro_batches(61, size)
+            if ranks <= 3 and len(groups) == 61:
+                tokens = [sum(n for _, n in part) for part in flat]
+                assert max(tokens) - min(tokens) < 50
 
 
 def test_more_ranks_than_gpus_is_said_by_all(monkeypatch):

@@ -601,7 +601,7 @@ def test_the_value_model_starts_as_the_reward_adapter(trunk):
 # value_init = shared: one trunk for both losses
 
 DUMP = """
-original_batches, original_check, dumped = data.micro_batches, audit.check_gradients, {}
+original_batches, original_check, dumped = data.my_micro_batches, audit.check_gradients, {}
 def batches(batch, *rest):
     if "advantages" in batch:
         dumped.update(batch)
@@ -611,7 +611,7 @@ def check(norm, model, name, iteration):
     if name == "value_model":
         torch.save(dumped, "dump.pt")
     original_check(norm, model, name, iteration)
-data.micro_batches, audit.check_gradients = batches, check
+data.my_micro_batches, audit.check_gradients = batches, check
 """
 
 
