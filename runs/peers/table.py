@@ -3,7 +3,8 @@ The table of runs/peers.sh: quartet and each peer in turns, a process for each t
 
 The ratio is that of the medians over all timed steps of all turns. cores: how many CPU cores were
 at work on average, quartet's and the peer's; "contended" stands where they were far fewer than
-threads, which makes a line worthless. FOLDER/results.json keeps all rows, so a table may be made in several calls.
+threads, which makes a line worthless. FOLDER/results.json keeps all rows, so a table may be made in
+several calls.
 """
 import json
 import os
