@@ -247,16 +247,13 @@ def forward_only(m, run, rows, width):
 
 def logits_forward(m, run, tokens):
     """
-    Log-probs of so many tokens, or with head_chunk of that many at a time: tokens V a of logits. A
-    cast to f, a division by the temperature and a masked padding of the vocabulary each make a
-    copy, tokens V f; two tensors lie there at a time. An entropy takes tokens V 5.25 f.
+    Log-probs of so many tokens, or with head_chunk of that many at a time: 2 tokens V f, the scaled
+    logits and the log-probs of the whole vocabulary. An entropy takes 4 tokens V f.
     """
     if m.head != "lm":
         return 0
     tokens = min(run.head_chunk or tokens, tokens)
-    copies = (run.a != run.f) + (run.temperature != 1.0) + run.vocab_padding
-    size = [run.a, run.a + run.f, max(run.a + run.f, 2 * run.f)][min(copies, 2)]
-    return tokens * m.c.vocab_size * max(size, 5.25 * run.f * run.entropy)
+    return tokens * m.c.vocab_size * (4 if run.entropy else 2) * run.f
 
 
 def kv_cache(m, run, n):
@@ -324,6 +321,8 @@ def kept_by_layer(m, run):
         norms = 0
     if c.norm_after:
         norms += 2 * d * run.stream
+    if c.qk_norm and run.autocast and run.cuda:  # in 32 bits
+        norms += (q + kv) * run.stream
 
     products = branches * c.d_ff
     products += q + kv if c.qk_norm else 0
@@ -359,16 +358,14 @@ def layer_backward(m, run):
     The worst moment of a layer's backward pass is in its MLP:
         gated      N d s + 2 N ff a + d ff e
         not gated  N d s + N ff a + d ff e
-    The activations between `up` and `down` are computed again; in their place come their
-    gradients, and beside them lies the weight's. An adapter in 32 bits beside 16 takes N ff 4 more.
-    With gradient_checkpointing all that the layer keeps is computed again as well: kept_by_layer
-    less the layer's input.
+    What `down` has read is computed again and its gradient written over it; an adapter of `down`
+    takes N ff a more. Beside it lies the gradient of the weight. With gradient_checkpointing all
+    that the layer keeps is computed again as well: kept_by_layer less the layer's input.
     """
     N, _ = tokens_of(run, run.b)
-    hidden = N * m.c.d_ff * run.a
-    inner = hidden * (2 if m.c.gated_mlp else 1) + m.c.d_model * m.c.d_ff * weight_gradient(m, run)
-    if m.rank and "down" in m.targets and run.a == 2:
-        inner += N * m.c.d_ff * 4
+    hidden, weight = N * m.c.d_ff * run.a, m.c.d_model * m.c.d_ff * weight_gradient(m, run)
+    tensors = (2 if m.c.gated_mlp else 1) + (m.rank > 0 and "down" in m.targets)
+    inner = tensors * hidden + weight
     again = kept_by_layer(m, run) - N * m.c.d_model * run.stream if run.checkpointing else 0
     return N * m.c.d_model * run.stream + inner + again
 
@@ -377,8 +374,9 @@ def logits_training(m, run):
     """
     The head's forward and backward pass, the largest of
         logits_forward
-        b R V 4 f: the logits, and three tensors of that size in the backward pass of logsumexp
-        b R V f + V d e: the logits and the gradient of the head's weight
+        b R V f + V d e: the gradient of the logits, in the memory of the log-probs, and that of
+                         the head's weight; under autocast also b R V a, its 16-bit copy
+        b R V 3.25 f with an entropy
     or with head_chunk: logits_forward of a chunk + V d e + 2 b R d s. Beside it the inputs of the
     last norm and of the head, b R d s each, and under autocast a 16-bit copy of the head's weight.
     """
@@ -392,7 +390,8 @@ def logits_training(m, run):
     if run.head_chunk:
         return inputs + weight + 2 * tokens * c.d_model * run.stream + forward
     logits = tokens * c.vocab_size * run.f
-    return inputs + max(forward, logits * (5.25 if run.entropy else 4), logits + weight)
+    copy = tokens * c.vocab_size * run.a if run.autocast else 0
+    return inputs + max(forward, logits * 3.25 * run.entropy, logits + copy + weight)
 
 
 def update(m, run):
