@@ -25,10 +25,10 @@ class KVCache:
         # zeros, because what a mask hides must be finite: NaN times 0 is NaN
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.columns, self.device = columns, device
+        self.heads, self.columns, self.device = c.n_kv_heads, columns, device
         self.lengths, self.longest = torch.zeros(n, dtype=torch.int64, device=device), 0
-        # which of a forward's tokens go where: tokens (m,), None: all; rows (m,); columns (m,)
-        self.tokens = self.rows = self.at = None
+        # which tokens of a forward are stored, (m,), None: all; and where, see `aim`
+        self.tokens = self.cells = None
         self.tables = None  # rotations of all positions, see `rotations`
 
     def take(self, rows, which, lengths):
@@ -38,25 +38,36 @@ class KVCache:
         """
         ends = torch.tensor(lengths).cumsum(0).tolist()
         begins = [end - length for end, length in zip(ends, lengths, strict=True)]
-        self.tokens, self.rows, self.at = (torch.cat(x).to(self.device) for x in zip(*(
+        self.tokens, row, column = (torch.cat(x).to(self.device) for x in zip(*(
             (torch.arange(begins[i], ends[i]), torch.full((lengths[i],), row),
              torch.arange(lengths[i])) for row, i in zip(rows, which, strict=True)), strict=True))
+        self.aim(row, column)
         taken = torch.tensor([lengths[i] for i in which], device=self.device)
         self.set_lengths(self.lengths.index_copy(0, torch.tensor(rows, device=self.device), taken))
 
     def begin_step(self):
         """Before the layers of a step. Returns the positions of its tokens, (n, 1)."""
-        self.tokens, self.at = None, self.lengths
-        self.rows = torch.arange(len(self.lengths), device=self.device)
-        self.lengths, self.longest = self.lengths + 1, self.longest + 1
-        return self.at[:, None]
+        positions, self.tokens = self.lengths, None
+        self.aim(torch.arange(len(positions), device=self.device), positions)
+        self.lengths, self.longest = positions + 1, self.longest + 1
+        return positions[:, None]
+
+    def aim(self, rows, columns):
+        """
+        The next tokens are stored in these rows and columns, (m,) each. cells (m * KV,): where that
+        is for each of their heads, if a layer's keys are seen as (n * KV * columns, hd).
+        """
+        heads = torch.arange(self.heads, device=self.device)
+        self.cells = ((rows[:, None] * self.heads + heads) * self.columns
+                      + columns[:, None]).flatten()
 
     def write(self, layer, k, v):
         """Store the keys and values of a layer's new tokens, (1, N, KV, hd) or (n, 1, KV, hd)."""
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
             new = new.flatten(0, 1)  # (N or n, KV, hd)
             new = new if self.tokens is None else new[self.tokens]
-            cache[self.rows, :, self.at] = new.to(cache.dtype)
+            new = new.reshape(-1, new.shape[-1]).to(cache.dtype)
+            cache.view(-1, new.shape[-1]).index_copy_(0, self.cells, new)
 
     def read(self, layer):
         """The keys and values of a layer's columns in use, (n, KV, S, hd) each."""
@@ -83,23 +94,31 @@ class KVCache:
         if self.tables is None:
             self.tables = model.rotations(torch.arange(self.columns, device=self.device)[None],
                                           dtype)  # (1, columns, 1, rotary_dim) each
-        return {window: table and tuple(x[0, self.at, None] for x in table)  # (n, 1, 1, rotary_dim)
+        positions = self.lengths[:, None] - 1  # (n, 1)
+        return {window: table and tuple(x[0, positions] for x in table)  # (n, 1, 1, rotary_dim)
                 for window, table in self.tables.items()}
 
     def forget(self, rows):
         """These rows (a list of numbers) have no tokens any more: a step costs little on them."""
         self.set_lengths(self.lengths.index_fill(0, torch.tensor(rows, device=self.device), 0))
 
-    def keep_rows(self, rows):
+    def drop(self, rows):
         """
-        Forget all rows but these (a list of numbers). This goes layer by layer, so that there are
-        never two copies of the whole cache.
+        Forget these rows (a list of numbers). So that the others stand side by side again, the last
+        ones move to the places of those that are dropped. Returns where each row has come from.
         """
-        rows = torch.tensor(rows, device=self.device)
-        self.set_lengths(self.lengths[rows])
+        n = len(self.lengths) - len(rows)
+        gaps = [row for row in rows if row < n]
+        moved = sorted(set(range(n, len(self.lengths))) - set(rows))
+        order = list(range(n))
+        for gap, row in zip(gaps, moved, strict=True):
+            order[gap] = row
+        self.set_lengths(self.lengths[order])
         for tensors in (self.k, self.v):
             for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
+                t[gaps] = t[moved]
+                tensors[i] = t[:n]
+        return order
 
     def set_lengths(self, lengths):
         self.lengths, self.longest = lengths, int(lengths.max())

@@ -9,8 +9,8 @@ How responses are sampled, in six lines:
    cumulated probability is above the uniform.
 4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
 5. A response ends with an EOS, or after R tokens.
-6. When some of the rows that decode together have ended, the next prompts take their places; or,
-   when there are no more prompts and half of the rows have ended, these are dropped.
+6. When a quarter of the rows that decode together have ended, the next prompts take their places;
+   when there are no more prompts, these rows are dropped.
 
 For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
 1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
@@ -247,22 +247,21 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
 
         # step 6: rows that are free get another prompt, or are dropped
         free = [row for row, i in enumerate(response) if i == B]
-        running = [row for row, i in enumerate(response) if i < B]
+        enough = 4 * len(free) >= len(response)
         if free:
             cache.forget(free)
-        if begun == B and len(running) <= len(free):
-            response, t = ([x[row] for row in running] for x in (response, t))
-            tokens = tokens[running]
-            cache.keep_rows(running)
-        if running:
+        if enough and begun == B:
+            order = cache.drop(free)
+            response, t, tokens = [response[i] for i in order], [t[i] for i in order], tokens[order]
+        if len(free) < n:
             logits = policy(tokens[:, -1:], cache=cache)[:, 0]  # (n, V)
-        if begun < B and 4 * len(free) >= n:
-            free = free[:B - begun]
-            fresh = list(range(begun, begun + len(free)))
-            begun += len(free)
+        if enough and begun < B:
+            fresh = range(begun, min(begun + len(free), B))  # the next responses
+            free = free[:len(fresh)]
             logits[free] = read_prompts(policy, cache, free, [prompts[i] for i in fresh])
             for row, i in zip(free, fresh, strict=True):
                 response[row] = i
+            begun = fresh.stop
 
 
 def read_prompts(policy, cache, rows, prompts):
