@@ -14,21 +14,28 @@ class KVCache:
     at any time: what stands behind the row's own tokens is never looked at.
 
     Two kinds of forward passes fill it: those that read prompts, which `take` announces, and steps,
-    which append one token to each row.
+    which `begin_step` announces: they append one token to each row. A forward may be made twice
+    after one announcement: it writes the same again.
 
         lengths (n,) int64  how many tokens each row has, and so the position of its next one
         longest             the largest of them
+
+    at_once: S is a multiple of this, or all columns. Then it seldom changes, and with it the shapes
+    of a step (see engine/graphs.py). No other memory of a step changes but in `drop`.
     """
 
-    def __init__(self, c, n, columns, dtype, device):
+    def __init__(self, c, n, columns, dtype, device, at_once=1):
         shape = (n, c.n_kv_heads, columns, c.head_dim)
         # zeros, because what a mask hides must be finite: NaN times 0 is NaN
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.heads, self.columns, self.device = c.n_kv_heads, columns, device
+        self.heads, self.columns = c.n_kv_heads, columns
+        self.device, self.at_once = device, at_once
         self.lengths, self.longest = torch.zeros(n, dtype=torch.int64, device=device), 0
-        # which tokens of a forward are stored, (m,), None: all; and where, see `aim`
-        self.tokens = self.cells = None
+        self.all_rows, self.ends = torch.arange(n, device=device), torch.zeros_like(self.lengths)
+        # which of a forward's tokens go where: tokens (m,), None: all; rows (m,); columns (m,)
+        self.tokens = self.rows = self.at = None
+        self.cells = None  # see `aim`
         self.tables = None  # rotations of all positions, see `rotations`
 
     def take(self, rows, which, lengths):
@@ -38,47 +45,52 @@ class KVCache:
         """
         ends = torch.tensor(lengths).cumsum(0).tolist()
         begins = [end - length for end, length in zip(ends, lengths, strict=True)]
-        self.tokens, row, column = (torch.cat(x).to(self.device) for x in zip(*(
+        self.tokens, self.rows, self.at = (torch.cat(x).to(self.device) for x in zip(*(
             (torch.arange(begins[i], ends[i]), torch.full((lengths[i],), row),
              torch.arange(lengths[i])) for row, i in zip(rows, which, strict=True)), strict=True))
-        self.aim(row, column)
         taken = torch.tensor([lengths[i] for i in which], device=self.device)
-        self.set_lengths(self.lengths.index_copy(0, torch.tensor(rows, device=self.device), taken))
+        self.lengths.index_copy_(0, torch.tensor(rows, device=self.device), taken)
+        self.longest = int(self.lengths.max())
 
     def begin_step(self):
-        """Before the layers of a step. Returns the positions of its tokens, (n, 1)."""
-        positions, self.tokens = self.lengths, None
-        self.aim(torch.arange(len(positions), device=self.device), positions)
-        self.lengths, self.longest = positions + 1, self.longest + 1
-        return positions[:, None]
+        """The next forward is a step: the tokens (n, 1) that follow in each row."""
+        self.ends.copy_(self.lengths)
+        self.tokens, self.rows, self.at = None, self.all_rows, self.ends
+        self.lengths += 1
+        self.longest += 1
 
-    def aim(self, rows, columns):
+    def aim(self):
         """
-        The next tokens are stored in these rows and columns, (m,) each. cells (m * KV,): where that
-        is for each of their heads, if a layer's keys are seen as (n * KV * columns, hd).
+        At the begin of a forward: cells (m * KV,), where the keys of its tokens go, head by head, if
+        those of a layer are seen as (n * KV * columns, hd). So each layer writes to one index.
         """
         heads = torch.arange(self.heads, device=self.device)
-        self.cells = ((rows[:, None] * self.heads + heads) * self.columns
-                      + columns[:, None]).flatten()
+        first = (self.rows[:, None] * self.heads + heads) * self.columns  # (m, KV)
+        self.cells = (first + self.at[:, None]).flatten()
+
+    def in_use(self):
+        """S, see at_once."""
+        return min(-(-self.longest // self.at_once) * self.at_once, self.columns)
 
     def write(self, layer, k, v):
         """Store the keys and values of a layer's new tokens, (1, N, KV, hd) or (n, 1, KV, hd)."""
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
             new = new.flatten(0, 1)  # (N or n, KV, hd)
-            new = new if self.tokens is None else new[self.tokens]
-            new = new.reshape(-1, new.shape[-1]).to(cache.dtype)
+            new = new if self.tokens is None else new[self.tokens]  # (m, KV, hd)
+            new = new.reshape(-1, new.shape[-1]).to(cache.dtype)  # (m * KV, hd)
             cache.view(-1, new.shape[-1]).index_copy_(0, self.cells, new)
 
     def read(self, layer):
         """The keys and values of a layer's columns in use, (n, KV, S, hd) each."""
-        return self.k[layer][:, :, :self.longest], self.v[layer][:, :, :self.longest]
+        S = self.in_use()
+        return self.k[layer][:, :, :S], self.v[layer][:, :, :S]
 
     def masks(self, windows, dtype):
         """
         {window: mask} of a step, (n, 1, 1, S) each, added to the scores of attention: 0 where a
         row's new token may look, itself included, and -inf elsewhere.
         """
-        column = torch.arange(self.longest, device=self.device)
+        column = torch.arange(self.in_use(), device=self.device)
         end = self.lengths[:, None]  # (n, 1)
         masks = {}
         for window in set(windows):
@@ -94,13 +106,13 @@ class KVCache:
         if self.tables is None:
             self.tables = model.rotations(torch.arange(self.columns, device=self.device)[None],
                                           dtype)  # (1, columns, 1, rotary_dim) each
-        positions = self.lengths[:, None] - 1  # (n, 1)
-        return {window: table and tuple(x[0, positions] for x in table)  # (n, 1, 1, rotary_dim)
+        return {window: table and tuple(x[0, self.at, None] for x in table)  # (n, 1, 1, rotary_dim)
                 for window, table in self.tables.items()}
 
     def forget(self, rows):
         """These rows (a list of numbers) have no tokens any more: a step costs little on them."""
-        self.set_lengths(self.lengths.index_fill(0, torch.tensor(rows, device=self.device), 0))
+        self.lengths.index_fill_(0, torch.tensor(rows, device=self.device), 0)
+        self.longest = int(self.lengths.max())
 
     def drop(self, rows):
         """
@@ -113,12 +125,11 @@ class KVCache:
         order = list(range(n))
         for gap, row in zip(gaps, moved, strict=True):
             order[gap] = row
-        self.set_lengths(self.lengths[order])
+        self.lengths = self.lengths[order]
+        self.all_rows, self.ends = self.all_rows[:n], torch.zeros_like(self.lengths)
+        self.longest = int(self.lengths.max())
         for tensors in (self.k, self.v):
             for i, t in enumerate(tensors):
                 t[gaps] = t[moved]
                 tensors[i] = t[:n]
         return order
-
-    def set_lengths(self, lengths):
-        self.lengths, self.longest = lengths, int(lengths.max())

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from model import at_least_float32
+from model import at_least_float32, autocast_dtype
 from packing import pack_responses, unpack
 
 
@@ -21,7 +21,7 @@ from packing import pack_responses, unpack
 # logits -> log-probs and entropy
 
 
-def scaled_logits(logits, temperature=1.0, vocab_size=None):
+def scaled_logits(logits, temperature=1.0, vocab_size=None, overwrite=False):
     """
     The logits of the distribution that is sampled, trained and compared: logits (..., V) /
     temperature, in at least float32. The sampler and all log-probs use this function, so they mean
@@ -29,13 +29,17 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None):
 
     vocab_size: the tokenizer's; ids from there on are padding of the model's vocabulary, and become
     impossible: their logits are -inf. None: there is no padding.
+    overwrite: the result may lie in the memory of `logits`, which nobody needs any more. A copy of
+    what is often the largest tensor of a run takes memory and time.
     """
+    overwrite = overwrite or at_least_float32(logits.new_empty(0)).dtype != logits.dtype
     logits = at_least_float32(logits)
-    if temperature != 1.0:  # a division by 1 would copy the largest tensor there is
-        logits = logits / temperature
+    if temperature != 1.0:
+        logits = logits.div_(temperature) if overwrite else logits / temperature
+        overwrite = True
     if vocab_size is not None and vocab_size < logits.shape[-1]:
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab_size  # (V,)
-        logits = logits.masked_fill(padding, -torch.inf)
+        logits = logits if overwrite else logits.clone()
+        logits[..., vocab_size:] = -torch.inf
     return logits
 
 
@@ -50,9 +54,12 @@ def logprobs_from_logits(logits, tokens):
 
 def entropy_from_logits(logits):
     """Entropy in nats of each distribution: logits (..., V) -> (...)."""
-    logits = at_least_float32(logits)
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    # an impossible token (logit -inf) adds p log p = 0; computed, 0 * -inf would be NaN
+    return entropy_from_logprobs(at_least_float32(logits).log_softmax(-1))
+
+
+def entropy_from_logprobs(logprobs):
+    """The same, from the log-probs of all tokens (..., V) -> (...)."""
+    # an impossible token (log-prob -inf) adds p log p = 0; computed, 0 * -inf would be NaN
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
 
 
@@ -69,110 +76,105 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
     are often the largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256
     are 4.2 GB in float32.
     """
-    if chunk == 0:
-        # The settings are written out one by one: to pass them as *settings makes Python keep all
-        # arguments in a tuple, which would hold the unscaled logits as long as the call takes.
-        return of_logits(torch.nn.functional.linear(hidden, weight), tokens, temperature,
-                         vocab_size, entropy)
-    settings = temperature, vocab_size, entropy
-    return HeadInChunks.apply(hidden, weight, tokens, chunk, settings)
+    return Head.apply(hidden, weight, tokens, chunk, (temperature, vocab_size, entropy))
 
 
-def of_logits(logits, tokens, temperature, vocab_size, entropy):
-    """logprobs_and_entropy, from the unscaled logits (..., V) of the tokens (...)."""
-    logits = scaled_logits(logits, temperature, vocab_size)
-    logprobs = logprobs_from_logits(logits, tokens)
-    entropies = entropy_from_logits(logits) if entropy else torch.zeros_like(logprobs)
-    return logprobs, entropies
+def logprobs_of_all(hidden, weight, temperature, vocab_size):
+    """log p of every token of the vocabulary: hidden (n, d), weight (V, d) -> (n, V)."""
+    logits = torch.nn.functional.linear(hidden, weight)
+    logits = scaled_logits(logits, temperature, vocab_size, overwrite=True)
+    return logits.log_softmax(-1)
 
 
-class HeadInChunks(torch.autograd.Function):
+class Head(torch.autograd.Function):
     """
-    logprobs_and_entropy for hidden (N, d) and tokens (N,), `chunk` tokens at a time.
+    logprobs_and_entropy. Its tensors (n, V) are large: torch's own backward pass holds four of them
+    at a time and writes a dozen. Here the forward pass keeps one, the log-probs of all tokens, and
+    the backward pass makes the gradient in its memory. With a chunk none is kept.
 
-    torch's checkpoint function, called for each chunk, would do the same arithmetic. But it would
-    allocate the small results of each chunk between the large logits of one chunk and the next, and
-    keep them: the heap would be left with holes that are a little too small for the next logits.
-    Here the small results are allocated once, before the first logits.
+    The small results are allocated before the first logits. Allocated between those of one chunk
+    and those of the next, they would leave holes in the heap that are a little too small for the
+    next logits.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, chunk, settings):
-        device_type = hidden.device.type
-        autocast = dict(device_type=device_type, dtype=torch.get_autocast_dtype(device_type),
-                        enabled=torch.is_autocast_enabled(device_type))
-        ctx.save_for_backward(hidden, weight, tokens)
-        ctx.rest = chunk, settings, autocast
+        temperature, vocab_size, entropy = settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        results = hidden.new_empty(2, len(hidden), dtype=dtype)  # log-probs, entropies
-        for i in range(0, len(hidden), chunk):
-            part = slice(i, i + chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight)  # (chunk, V)
-            results[0, part], results[1, part] = of_logits(logits, tokens[part], *settings)
-        return results[0].clone(), results[1].clone()
+        logprobs, entropies = hidden.new_zeros(2, len(hidden), dtype=dtype).unbind()
+        for part in parts_of(len(hidden), chunk):
+            of_all = logprobs_of_all(hidden[part], weight, temperature, vocab_size)  # (chunk, V)
+            logprobs[part] = of_all.gather(-1, tokens[part, None]).squeeze(-1)
+            if entropy:
+                entropies[part] = entropy_from_logprobs(of_all)
+            kept = None if chunk else of_all
+            del of_all  # before there are the next chunk's
+        ctx.save_for_backward(hidden, weight, tokens, kept)
+        ctx.rest = chunk, settings, autocast_dtype(hidden)
+        return logprobs.clone(), entropies.clone()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, tokens = ctx.saved_tensors
-        chunk, settings, autocast = ctx.rest
+        hidden, weight, tokens, kept = ctx.saved_tensors
+        chunk, (temperature, vocab_size, entropy), low = ctx.rest
         hidden_needed, weight_needed = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if hidden_needed else None  # (N, d)
-        grad_weight = torch.zeros_like(weight) if weight_needed else None  # (V, d)
-        for i in range(0, len(hidden), chunk):
-            part = slice(i, i + chunk)
-            grad_logits = HeadInChunks.gradient_of_logits(
-                hidden[part], weight, tokens[part], grad_logprobs[part], grad_entropies[part],
-                settings, autocast)  # (chunk, V)
-            # logits = hidden @ weight.T
+        # the derivative of logits / temperature is 1 / temperature
+        g, h = grad_logprobs / temperature, grad_entropies / temperature
+        # autocast has multiplied in 16 bits, and so does its backward pass
+        states, matrix = (x if low is None else x.to(low) for x in (hidden, weight))
+        grad_hidden = torch.zeros_like(hidden) if hidden_needed else None  # (n, d)
+        grad_weight = None  # (V, d)
+        for part in parts_of(len(hidden), chunk):
+            of_all = kept
+            if chunk:  # what the forward pass has computed
+                of_all = logprobs_of_all(states[part], matrix, temperature, vocab_size)
+            of_all = gradient_of_logits(of_all, tokens[part], g[part], h[part] if entropy else None)
+            gradient = of_all.to(matrix.dtype)  # of the logits, (chunk, V)
+            del of_all
+            # logits = states @ matrix.T
             if hidden_needed:
-                grad_hidden[part] = grad_logits.to(hidden.dtype) @ weight.to(hidden.dtype)
-            if weight_needed:
-                grad_weight.addmm_(grad_logits.t().to(weight.dtype), hidden[part].to(weight.dtype))
+                grad_hidden[part] = gradient @ matrix
+            if weight_needed and grad_weight is None:
+                grad_weight = (gradient.t() @ states[part]).to(weight.dtype)
+            elif weight_needed:  # chunks are added up in the weight's own bits
+                grad_weight.addmm_(gradient.t().to(weight.dtype), hidden[part].to(weight.dtype))
+            del gradient
         return grad_hidden, grad_weight, None, None, None
 
-    @staticmethod
-    def gradient_of_logits(hidden, weight, tokens, grad_logprobs, grad_entropies, settings,
-                           autocast):
-        """
-        d loss / d (unscaled logits) of a chunk of n tokens, (n, V).
 
-        What comes in for each token, (n,): g = d loss / d log p(token), in grad_logprobs, and
-        h = d loss / d H, in grad_entropies, where H = -sum(p log p) is the entropy. The derivatives
-        with respect to the scaled logits of a token are
+def parts_of(n, chunk):
+    """The slices of n tokens, `chunk` at a time, 0 = all; at least one, which may be empty."""
+    size = chunk or max(n, 1)
+    return [slice(i, i + size) for i in range(0, max(n, 1), size)]
 
-            d log p(token) = onehot - p        (onehot: 1 at the token, 0 elsewhere)
-            d H            = -p (log p + H)
 
-        and so
+def gradient_of_logits(logprobs, tokens, g, h=None):
+    """
+    d loss / d (scaled logits) of n tokens, (n, V), in the memory of `logprobs`.
 
-            d loss = g (onehot - p) - h p (log p + H)
-                   = p (-h (log p + H) - g) + g onehot
+    logprobs: (n, V), log p of every token of the vocabulary. tokens: (n,), those that were chosen.
+    What comes in for each of them, (n,): g = d loss / d log p(token), and h = d loss / d H, where
+    H = -sum(p log p) is the entropy; None: h is 0. The derivatives with respect to the logits are
 
-        The unscaled logits have that divided by the temperature. Tensors (n, V) are large, so
-        operations write into the memory of their operand where they can: those that end in _.
-        """
-        temperature, vocab_size, entropy = settings
-        g = grad_logprobs[:, None]  # (n, 1)
-        h = grad_entropies[:, None]  # (n, 1)
-        with torch.autocast(**autocast):  # as it was in the forward pass
-            logits = scaled_logits(torch.nn.functional.linear(hidden, weight), temperature,
-                                   vocab_size)  # (n, V)
-        logprobs = logits - logits.logsumexp(-1, keepdim=True)  # (n, V)
-        del logits
-        probs = logprobs.exp()  # (n, V)
-        if entropy:
-            logprobs.masked_fill_(logprobs == -torch.inf, 0)  # impossible: p log p is 0, not NaN
-            minus_entropy = (probs * logprobs).sum(-1, keepdim=True)  # (n, 1)
-            # the three values of factor, in the memory that held logprobs:
-            factor = logprobs.sub_(minus_entropy)  # log p + H
-            factor = factor.mul_(-h)  # -h (log p + H)
-            factor = factor.sub_(g)  # -h (log p + H) - g
-        else:
-            factor = -g  # (n, 1), for h is 0
-        # and those of the gradient, in the memory that held probs:
-        gradient = probs.mul_(factor)  # p (-h (log p + H) - g)
-        gradient.scatter_add_(-1, tokens[:, None], g.to(gradient.dtype))  # + g onehot
-        return gradient.div_(temperature)
+        d log p(token) = onehot - p        (onehot: 1 at the token, 0 elsewhere)
+        d H            = -p (log p + H)
+
+    and so
+
+        d loss = g (onehot - p) - h p (log p + H)
+               = p (-h (log p + H) - g) + g onehot
+    """
+    g = g[:, None]  # (n, 1)
+    if h is None:
+        gradient = logprobs.exp_().mul_(-g)  # p (-g)
+    else:
+        probs = logprobs.exp()
+        logprobs.masked_fill_(logprobs == -torch.inf, 0)  # impossible: p log p is 0, not NaN
+        minus_entropy = (probs * logprobs).sum(-1, keepdim=True)  # (n, 1)
+        factor = logprobs.sub_(minus_entropy).mul_(-h[:, None]).sub_(g)  # -h (log p + H) - g
+        gradient = factor.mul_(probs)
+    return gradient.scatter_add_(-1, tokens[:, None], g.to(gradient.dtype))  # + g onehot
 
 
 # --------------------------------------------------------------------------------------------------

@@ -360,18 +360,20 @@ class Transformer(nn.Module):
         packed: a Packed, with tokens = packed.tokens; then only the states that it wants come
         back, (1, n, d). (Without a cache and without this, the rows are packed here.)
         cache: a KVCache, which stores keys and values. With `packed` these are prompts, as its
-        `take` has said. Without, it is a step of decoding: tokens (n, 1) are the next ones of its
-        rows, and look at all that it has stored of them.
+        `take` has said. Without, it is a step, as its `begin_step` has said: tokens (n, 1) are the
+        next ones of its rows, and look at all that it has stored of them.
         adapter: the LoRA adapters of the layers, see engine/adapters.py.
         """
         shape = tokens.shape
         was_padded = packed is None and cache is None
         if was_padded:
             packed = pack(tokens, attention_mask)
+        if cache is not None:
+            cache.aim()
         if packed is not None:
             tokens, positions = packed.tokens, packed.positions
         else:
-            positions = cache.begin_step()  # (n, 1)
+            positions = cache.at[:, None]  # (n, 1)
 
         x = look_up(self.embed, tokens)  # (B, T, d)
         if self.config.embed_scale:

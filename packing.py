@@ -57,7 +57,7 @@ class Packed:
     positions: torch.Tensor  # (1, N) int64: where each token stands in its own document
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
-    pieces: Pieces  # the pieces that documents share; then lengths and ends are in its order. Or None
+    pieces: Pieces = None  # what documents share: lengths and ends are then in its order
     wanted: list = None  # whose states are read: so many not, so many yes, and so on; None: all
     chosen: torch.Tensor = None  # (n,) int64: the tokens that these states choose, if they do
     cells: torch.Tensor = None  # (n,) int64: where what is read belongs in a padded tensor
@@ -118,6 +118,11 @@ def pack_responses(mb):
     return packed
 
 
+def prompt_width(batch):
+    """P, of a batch with tokens (B, P + R) and response_mask (B, R)."""
+    return batch["tokens"].shape[1] - batch["response_mask"].shape[1]
+
+
 def pack_prompts(prompts, device):
     """
     D prompts, lists of token ids -> Packed, for the logits of what follows them: the state of each
@@ -130,12 +135,7 @@ def pack_prompts(prompts, device):
     if tokens.is_cuda:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     wanted = [n for length in lengths for n in (length - 1, 1)]
-    return Packed(tokens[None], positions[None], lengths, ends, pieces=None, wanted=wanted)
-
-
-def prompt_width(batch):
-    """P, of a batch with tokens (B, P + R) and response_mask (B, R)."""
-    return batch["tokens"].shape[1] - batch["response_mask"].shape[1]
+    return Packed(tokens[None], positions[None], lengths, ends, wanted=wanted)
 
 
 def lay_out(tokens, mask, shared=None):

@@ -31,6 +31,7 @@ import parallel
 from cache import KVCache
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
+from engine.graphs import Replayed
 from engine.placement import decoding_copy
 from errors import BadInput, Lost, Stop
 from loss import logprobs_from_logits, scaled_logits
@@ -84,7 +85,7 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-             attention_mask=None, stop=None):
+             attention_mask=None, stop=None, cuda_graphs=False):
     """
     Sample one response to each prompt.
 
@@ -100,6 +101,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     prompt_width: P; None: the longest prompt. It changes no result, either.
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
+    cuda_graphs: a GPU replays the kernels of a step, see engine/graphs.py.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -124,13 +126,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         real = attention_mask.bool()
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
     parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
-                                vocab_size, uniforms, seed, batch_size, prompt_width, stop)]
+                                vocab_size, uniforms, seed, batch_size, prompt_width, stop, cuda_graphs)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
                       vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-                      stop=None):
+                      stop=None, cuda_graphs=False):
     """
     What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
     soon as its responses are complete, so that they can be scored while others are sampled. The
@@ -156,7 +158,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
 
     n = min(batch_size or B, B)
     steps = decode(policy, prompts, uniforms.to(device), n, temperature, eos, vocab_size, sampled,
-                   stop)
+                   stop, cuda_graphs)
     complete = 0  # responses, from the first one on
     for start in range(0, B or 1, n or 1):
         part = slice(start, min(start + n, B))
@@ -180,7 +182,8 @@ AT_ONCE = 4  # tokens that are sampled between two looks at which responses have
 # inference_mode is lighter than no_grad. Its own tensors could not be used in training; but what it
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, stop=None):
+def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, stop=None,
+           cuda_graphs=False):
     """
     Sample a response to each of B prompts (lists of ids), at most n of them at a time. A generator:
     it yields how many of them are complete, from the first one on, whenever that has changed.
@@ -200,10 +203,20 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): nobody needs some, too
     # keys and values come out of the model in this dtype, which autocast may have lowered
     dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
-    cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device)
+    at_once = 128 if cuda_graphs else 8 if uniforms.is_cuda else 1  # 8: attention's kernels want it
+    cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device, at_once)
+    forward = Replayed(lambda tokens: policy(tokens, cache=cache), cuda_graphs)
+
+    def step(token):
+        """The next token of each row, (n,) -> the logits of the one after it, (n, V)."""
+        cache.begin_step()
+        return forward(cache.in_use(), token[:, None])[:, 0]
+
     response, t = list(range(n)), [0] * n
     logits = read_prompts(policy, cache, response, prompts[:n])  # step 2: (n, V)
     begun, done, complete = n, set(), 0  # of the responses
+    # rows are dropped when 1 / lot of them have ended; after that, a step must be recorded anew
+    lot = 2 if cuda_graphs else 4
 
     while True:
         # steps 3 and 4: some tokens for each row, but no row gets more than R
@@ -214,7 +227,7 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
         tokens, logprobs = [], []  # (n,) each
         for i in range(k):
             if i > 0:
-                logits = policy(tokens[-1][:, None], cache=cache)[:, 0]  # (n, V)
+                logits = step(tokens[-1])  # (n, V)
             token, logprob = sample(logits, uniform[:, i], temperature, vocab_size)
             tokens.append(token)
             logprobs.append(logprob)
@@ -247,15 +260,15 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
 
         # step 6: rows that are free get another prompt, or are dropped
         free = [row for row, i in enumerate(response) if i == B]
-        enough = 4 * len(free) >= len(response)
         if free:
             cache.forget(free)
-        if enough and begun == B:
+        if begun == B and lot * len(free) >= len(response):
             order = cache.drop(free)
             response, t, tokens = [response[i] for i in order], [t[i] for i in order], tokens[order]
-        if len(free) < n:
-            logits = policy(tokens[:, -1:], cache=cache)[:, 0]  # (n, V)
-        if enough and begun < B:
+            forward.forget()
+        if begun == B or len(free) < n:
+            logits = step(tokens[:, -1])  # (n, V)
+        if begun < B and 4 * len(free) >= n:
             fresh = range(begun, min(begun + len(free), B))  # the next responses
             free = free[:len(fresh)]
             logits[free] = read_prompts(policy, cache, free, [prompts[i] for i in fresh])
@@ -370,7 +383,7 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
         for part in generate_in_parts(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=launch.stop_asked):
+                prompt_width=width, stop=launch.stop_asked, cuda_graphs=config["cuda_graphs"]):
             chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
             said = dict(rows=[one[0] for one in chunk],
                         prompts=[tokenizer.decode(one[1]) for one in chunk],
@@ -408,5 +421,5 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
 def decode_responses(tokenizer, part):
     """The texts of the responses that `generate` gave."""
     R = part["response_mask"].shape[1]
-    return [tokenizer.decode(tokens[-R:][mask].tolist())
-            for tokens, mask in zip(part["tokens"], part["response_mask"], strict=True)]
+    tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
+    return [tokenizer.decode(ids[m].tolist()) for ids, m in zip(tokens, mask, strict=True)]

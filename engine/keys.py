@@ -21,7 +21,8 @@ save_dtype = "auto"  # of the files [auto | float32 | bfloat16 | float16]
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = log.jsonl alone; each must be installed
-peak_tflops = 0.0  # of one GPU, for time/mfu; 0 = as known of it, if it is known [>= 0]
+# time/mfu and its like are shares of this peak: they say where the time goes, and what is possible
+peak_tflops = 0.0  # of one rank's device; 0 = as known of the GPU, or measured, in 20 ms [>= 0]
 # chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
 # a reward model of another folder reads with its own template
 chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it

@@ -36,7 +36,7 @@ def measure(device, dtype, seconds=0.5):
 
 
 def least_seconds(run, device, seconds):
-    """The shortest time that run() takes, of as many runs as fit into so many seconds, at least 3."""
+    """The shortest time that run() takes, of as many runs as fit into so many seconds; 3 or more."""
     times, end = [], time.perf_counter() + seconds
     while len(times) < 4 or time.perf_counter() < end:
         began = time.perf_counter()

@@ -214,16 +214,13 @@ def forward_only(m, run, rows, width):
 
 def logits_forward(m, run, tokens):
     """
-    Log-probs of so many tokens, or with head_chunk of that many at a time: tokens V a of logits. A
-    cast to f, a division by the temperature and a masked padding of the vocabulary each make a
-    copy, tokens V f; two tensors lie there at a time. An entropy takes tokens V 5.25 f.
+    Log-probs of so many tokens, or with head_chunk of that many at a time: 2 tokens V f, the scaled
+    logits and the log-probs of the whole vocabulary. An entropy takes 4 tokens V f.
     """
     if m.head != "lm":
         return 0
     tokens = min(run.head_chunk or tokens, tokens)
-    copies = (run.a != run.f) + (run.temperature != 1.0) + run.vocab_padding
-    size = [run.a, run.a + run.f, max(run.a + run.f, 2 * run.f)][min(copies, 2)]
-    return tokens * m.c.vocab_size * max(size, 5.25 * run.f * run.entropy)
+    return tokens * m.c.vocab_size * (4 if run.entropy else 2) * run.f
 
 
 def kv_cache(m, run, n):
@@ -267,22 +264,12 @@ def cast_weights(m, run, shapes):
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1) * run.a
 
 
-def norm_inside(m, run):
-    """
-    Bytes that RMSNorm keeps for each element of its output, beside it: on a CPU s, for the value
-    before it is multiplied by the weight; in pure 16 bits two values of 4 bytes; on a GPU nothing.
-    """
-    if run.cuda or not m.c.rms_norm:
-        return 0
-    return 8 if run.stream == 2 else run.stream
-
-
 def kept_by_layer(m, run):
     """
     What a layer keeps for its backward pass: N bytes of each of
         residual  2 d s; d s if attention and MLP work in parallel
-        norms     2 d s, the outputs, and norm_inside; under autocast as 16-bit copies, one for each
-                  matrix that reads them; of norms after attention and MLP their inputs, 2 d s
+        norms     2 d s, the outputs; under autocast as 16-bit copies, one for each matrix that
+                  reads them; of norms after attention and MLP their inputs, 2 d s
         products  4 q a: queries, keys, values (repeated for all heads), the result of attention;
                   ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
         sums      4 bytes for each head: attention's logsumexp
@@ -292,18 +279,17 @@ def kept_by_layer(m, run):
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     residual = d * run.stream * (1 if c.parallel_residual else 2)
 
-    inside = norm_inside(m, run) if m.own == "model" else 0
-    norms = 2 * d * (run.stream + inside)
+    norms = 2 * d * run.stream
     if run.autocast:
-        norms = (3 + branches) * d * run.a + 2 * d * inside
+        norms = (3 + branches) * d * run.a
     elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
         norms = ((5 + branches) * d + q) * 4
 
     if not c.norm_before:  # the matrices read the residual stream itself
-        norms = norms - 2 * d * inside if run.autocast else 0
+        norms = norms if run.autocast else 0
     if c.norm_after:
-        norms += 2 * d * (run.stream + inside)
-    if c.qk_norm and run.autocast:  # in 32 bits
+        norms += 2 * d * run.stream
+    if c.qk_norm and run.autocast and run.cuda:  # in 32 bits
         norms += (q + kv) * run.stream
 
     products = 4 * q + branches * c.d_ff
@@ -338,18 +324,16 @@ def weight_gradient(m, run):
 def layer_backward(m, run):
     """
     The worst moment of a layer's backward pass is in its MLP:
-        gated      N d s + max(4 N ff a, 3 N ff a + d ff e)
-        not gated  N d s + 2 N ff a + d ff e
-    The activations between `up` and `down` are computed again; beside them lie their gradients and
-    the weight's. With gradient_checkpointing all that the layer keeps is computed again as well:
-    kept_by_layer less the layer's input.
+        gated      N d s + 2 N ff a + d ff e
+        not gated  N d s + N ff a + d ff e
+    What `down` has read is computed again and its gradient written over it; an adapter of `down`
+    takes N ff a more. Beside it lies the gradient of the weight. With gradient_checkpointing all
+    that the layer keeps is computed again as well: kept_by_layer less the layer's input.
     """
     N, hidden = run.b * run.T, run.b * run.T * m.c.d_ff * run.a
     weight = m.c.d_model * m.c.d_ff * weight_gradient(m, run)
-    if m.c.gated_mlp:
-        inner = max(4 * hidden, 3 * hidden + weight)
-    else:
-        inner = (3 if m.rank else 2) * hidden + weight
+    tensors = (2 if m.c.gated_mlp else 1) + (m.rank > 0 and "down" in m.targets)
+    inner = tensors * hidden + weight
     again = kept_by_layer(m, run) - N * m.c.d_model * run.stream if run.checkpointing else 0
     return N * m.c.d_model * run.stream + inner + again
 
@@ -358,8 +342,9 @@ def logits_training(m, run):
     """
     The head's forward and backward pass, the largest of
         logits_forward
-        b R V 4 f: the logits, and three tensors of that size in the backward pass of logsumexp
-        b R V f + V d e: the logits and the gradient of the head's weight
+        b R V f + V d e: the gradient of the logits, in the memory of the log-probs, and that of
+                         the head's weight; under autocast also b R V a, its 16-bit copy
+        b R V 3.25 f with an entropy
     or with head_chunk: logits_forward of a chunk + V d e + 2 b R d s. Beside it the input of the
     last norm, the input of the head, and under autocast a 16-bit copy of the head's weight.
     """
@@ -368,13 +353,14 @@ def logits_training(m, run):
     c, tokens = m.c, run.b * run.R
     weight = c.vocab_size * c.d_model * weight_gradient(m, run)
     inputs = run.b * run.T * c.d_model * run.stream
-    inputs += tokens * c.d_model * (run.stream + norm_inside(m, run))
+    inputs += tokens * c.d_model * run.stream
     inputs += cast_weights(m, run, [(c.vocab_size, c.d_model)])
     forward = logits_forward(m, run, tokens)
     if run.head_chunk:
         return inputs + weight + 2 * tokens * c.d_model * run.stream + forward
     logits = tokens * c.vocab_size * run.f
-    return inputs + max(forward, logits * (5.25 if run.entropy else 4), logits + weight)
+    copy = tokens * c.vocab_size * run.a if run.autocast else 0
+    return inputs + max(forward, logits * 3.25 * run.entropy, logits + copy + weight)
 
 
 def update(m, run):

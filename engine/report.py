@@ -166,13 +166,35 @@ PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362,
 def peak_flops(config, device):
     """
     The most floating-point operations a second of one rank's device: the key peak_tflops, or, in 16
-    bits, what is known of this GPU. 0: not known.
+    bits, what is known of this GPU, or else what it does in a large matrix product.
     """
     known = 0
     if device.type == "cuda" and config["dtype"] in ("bfloat16", "float16"):
         words = torch.cuda.get_device_name(device).replace("-", " ").split()
         known = next((peak for name, peak in PEAK_TFLOPS.items() if name in words), 0)
-    return 1e12 * (config["peak_tflops"] or known)
+    given = 1e12 * (config["peak_tflops"] or known)
+    return given or measured_flops(getattr(torch, config["dtype"]), device)
+
+
+def measured_flops(dtype, device):
+    """
+    The operations a second of a product of two square matrices: the fastest of those that fit into
+    20 ms, at least of two. All ranks measure at the same time, as they compute.
+    """
+    gpu = device.type == "cuda"
+    n = 4096 if gpu else 384  # enough to keep all cores busy; up to 200 MB on a GPU, 2 MB on a CPU
+    matrix, times = torch.ones(n, n, dtype=dtype, device=device), []
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < 0.02:
+        start = time.perf_counter()
+        matrix @ matrix
+        if gpu:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    if gpu:
+        del matrix
+        torch.cuda.reset_peak_memory_stats(device)  # the peak that is logged is that of training
+    return 2 * n**3 / min(times[1:])  # the first one also starts threads and loads the kernel
 
 
 def flops_a_token(model, trained=False):
@@ -189,7 +211,8 @@ def flops_a_token(model, trained=False):
     parameters = []
     while model is not None:  # an Adapted, and then what it stands on
         parameters += [p for name, p in model.named_parameters() if name not in skipped]
-        model = getattr(model, "base", None)
+        alone = model.shared_trunk and model.head == "scalar"  # the policy runs the trunk for it
+        model = None if alone else getattr(model, "base", None)
     forward = 2 * sum(p.numel() for p in parameters)
     with_gradient = sum(p.numel() for p in parameters if p.requires_grad)
     return 2 * forward + 2 * with_gradient if trained else forward
@@ -198,20 +221,16 @@ def flops_a_token(model, trained=False):
 def speed(device, tokens, flops, seconds, peak, ranks):
     """
     How fast an iteration was, as metrics: tokens a second of all ranks, the share of all ranks'
-    peak that the models' operations are (only where the peak is known), the memory of this process.
+    peak that the models' operations are, the memory of this process. peak: of one rank.
     """
-    record = {"time/tokens_per_second": tokens / seconds, "mem/peak_mib": peak_memory_mib(device)}
-    if peak:
-        record["time/mfu"] = flops / (seconds * peak * ranks)
-    return record
+    return {"time/tokens_per_second": tokens / seconds, "time/mfu": flops / (seconds * peak * ranks),
+            "mem/peak_mib": peak_memory_mib(device)}
 
 
 def speed_words(record):
     """What `speed` says, for the line of an iteration."""
-    words = f"{record['time/tokens_per_second']:.0f} tok/s"
-    if "time/mfu" in record:
-        words += f" | {record['time/mfu']:.1%} of peak"
-    return f"{words} | {record['mem/peak_mib']:.0f} MiB"
+    return (f"{record['time/tokens_per_second']:.0f} tok/s | {record['time/mfu']:.1%} of peak | "
+            f"{record['mem/peak_mib']:.0f} MiB")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,13 +274,15 @@ COLUMNS = {  # of an iteration's line: name -> metric, format
 
 def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, its
-    speed and memory, and how long the rest will take. start: the iteration at which this process began; done:
-    how many are done; began: when, in seconds of time.time.
+    The line of an iteration: those COLUMNS that its record has, the seconds of its phases and the
+    share of the peak that each has reached, its speed and memory, and how long the rest will take.
+    start: the iteration at which this process began; done: how many are done; began: when, in
+    seconds of time.time.
     """
     columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
                if metric in record]
-    phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")]
+    phases = [f"{phase} {record[f'time/{phase}']:.1f}s ({record[f'time/{phase}_mfu']:.0%})"
+              for phase in ("rollout", "score", "update")]
     left = (time.time() - began) / (done - start) * (max_iters - done)
     return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases),
                        speed_words(record), f"eta {left:.0f}s"])

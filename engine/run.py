@@ -82,6 +82,10 @@ class Run:
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
             config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
+        self.peak = peak_flops(config, device)
+        self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
+        self.training_flops = sum(flops_a_token(model, trained=True)
+                                  for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
         self.policy_reads = True  # a batch before its update; grpo.py may do without
         self.times, self.phase = {}, "start"
@@ -263,21 +267,25 @@ class Run:
 
     def speed(self, batch, steps):
         """
-        How fast the iteration was, without the seconds of evaluation and checkpoint. Its
-        operations: the policy samples, all models read what it sampled (the policy, if it must),
-        and the trained ones read it again in each pass of the update. steps: how many optimizer
-        steps that were.
+        How fast the iteration was, without the seconds of evaluation and checkpoint, and how fast
+        its phases were: in the rollout the policy samples; in "score" all models read what it
+        sampled (the policy, if it must); in the update the trained ones read it again in each pass.
+        steps: how many optimizer steps that were.
         """
+        sampled, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
+        passes = steps / self.config["num_minibatches"]
+        readers = sum(flops for name, flops in self.forward_flops.items()
+                      if not name.endswith("'s trunk") and (name != "policy" or self.policy_reads))
+        work = dict(rollout=(sampled, read * self.forward_flops["policy"]),  # tokens, operations
+                    score=(read, read * readers),
+                    update=(passes * read, passes * read * self.training_flops))
         seconds = sum(self.times.values()) - sum(self.times.get(x, 0) for x in ("eval", "checkpoint"))
-        readers = [model for name, model in self.models.items() if not name.endswith("'s trunk")
-                   and (name != "policy" or self.policy_reads)]
-        flops = sum(flops_a_token(model) for model in [self.models["policy"], *readers])
-        flops += steps / self.config["num_minibatches"] * sum(
-            flops_a_token(model, trained=True) for model in self.trained.values())
-        flops *= int(batch["attention_mask"].sum())
-        peak = peak_flops(self.config, self.device)
-        sampled = int(batch["response_mask"].sum())
-        return speed(self.device, sampled, flops, seconds, peak, self.world_size)
+        record = speed(self.device, sampled, sum(flops for _, flops in work.values()), seconds,
+                       self.peak, self.world_size)
+        for phase, (tokens, flops) in work.items():
+            record[f"time/{phase}_tokens_per_second"] = tokens / self.times[phase]
+            record[f"time/{phase}_mfu"] = flops / (self.times[phase] * self.peak * self.world_size)
+        return record
 
     def finish(self):
         """A collective: save what the run was for, and leave together with the other ranks."""

@@ -291,8 +291,11 @@ REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 # Rounding that depends on how many tokens the micro-batch has, as it does on a GPU, but larger.
 UNEVEN = """
 import loss, relatives
-exact = loss.logprobs_from_logits
-loss.logprobs_from_logits = lambda logits, tokens: exact(logits, tokens) + 2e-3 * (len(logits) % 7)
+exact = loss.logprobs_and_entropy
+def uneven(hidden, *rest, **more):
+    logprobs, entropy = exact(hidden, *rest, **more)
+    return logprobs + 2e-3 * (len(hidden) % 7), entropy
+loss.logprobs_and_entropy = uneven
 """
 # Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
 # and checks that the tokens of responses have logits, and nothing else has.
@@ -583,8 +586,8 @@ parallel.broadcast_parameters = broadcast
 """, r"iteration 0: before any update, the log-probs of the reference differ"),
     "forward": ("""
 import loss, torch
-logprobs = loss.logprobs_from_logits
-loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits * (1.01 if torch.is_grad_enabled() else 1), tokens)
+head = loss.logprobs_and_entropy
+loss.logprobs_and_entropy = lambda hidden, *rest, **k: head(hidden * (1.01 if torch.is_grad_enabled() else 1), *rest, **k)
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
 import loss
@@ -601,8 +604,8 @@ loss.response_logprobs = spoilt
 SABOTAGE |= {"forward, in one minibatch": (SABOTAGE["forward"][0], SABOTAGE["sampler"][1]),
              "reference, in one minibatch": SABOTAGE["reference"], "policy, in one minibatch": ("""
 import loss
-logprobs = loss.logprobs_from_logits
-loss.logprobs_from_logits = lambda logits, tokens: logprobs(logits, tokens) * (float("nan") if logits.requires_grad else 1)
+head = loss.logprobs_and_entropy
+loss.logprobs_and_entropy = lambda hidden, *rest, **k: head(hidden * (float("nan") if hidden.requires_grad else 1), *rest, **k)
 """, r"iteration 0: old_logprobs is not finite \(first in response 0 of the batch\); stopped before the step")}
 TOO_LONG = """
 import errors, rewards

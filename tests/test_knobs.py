@@ -64,17 +64,18 @@ GRPO = {
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
 }
-# Only memory, files or prints depend on these. The first ten may change a rounding.
+# Only memory, files or prints depend on these. The first eleven may change a rounding.
 UNMOVING = {
     "zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False,
     "ema_decay": 0.5, "micro_batch_size": 7, "micro_batch_tokens": 1, "rollout_batch_size": 3, "head_chunk": 5,
-    "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
+    "cuda_graphs": True, "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
     "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
     # this world has no chats: test_chats.py turns these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
-ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "gradient_checkpointing")
+ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "cuda_graphs",
+            "gradient_checkpointing")
 GROUPS = [("ppo.py", name) for name in PPO] + [("grpo.py", name) for name in GRPO]
 KEYS = [(script, name, key) for script, name in GROUPS
         for key in {"ppo.py": PPO, "grpo.py": GRPO}[script][name][0]]

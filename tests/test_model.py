@@ -116,6 +116,7 @@ def test_cache_changes_nothing(variant, tmp_path):
             new = torch.zeros(4, 1, dtype=torch.int64)
             for row, i in zip(rows, which, strict=True):
                 new[row] = real[i][min(read[i] + t, len(real[i]) - 1)]  # a row that is at its end gets something
+            cache.begin_step()
             logits = model(new, cache=cache)[:, 0]
             for row, i in zip(rows, which, strict=True):
                 if read[i] + t < len(real[i]):

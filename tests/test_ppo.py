@@ -289,8 +289,8 @@ def spoil(name):
 def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
     return original(policy, prompts, n, temperature * (1.2 if case == "sampler" else 1), *rest, **kwargs)
 
-def logprobs(original, logits, tokens):
-    return original(logits * (1.01 if case == "forward" and torch.is_grad_enabled() else 1), tokens)
+def logprobs(original, hidden, *rest, **kwargs):
+    return original(hidden * (1.01 if case == "forward" and torch.is_grad_enabled() else 1), *rest, **kwargs)
 
 patch(data, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
@@ -298,7 +298,7 @@ patch(rewards, "reward_model_scores", scores)
 patch(loss, "response_logprobs", spoil("policy"))
 patch(loss, "response_values", spoil("value_model"))
 patch(rollout, "generate_in_parts", generate)
-patch(loss, "logprobs_from_logits", logprobs)
+patch(loss, "logprobs_and_entropy", logprobs)
 patch(torch.optim.AdamW, "step", step)
 """
 

@@ -31,7 +31,7 @@ ROW = re.compile(r"^\| (?:`([\w/]+\.py)`|\*\*engine/\*\*) \|", re.MULTILINE)
 # the front page's rows, and those of engine/README.md where it says engine/
 MAP = [path for row in ROW.findall(PAGES["README.md"]) for path in ([row] if row else ROW.findall(PAGES["engine/README.md"]))]
 SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py",
-                                   "runs/*.sh")))
+                                   "runs/*.sh", "runs/peers/*.py")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,8 @@ def keys_of(path):
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
-KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.py")))
+KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.py",
+                                       "runs/peers/*.py")))
 KEYS |= memory.OPTIONS.keys()
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint", "rdzv_id", "local_dir"}  # of pip, torchrun and hf
@@ -282,5 +283,5 @@ def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):
 
 def test_nothing_private_is_in_the_repository():
     for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py",
-                      "runs/*.sh"):
+                      "runs/*.sh", "runs/peers/*.py"):
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path

@@ -262,7 +262,8 @@ def test_an_unfinished_response_needs_no_room_for_an_eos():
 def test_empty_batch(markers, dtype):
     """As on a rank that has no rows: no scores, of the type that some would have."""
     empty = dict(tokens=torch.zeros(0, 9, dtype=torch.int64), attention_mask=torch.zeros(0, 9, dtype=torch.bool),
-                 response_mask=torch.zeros(0, 4, dtype=torch.bool), finished=torch.zeros(0, dtype=torch.bool), rows=[], completions=[])
+                 response_mask=torch.zeros(0, 4, dtype=torch.bool), rows=[], completions=[],
+                 finished=torch.zeros(0, dtype=torch.bool))
     scores = reward_model_scores(empty, scalar_model(dtype=dtype), byte_tokenizer(markers), byte_tokenizer(MARKERS), 4)
     assert scores.shape == (0,)
     assert scores.dtype == torch.promote_types(dtype, torch.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.graphs import Replayed
 from engine.pretrained import from_pretrained
 from errors import BadInput
 from model import freeze
@@ -33,7 +34,7 @@ class TableModel(torch.nn.Module):
             self.prompts.append(len(packed.lengths))
             return pick(self.table[packed.positions, tokens], packed.wanted)
         self.calls.append(len(tokens))
-        return self.table[cache.begin_step(), tokens]
+        return self.table[cache.at[:, None], tokens]
 
     trunk = forward
 
@@ -212,6 +213,36 @@ def test_responses_do_not_depend_on_the_batch(variant, tmp_path):
     same(generate(model, [prompts[i] for i in some], R, eos_ids=eos, uniforms=u[some], prompt_width=13), some)
     endless = generate(model, prompts, R, uniforms=u)  # the same until the EOS
     assert torch.equal(endless["tokens"][:, P:][whole["response_mask"]], whole["tokens"][:, P:][whole["response_mask"]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4)])
+def test_steps_of_fixed_shapes_sample_the_same(variant, dtype, tolerance, tmp_path):
+    """As they are recorded on a GPU: they look at more columns than are in use, and all memory of a step stays where it is."""
+    model = load(variant, tmp_path, dtype)
+    prompts, eos = PROMPTS + PROMPTS[:2] + PROMPTS[:1], range(0, 97, 9)
+    u = uniforms(len(prompts), 20)
+    for batch_size in (0, 3):
+        plain, fixed = (generate(model, prompts, 20, eos_ids=eos, uniforms=u, batch_size=batch_size, cuda_graphs=on)
+                        for on in (False, True))
+        assert all(torch.equal(plain[name], fixed[name]) for name in ("tokens", "attention_mask", "response_mask", "finished"))
+        assert (plain["sampler_logprobs"] - fixed["sampler_logprobs"]).abs().max() < tolerance
+
+
+def test_what_is_replayed_finds_its_argument_in_one_place():
+    """A kind is called twice to be recorded; its result is overwritten by the next call of that kind, and of no other."""
+    calls, other = [], torch.zeros(2)
+    replayed = Replayed(lambda x: [calls.append(x.data_ptr()), x * 2 + other][1], on=True)
+    first = replayed("a", torch.ones(2))
+    assert first.tolist() == [2, 2] and len(calls) == 2
+    other += 1  # what the function reads beside its argument is read anew
+    second, third = replayed("a", torch.full((2,), 5.0)), replayed("b", torch.ones(2))
+    assert second.data_ptr() == first.data_ptr() and second.tolist() == [11, 11] and third.tolist() == [3, 3]
+    assert len(calls) == 5 and calls[1] == calls[2] != calls[4]
+    replayed.forget()
+    assert replayed("a", torch.ones(2)).data_ptr() != first.data_ptr() and len(calls) == 7
+    plain = Replayed(lambda x: x, on=False)
+    assert plain("a", other) is other
 
 
 @pytest.mark.parametrize("variant", SEVERAL)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -204,18 +205,38 @@ def test_share_of_peak(done):
         # sampling; policy, reference, reward model and value model read; two passes train policy and value model
         flops = read * (2 * n + 2 * (n + n + v + v) + 2 * 6 * (n + v))
         assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
+        # and by phase: (tokens, operations)
+        work = dict(rollout=(sampled, read * 2 * n), score=(read, read * 4 * (n + v)), update=(2 * read, read * 12 * (n + v)))
+        for phase, (tokens, flops) in work.items():
+            assert record[f"time/{phase}_tokens_per_second"] == pytest.approx(tokens / record[f"time/{phase}"])
+            assert record[f"time/{phase}_mfu"] == pytest.approx(flops / record[f"time/{phase}"] / 1e9)
 
 
-def test_a_peak_is_known_or_given():
+def test_a_peak_is_given_known_or_measured(monkeypatch):
     cpu = torch.device("cpu")
-    assert peak_flops(dict(peak_tflops=0, dtype="bfloat16"), cpu) == 0
     assert peak_flops(dict(peak_tflops=2.5, dtype="float32"), cpu) == 2.5e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(dict(peak_tflops=0, dtype="bfloat16"), torch.device("cuda:0")) == 989e12
+    # products of 0.02 s, but for the first, that takes a second, and one of 0.01 s: 2 * 384^3 operations in 0.01 s
+    seconds = iter([0, 0, 1, 1, 1.02, 1.02, 1.03, 1.03, 1.05, 1.05])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    assert peak_flops(dict(peak_tflops=0, dtype="float64"), cpu) == pytest.approx(2 * 384**3 / 0.01)
+
+
+def test_the_value_model_on_a_shared_trunk_is_its_head_alone():
+    policy = model("lm", False)
+    value_model = Adapted(policy, "scalar")
+    assert flops_a_token(value_model) > flops_a_token(policy) / 2
+    policy.shared_trunk = value_model.shared_trunk = True
+    assert flops_a_token(value_model) == 2 * policy.config.d_model and flops_a_token(policy) > 1e4
 
 
 def test_the_line_of_an_iteration_has_speed_and_memory(done):
     out = done[2]["whole"][0]["stdout"][0] + done[2]["speed"][0]["stdout"][0]
-    assert len(re.findall(r"\d+ tok/s \| [\d.]+% of peak \| \d+ MiB \| eta", out)) >= 6
-    assert "of peak" not in done[2]["none"][0]["stdout"][0] and " tok/s | " in done[2]["none"][0]["stdout"][0]
+    phases = " ".join(rf"{phase} [\d.]+s \(\d+%\)" for phase in ("rollout", "score", "update"))
+    speed = r" \| \d+ tok/s \| [\d.]+% of peak \| \d+ MiB \| eta"
+    assert len(re.findall(phases + speed, out)) == 4 and len(re.findall(speed, out)) >= 6
+    assert "% of peak" in done[2]["none"][0]["stdout"][0]  # measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,17 +1,26 @@
-"""engine/limits.py and engine/stand_ins.py: operations counted by hand, and random models that end when they shall."""
+"""
+How speed is measured: operations counted by hand (engine/limits.py), random models that end when they shall
+(engine/stand_ins.py), what a token costs (tools/growth.py), and the table of peers (runs/peers).
+"""
+import importlib.util
 import json
 import math
 import os
+import re
 import statistics
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 
 from engine import limits, stand_ins
 from engine.limits import Machine
 from engine.pretrained import from_pretrained, from_scratch
 from engine.tokenizers import load_tokenizer
+from errors import BadConfig
 from rollout import generate
+from tiny import arguments, forked, one_run
 
 SIZES = dict(vocab_size=5, hidden_size=4, intermediate_size=3, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
 
@@ -84,3 +93,96 @@ def test_stand_ins_end_as_often_as_they_shall(tmp_path, share):
         assert statistics.mean(lengths) == pytest.approx(7.06, abs=0.9)
         assert (sampled == 38).double().mean().item() == pytest.approx(0.125, abs=0.03)
     assert from_pretrained(tmp_path / "reward_model", "scalar").head == "scalar" and os.listdir(tmp_path)
+
+
+def test_growth_prints_what_a_token_costs(tmp_path):
+    keys = dict(responses="2,4", lengths="4,8", prompt_length=3, micro_batch_size=3, d_model=16, n_layer=1, n_head=2, d_ff=8,
+                vocab_size=8, repeats=1, device_type="cpu")
+    result, = forked(str(tmp_path), {"growth": [one_run("tools/growth.py", arguments(keys))]})["growth"]
+    assert result["codes"] == [0], result
+    rows = re.findall(r"^(sampled|trained) +(\d+ x \d+) +tokens +([\d.]+) +([\d.]+) +([-\d.]+) +([-\d.]+)$", result["stdout"][0],
+                      re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, size) for name in ("sampled", "trained") for size in ("2 x 4", "4 x 4", "2 x 8")]
+    for _, _, whole, attention, rest, _ in rows:
+        assert float(whole) - float(attention) == pytest.approx(float(rest), abs=0.11)
+    assert rows[0][-1] == rows[3][-1] == "1.00"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the table of peers, with what the measuring scripts would have printed
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """runs/peers/table.py as a module; its scripts are not run, but say what peers.said has for them, in that order."""
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nafter\n")
+    keys = dict(folder=tmp_path, rows="decode_full,ppo_real,grpo_full", rounds=2, grpo_python="theirs", page=page)
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments(keys)])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure sets it
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(limits, "measure", lambda *_: limits.Machine(2e11, 3e10))
+    spec = importlib.util.spec_from_file_location("table", os.path.join(ROOT, "runs", "peers", "table.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.commands = []
+
+    def say(command, **_):
+        module.commands.append(command)
+        said = module.said.pop(0)
+        if isinstance(said, str):
+            return module.subprocess.CompletedProcess(command, 1, "", said)
+        return module.subprocess.CompletedProcess(command, 0, "some words\n" + json.dumps(said) + "\n", "")
+
+    monkeypatch.setattr(module.subprocess, "run", say)
+    return module
+
+
+def turn(*seconds, cores=2.0, mib=100, **more):
+    return dict(seconds=seconds, cpu_per_wall=cores, peak_mib=mib) | more
+
+
+def test_the_table_of_peers(peers, capsys, tmp_path):
+    peers.said = [turn(1.0, 3.0), turn(4.0, 5.0, mib=300, version="transformers 1"),
+                  turn(2.0, mib=150), turn(6.0, cores=1.5, version="x"),
+                  "a traceback\nNo module named trl\n"]
+    peers.main()
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    # medians of 1, 3, 2 and of 4, 5, 6; 1.5 cores where 2 threads should work
+    assert lines[2] == "| sampling, full | 2.000 s | transformers 1 | 5.000 s | 2.50 | 150, 300 | 2.00, 1.50 contended |"
+    assert lines[3] == "| PPO, real, micro-batches of 8 | | ppo: no environment | | | | |"
+    assert lines[4] == "| GRPO, full, micro-batches of 32 | | grpo failed: No module named trl | | | | |"
+    assert [command[0] for command in peers.commands] == [sys.executable, "theirs"] * 2 + [sys.executable]
+    script, *words = peers.commands[1][1:]
+    assert (os.path.basename(script), words) == ("generate.py", ["transformers", str(tmp_path / "models" / "full"), "4"])
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("before\n<!-- peers: begin -->\n") and page.endswith("\n<!-- peers: end -->\nafter\n")
+    assert lines[2] in page and "old" not in page and "products 200 GFLOP/s, memory 30 GB/s" in page
+    assert json.loads((tmp_path / "results.json").read_text())["decode_full"]["peer"][1]["cpu_per_wall"] == 1.5
+
+
+def test_a_page_without_marks_and_rows_that_are_none_are_refused(peers, tmp_path):
+    (tmp_path / "page.md").write_text("no marks\n")
+    with pytest.raises(BadConfig, match="must have one line"):
+        peers.write_between_marks(tmp_path / "page.md", ["row"])
+    peers.rows = "decode_full,decode_empty"
+    with pytest.raises(BadConfig, match="decode_empty"):
+        peers.main()
+
+
+def test_a_stopwatch_leaves_the_warm_up_out(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "runs", "peers"))
+    import stopwatch
+
+    watch = stopwatch.Stopwatch()
+    watch.clicks = [(0.0, 0.0), (9.0, 1.0), (11.0, 5.0), (14.0, 10.0)]  # steps of 9, 2 and 3 seconds
+    watch.report(1, length=7)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["seconds"], said["median"], said["cpu_per_wall"], said["length"]) == ([2.0, 3.0], 2.5, 1.8, 7)
+    assert said["peak_mib"] > 50
+
+
+@pytest.mark.parametrize("script", ["quartet.py", "trl_steps.py", "generate.py", "table.py", "stopwatch.py"])
+def test_scripts_of_peers_compile(script):
+    with open(os.path.join(ROOT, "runs", "peers", script), encoding="utf-8") as f:
+        compile(f.read(), script, "exec")

@@ -217,8 +217,8 @@ with tempfile.TemporaryDirectory() as folder:
     machine = limits.measure(device, getattr(torch, dtype))
     figures = dict(config=config, machine=machine._asdict())
     print(f"The machine: {dtype} products {machine.products / 1e9:.0f} GFLOP/s, memory "
-          f"{machine.memory / 1e9:.1f} GB/s; {device}, {torch.get_num_threads()} CPU threads, torch "
-          f"{torch.__version__}")
+          f"{machine.memory / 1e9:.1f} GB/s; {device}, {torch.get_num_threads()} CPU threads, "
+          f"torch {torch.__version__}")
     shares = {"full": 0.0, "real": 2 / max_new_tokens}  # of EOS among the sampled tokens
     shares = {kind: share for kind, share in shares.items() if kind in lengths}
     for kind, share in shares.items():
