@@ -21,7 +21,7 @@ class KVCache:
         longest             the largest of them
 
     at_once: S is a multiple of this, or all columns. Then it seldom changes, and with it the shapes
-    of a step (see engine/graphs.py). No other memory of a step changes but in keep_rows.
+    of a step (see engine/graphs.py). No other memory of a step changes but in `drop`.
     """
 
     def __init__(self, c, n, columns, dtype, device, at_once=1):
@@ -29,11 +29,13 @@ class KVCache:
         # zeros, because what a mask hides must be finite: NaN times 0 is NaN
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.n_layers)]
-        self.columns, self.device, self.at_once = columns, device, at_once
+        self.heads, self.columns = c.n_kv_heads, columns
+        self.device, self.at_once = device, at_once
         self.lengths, self.longest = torch.zeros(n, dtype=torch.int64, device=device), 0
         self.all_rows, self.ends = torch.arange(n, device=device), torch.zeros_like(self.lengths)
         # which of a forward's tokens go where: tokens (m,), None: all; rows (m,); columns (m,)
         self.tokens = self.rows = self.at = None
+        self.cells = None  # see `aim`
         self.tables = None  # rotations of all positions, see `rotations`
 
     def take(self, rows, which, lengths):
@@ -57,6 +59,15 @@ class KVCache:
         self.lengths += 1
         self.longest += 1
 
+    def aim(self):
+        """
+        At the begin of a forward: cells (m * KV,), where the keys of its tokens go, head by head, if
+        those of a layer are seen as (n * KV * columns, hd). So each layer writes to one index.
+        """
+        heads = torch.arange(self.heads, device=self.device)
+        first = (self.rows[:, None] * self.heads + heads) * self.columns  # (m, KV)
+        self.cells = (first + self.at[:, None]).flatten()
+
     def in_use(self):
         """S, see at_once."""
         return min(-(-self.longest // self.at_once) * self.at_once, self.columns)
@@ -65,8 +76,9 @@ class KVCache:
         """Store the keys and values of a layer's new tokens, (1, N, KV, hd) or (n, 1, KV, hd)."""
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
             new = new.flatten(0, 1)  # (N or n, KV, hd)
-            new = new if self.tokens is None else new[self.tokens]
-            cache[self.rows, :, self.at] = new.to(cache.dtype)
+            new = new if self.tokens is None else new[self.tokens]  # (m, KV, hd)
+            new = new.reshape(-1, new.shape[-1]).to(cache.dtype)  # (m * KV, hd)
+            cache.view(-1, new.shape[-1]).index_copy_(0, self.cells, new)
 
     def read(self, layer):
         """The keys and values of a layer's columns in use, (n, KV, S, hd) each."""
@@ -102,15 +114,22 @@ class KVCache:
         self.lengths.index_fill_(0, torch.tensor(rows, device=self.device), 0)
         self.longest = int(self.lengths.max())
 
-    def keep_rows(self, rows):
+    def drop(self, rows):
         """
-        Forget all rows but these (a list of numbers). This goes layer by layer, so that there are
-        never two copies of the whole cache.
+        Forget these rows (a list of numbers). So that the others stand side by side again, the last
+        ones move to the places of those that are dropped. Returns where each row has come from.
         """
-        rows = torch.tensor(rows, device=self.device)
-        self.lengths = self.lengths[rows]
-        self.all_rows, self.ends = self.all_rows[:len(rows)], torch.zeros_like(self.lengths)
+        n = len(self.lengths) - len(rows)
+        gaps = [row for row in rows if row < n]
+        moved = sorted(set(range(n, len(self.lengths))) - set(rows))
+        order = list(range(n))
+        for gap, row in zip(gaps, moved, strict=True):
+            order[gap] = row
+        self.lengths = self.lengths[order]
+        self.all_rows, self.ends = self.all_rows[:n], torch.zeros_like(self.lengths)
         self.longest = int(self.lengths.max())
         for tensors in (self.k, self.v):
             for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
+                t[gaps] = t[moved]
+                tensors[i] = t[:n]
+        return order

@@ -368,6 +368,8 @@ class Transformer(nn.Module):
         was_padded = packed is None and cache is None
         if was_padded:
             packed = pack(tokens, attention_mask)
+        if cache is not None:
+            cache.aim()
         if packed is not None:
             tokens, positions = packed.tokens, packed.positions
         else:

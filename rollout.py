@@ -9,8 +9,8 @@ How responses are sampled, in six lines:
    cumulated probability is above the uniform.
 4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
 5. A response ends with an EOS, or after R tokens.
-6. When some of the rows that decode together have ended, the next prompts take their places; or,
-   when there are no more prompts and half of the rows have ended, these are dropped.
+6. When a quarter of the rows that decode together have ended, the next prompts take their places;
+   when there are no more prompts, these rows are dropped.
 
 For step 3: with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
 1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
@@ -215,6 +215,8 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     response, t = list(range(n)), [0] * n
     logits = read_prompts(policy, cache, response, prompts[:n])  # step 2: (n, V)
     begun, done, complete = n, set(), 0  # of the responses
+    # rows are dropped when 1 / lot of them have ended; after that, a step must be recorded anew
+    lot = 2 if cuda_graphs else 4
 
     while True:
         # steps 3 and 4: some tokens for each row, but no row gets more than R
@@ -258,23 +260,21 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
 
         # step 6: rows that are free get another prompt, or are dropped
         free = [row for row, i in enumerate(response) if i == B]
-        running = [row for row, i in enumerate(response) if i < B]
         if free:
             cache.forget(free)
-        if begun == B and len(running) <= len(free):
-            response, t = ([x[row] for row in running] for x in (response, t))
-            tokens = tokens[running]
-            cache.keep_rows(running)
+        if begun == B and lot * len(free) >= len(response):
+            order = cache.drop(free)
+            response, t, tokens = [response[i] for i in order], [t[i] for i in order], tokens[order]
             forward.forget()
-        if running:
+        if begun == B or len(free) < n:
             logits = step(tokens[:, -1])  # (n, V)
         if begun < B and 4 * len(free) >= n:
-            free = free[:B - begun]
-            fresh = list(range(begun, begun + len(free)))
-            begun += len(free)
+            fresh = range(begun, min(begun + len(free), B))  # the next responses
+            free = free[:len(fresh)]
             logits[free] = read_prompts(policy, cache, free, [prompts[i] for i in fresh])
             for row, i in zip(free, fresh, strict=True):
                 response[row] = i
+            begun = fresh.stop
 
 
 def read_prompts(policy, cache, rows, prompts):
