@@ -119,7 +119,8 @@ def test_own_code_is_ours_alone_and_torch():
     with open(loss.__file__, "rb") as f:
         assert code["the code of loss.py"] == hashlib.sha256(f.read()).hexdigest()
     assert code["the version of torch"] == torch.__version__ and "the code of parallel.py" in code
-    assert all(re.fullmatch(r"the (version of torch|code of (tests/|engine/|tools/)?\w+\.py)", what) for what in code)
+    ours = r"the (version of torch|code of (tests/|engine/|tools/|runs/(peers/)?)?\w+\.py)"
+    assert all(re.fullmatch(ours, what) for what in code)
 
 
 def test_a_signal_says_where_the_run_is_and_how_long_torchrun_waits(monkeypatch):

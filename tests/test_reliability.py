@@ -210,7 +210,7 @@ def later(seconds, number):
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 """
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
-    "dies in the rollout": ("once(rollout, 'generate', die)", -9, "iteration 1, rollout"),
+    "dies in the rollout": ("once(rollout, 'generate_in_parts', die)", -9, "iteration 1, rollout"),
     "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
     # while the other rank is sending its gradients already
