@@ -292,9 +292,13 @@ def my_micro_batches(batch, rows, config):
         return total[row] - of_response[row] + sum(of_response[i] for i in group)
 
     groups = same_prompts(batch["tokens"], batch["attention_mask"], rows, prompt_width(batch))
-    for part in parallel.my_micro_batches(groups, tokens_of, config["micro_batch_size"],
-                                          config["micro_batch_tokens"]):
-        yield micro_batch(batch, torch.tensor(part, dtype=torch.int64, device=rows.device))
+    parts = parallel.my_micro_batches(groups, tokens_of, config["micro_batch_size"],
+                                      config["micro_batch_tokens"])
+    made = (micro_batch(batch, torch.tensor(part, dtype=torch.int64, device=rows.device))
+            for part in parts)
+    # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
+    # on, and the GPU never waits for the CPU in between.
+    yield from list(made) if rows.is_cuda else made
 
 
 def micro_batch(batch, rows):
@@ -303,7 +307,7 @@ def micro_batch(batch, rows):
     used = batch["attention_mask"][rows].any(0)  # (T,)
     if len(rows) == 0:  # some columns: one of the prompt, one of the response
         used[T - R - 1:T - R + 1] = True
-    columns = {T: used, R: used[T - R:]}  # by the width of a tensor
+    columns = {T: used.nonzero().squeeze(1), R: used[T - R:].nonzero().squeeze(1)}  # by their width
     mb = {name: x[rows][:, columns[x.shape[1]]] if x.dim() == 2 else x[rows]
           for name, x in batch.items()}
     return mb | dict(packed=pack_responses(mb))

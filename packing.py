@@ -37,14 +37,20 @@ class Pieces:
     sizes: list  # tokens of each piece: 3, 2, 3, 1
     order: list  # the pieces of all documents, one document behind the other: 0, 1, 3, 1, 2
     first: list  # where each piece comes first in `order`: 0, 1, 4, 2
+    repeated: torch.Tensor = None  # on a GPU: (M,) int64, the places of `order` in the N tokens
+    kept: torch.Tensor = None  # on a GPU: (N,) int64, the places of `first` in the M tokens
 
     def repeat(self, x):
         """x (N, ...), each piece once -> (M, ...), whole documents one behind the other."""
+        if self.repeated is not None:  # one kernel, forward and backward
+            return x.index_select(0, self.repeated)
         pieces = x.split(self.sizes)
         return torch.cat([pieces[i] for i in self.order])
 
     def once(self, x):
         """The way back, (M, ...) -> (N, ...). What is there more than once is the same."""
+        if self.kept is not None:
+            return x.index_select(0, self.kept)
         pieces = x.split([self.sizes[i] for i in self.order])
         return torch.cat([pieces[place] for place in self.first])
 
@@ -149,6 +155,10 @@ def lay_out(tokens, mask, shared=None):
     if shared is not None and shared.any():
         pieces, lengths = shared_pieces(lengths, shared.sum(1).tolist())
         there = mask & ~shared
+        if tokens.is_cuda:
+            pieces.repeated = places(pieces.sizes, pieces.order, tokens.device)
+            in_order = [pieces.sizes[i] for i in pieces.order]
+            pieces.kept = places(in_order, pieces.first, tokens.device)
     lengths = [length for length in lengths if length > 0]
     ends = None
     if tokens.is_cuda:
@@ -214,11 +224,23 @@ def same_prompts(tokens, mask, rows, width):
     return list(groups.values())
 
 
+def places(sizes, chosen, device):
+    """
+    Where in a row the tokens of some pieces stand, (n,) int64. sizes: of all pieces in the row;
+    chosen: the numbers of some. Of the pieces 1 and 0 of the sizes 2 and 3: 2 3 4 0 1.
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+    parts = [torch.arange(ends[i], ends[i + 1]) for i in chosen]
+    return torch.cat([torch.arange(0), *parts]).to(device)
+
+
 def pick(x, wanted):
     """
     The states that are read, (1, n, d), of all states x (1, N, d). An index x[:, columns] would
     give the same; but its backward pass adds row by row, and takes 20 times as long on a CPU.
     """
+    if wanted and x.is_cuda:  # there many small copies take longer
+        return x.index_select(1, places(wanted, range(1, len(wanted), 2), x.device))
     return torch.cat(x.split(wanted, 1)[1::2], 1) if wanted else x
 
 

@@ -12,7 +12,8 @@ workspaces of its libraries and the gaps between tensors.
     n    rows that decode at once                      ff   width of the MLP
     P    prompt length, R response length              L    layers
     T    P + R                                         V    vocabulary
-    N    tokens of a micro-batch, b T                  B    responses of an iteration, all ranks
+    N    tokens of a micro-batch, see tokens_of        B    responses of an iteration, all ranks
+    M    the same, where a prompt counts once for each response, b (T - 1)
 
 Bytes of an element: e of a stored weight, a of the result of a matrix product, s of the residual
 stream (run.stream), f of the logits when the losses see them. In float32 all four are 4. Under
@@ -193,22 +194,54 @@ def batch_tensors(run):
 # a forward pass without gradients, and the rollout
 
 
-def mask_bytes(m, run, rows, width, size):
-    """rows T T x bytes of an attention mask, where padding or a sliding window needs one."""
-    return rows * width * width * size if run.masked or any(m.c.windows) else 0
+def tokens_of(run, rows):
+    """
+    (N, M) of so many responses: N = prompts (P - 1) + rows R, since a prompt is read once for the
+    run.sharing responses to it that come together; and M = rows (P - 1 + R).
+    """
+    prompts = -(-rows // run.sharing)
+    return prompts * (run.P - 1) + rows * run.R, rows * (run.P - 1 + run.R)
+
+
+def mask_bytes(m, run, rows, width):
+    """
+    rows width^2 a: the masks of layers with a sliding window, of documents that are longer than it,
+    each of another length. A GPU in 16 bits needs none.
+    """
+    if run.cuda and run.a == 2 or not any(0 < window < width for window in m.c.windows):
+        return 0
+    return rows * width * width * run.a
+
+
+def heads_kept(m, run, N, M, rows):
+    """
+    Attention's queries, keys and values, M (q + 2 kv) a, and its result, M q a. A GPU that is not
+    in 16 bits repeats keys and values for all heads: M 4 q a. Where the result is put together, of
+    documents of several lengths or with shared prompts, there is one more of it, N q a.
+    """
+    q, kv = m.c.n_heads * m.c.head_dim, m.c.n_kv_heads * m.c.head_dim
+    repeated = run.cuda and run.a > 2
+    kept = M * (4 * q if repeated else 2 * q + 2 * kv)
+    several = M > N or rows > 1 and run.differ and not (run.cuda and run.a == 2)
+    return (kept + N * q * several) * run.a
 
 
 def forward_only(m, run, rows, width):
     """
-    The larger one of a layer's two halves, for N = rows x width tokens:
-        MLP        N (4 ff a + 3 d s), not gated N (2 ff a + 3 d s)
-        attention  N (4 q a + 2 d s), and the mask
+    The larger one of a layer's two halves, for rows of so many tokens:
+        MLP        N (3 ff a + 3 d s), not gated N (2 ff a + 3 d s)
+        attention  2 N d s + heads_kept, and masks; and with shared prompts queries, keys and
+                   values before they are repeated, N (q + 2 kv) a, and one more result, M q a
     and beside it the rotation of the positions, N rotary size (2 s + 6).
     """
-    c, N = m.c, rows * width
-    mlp = N * ((4 if c.gated_mlp else 2) * c.d_ff * run.a + 3 * c.d_model * run.stream)
-    attention = N * (4 * c.n_heads * c.head_dim * run.a + 2 * c.d_model * run.stream)
-    attention += mask_bytes(m, run, rows, width, run.a)
+    c = m.c
+    N, M = tokens_of(run, rows) if width == run.T else (rows * width, rows * width)
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    mlp = N * ((3 if c.gated_mlp else 2) * c.d_ff * run.a + 3 * c.d_model * run.stream)
+    attention = 2 * N * c.d_model * run.stream + heads_kept(m, run, N, M, rows)
+    attention += mask_bytes(m, run, rows, width)
+    if M > N:
+        attention += (N * (q + 2 * kv) + M * q) * run.a
     return max(mlp, attention) + N * c.rotary_dim * (2 * run.stream + 6)
 
 
@@ -266,16 +299,16 @@ def cast_weights(m, run, shapes):
 
 def kept_by_layer(m, run):
     """
-    What a layer keeps for its backward pass: N bytes of each of
+    What a layer keeps for its backward pass: heads_kept, and N bytes of each of
         residual  2 d s; d s if attention and MLP work in parallel
         norms     2 d s, the outputs; under autocast as 16-bit copies, one for each matrix that
-                  reads them; of norms after attention and MLP their inputs, 2 d s
-        products  4 q a: queries, keys, values (repeated for all heads), the result of attention;
-                  ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
+                  reads them; of norms after attention and MLP their inputs, 2 d s; of norms of
+                  queries and keys their inputs, (q + kv) a
+        products  ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
         sums      4 bytes for each head: attention's logsumexp
-    and cast_weights.
+    and cast_weights, but for `down`, which is cast again.
     """
-    c, N, branches = m.c, run.b * run.T, 2 if m.c.gated_mlp else 1
+    c, (N, M), branches = m.c, tokens_of(run, run.b), 2 if m.c.gated_mlp else 1
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     residual = d * run.stream * (1 if c.parallel_residual else 2)
 
@@ -284,21 +317,22 @@ def kept_by_layer(m, run):
         norms = (3 + branches) * d * run.a
     elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
         norms = ((5 + branches) * d + q) * 4
-
-    if not c.norm_before:  # the matrices read the residual stream itself
-        norms = norms if run.autocast else 0
+    if not c.norm_before and not run.autocast:  # the matrices read the residual stream itself
+        norms = 0
     if c.norm_after:
         norms += 2 * d * run.stream
     if c.qk_norm and run.autocast and run.cuda:  # in 32 bits
         norms += (q + kv) * run.stream
 
-    products = 4 * q + branches * c.d_ff
-    products += 2 * (q + kv) if c.qk_norm else 0
-    products += q if c.qk_norm or 0 < c.rotary_dim < c.head_dim else 0  # copied into another order
+    products = branches * c.d_ff
+    products += q + kv if c.qk_norm else 0
     products += len(m.targets) * m.rank if m.rank else 0
 
-    casts = cast_weights(m, run, layer_shapes(c).values())
-    return N * (products * run.a + residual + norms + 4 * c.n_heads) + casts
+    shapes = layer_shapes(c)
+    del shapes["down"]
+    casts = cast_weights(m, run, shapes.values())
+    rows = N * (products * run.a + residual + norms) + 4 * M * c.n_heads
+    return rows + heads_kept(m, run, N, M, run.b) + casts
 
 
 def kept_by_trunk(m, run):
@@ -306,12 +340,10 @@ def kept_by_trunk(m, run):
     L x kept_by_layer, or with gradient_checkpointing only the layers' inputs, L N d s; beside it
     the rotation of the positions, 2 N rotary size s, and the mask.
     """
-    if run.checkpointing:
-        layer = run.b * run.T * m.c.d_model * run.stream
-    else:
-        layer = kept_by_layer(m, run)
-    rotation = 2 * run.b * run.T * m.c.rotary_dim * run.stream
-    return m.c.n_layers * layer + rotation + mask_bytes(m, run, run.b, run.T, run.a)
+    N, _ = tokens_of(run, run.b)
+    layer = N * m.c.d_model * run.stream if run.checkpointing else kept_by_layer(m, run)
+    rotation = 2 * N * m.c.rotary_dim * run.stream
+    return m.c.n_layers * layer + rotation + mask_bytes(m, run, run.b, run.T)
 
 
 def weight_gradient(m, run):
@@ -330,8 +362,8 @@ def layer_backward(m, run):
     takes N ff a more. Beside it lies the gradient of the weight. With gradient_checkpointing all
     that the layer keeps is computed again as well: kept_by_layer less the layer's input.
     """
-    N, hidden = run.b * run.T, run.b * run.T * m.c.d_ff * run.a
-    weight = m.c.d_model * m.c.d_ff * weight_gradient(m, run)
+    N, _ = tokens_of(run, run.b)
+    hidden, weight = N * m.c.d_ff * run.a, m.c.d_model * m.c.d_ff * weight_gradient(m, run)
     tensors = (2 if m.c.gated_mlp else 1) + (m.rank > 0 and "down" in m.targets)
     inner = tensors * hidden + weight
     again = kept_by_layer(m, run) - N * m.c.d_model * run.stream if run.checkpointing else 0
@@ -345,15 +377,14 @@ def logits_training(m, run):
         b R V f + V d e: the gradient of the logits, in the memory of the log-probs, and that of
                          the head's weight; under autocast also b R V a, its 16-bit copy
         b R V 3.25 f with an entropy
-    or with head_chunk: logits_forward of a chunk + V d e + 2 b R d s. Beside it the input of the
-    last norm, the input of the head, and under autocast a 16-bit copy of the head's weight.
+    or with head_chunk: logits_forward of a chunk + V d e + 2 b R d s. Beside it the inputs of the
+    last norm and of the head, b R d s each, and under autocast a 16-bit copy of the head's weight.
     """
     if m.head != "lm":
         return 0
     c, tokens = m.c, run.b * run.R
     weight = c.vocab_size * c.d_model * weight_gradient(m, run)
-    inputs = run.b * run.T * c.d_model * run.stream
-    inputs += tokens * c.d_model * run.stream
+    inputs = 2 * tokens * c.d_model * run.stream
     inputs += cast_weights(m, run, [(c.vocab_size, c.d_model)])
     forward = logits_forward(m, run, tokens)
     if run.head_chunk:
@@ -373,12 +404,13 @@ def update(m, run):
     and for a sharded model what is gathered from all ranks at that moment.
     """
     kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, True)
+    N, _ = tokens_of(run, run.b)
     embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
     waiting = embedding if m.head == "lm" and m.c.tied else 0
     return stays + max(
         passes + kept + logits_training(m, run),
         passes + kept + layer_backward(m, run) + waiting,
-        max(passes, ends) + run.b * run.T * m.c.d_model * run.stream + embedding + 2 * waiting)
+        max(passes, ends) + N * m.c.d_model * run.stream + embedding + 2 * waiting)
 
 
 def stepping(m):

@@ -53,7 +53,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
         n = min(config["rollout_batch_size"] or share, share)
-        b = min(config["micro_batch_size"], share)
+        b = min(rows_at_once(config, run.P), share)
         responses = batch + share * (9 * run.T + 5 * run.R) - missing
         cache = kv_cache(models["policy"], run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
@@ -180,16 +180,31 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         P=prompt_tokens,
         R=config["max_new_tokens"],
         T=prompt_tokens + config["max_new_tokens"],
-        b=min(config["micro_batch_size"], math.ceil(minibatch / world_size)),
+        b=min(rows_at_once(config, prompt_tokens), math.ceil(minibatch / world_size)),
+        sharing=sharing_of(config),
         a=2 if dtype in ("bfloat16", "float16") else full,
         f=full,
         stream=full if mixed or full == 8 or dtype == "float32" else 2,
         autocast=mixed,
         cuda=device != "cpu",
-        masked=masked,
+        differ=masked,
         vocab_padding=vocab_padding,
         temperature=config["temperature"],
         entropy=config["entropy_coef"] > 0,
         head_chunk=config["head_chunk"],
         checkpointing=config["gradient_checkpointing"],
     )
+
+
+def sharing_of(config):
+    """How many responses of a micro-batch share a prompt: minibatches tear groups apart."""
+    return config.get("group_size", 1) if config["num_minibatches"] == 1 else 1
+
+
+def rows_at_once(config, prompt_tokens):
+    """The responses of full length in a micro-batch: micro_batch_size, or by micro_batch_tokens."""
+    limit, R, sharing = config["micro_batch_tokens"], config["max_new_tokens"], sharing_of(config)
+    if not limit:
+        return config["micro_batch_size"]
+    groups, rest = divmod(limit, prompt_tokens + sharing * R)
+    return max(groups * sharing + max(rest - prompt_tokens, 0) // R, 1)

@@ -52,13 +52,14 @@ import datetime, json
 import torch
 import torch.distributed as dist
 import pretend
-from engine import launch, together
+from engine import graphs, launch, together
 import parallel
 
 launch.choose_device = lambda device: "cuda:0"
 for name in ("synchronize", "set_device", "reset_peak_memory_stats"):
     setattr(torch.cuda, name, lambda *args: None)
 torch.cuda.max_memory_allocated = lambda: 0
+graphs.Replayed.record = lambda self, x: (x.clone(), self.function(x), None)  # as on a CPU
 torch.cuda.is_initialized, torch.cuda.get_device_name = lambda: True, lambda *args: "a pretended GPU"
 # a group of one, whose tensors must all be on the GPU, as nccl wants it
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -89,15 +90,16 @@ def pretended(tmp_path_factory):
     world = tiny.build(folder)
     odd = f"{world.rule('odd')},0.5*reward_model"
     runs = dict(
-        ppo=world.ppo("out", max_iters=1, deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1, target_kl=9.0,
+        ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1, target_kl=9.0,
                       ema_decay=0.5, eval_path="", head_chunk=5),
-        grpo=world.grpo("out", max_iters=1, max_refills=1, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
+        grpo=world.grpo("out", max_iters=1, dtype="float64", max_refills=1, cuda_graphs=True, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
                         reward_path=world.other_reward, gradient_checkpointing=True),
         lora=world.ppo("out", max_iters=1, lora="2", optim="adafactor", offload="reward=params", eval_path=""),
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
     script = dict(lora="ppo.py")
-    results = forked(folder, {name: [one_run(script.get(name, f"{name}.py"), (args, PRETEND))] for name, args in runs.items()})
-    return folder, results
+    cases = {name: [one_run(script.get(name, f"{name}.py"), (args, PRETEND))] for name, args in runs.items()}
+    cases |= {f"{name} on the CPU": [one_run(f"{name}.py", runs[name])] for name in ("ppo", "grpo")}
+    return folder, forked(folder, cases)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "lora", "sft", "rm"])
@@ -113,6 +115,14 @@ def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     with open(f"{folder}/{name}/out/config.json", encoding="utf-8") as f:
         said = json.load(f)["gpu"]
     assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_what_a_gpu_does_in_another_way_is_the_same(pretended, name):
+    """Documents picked by an index, micro-batches made beforehand, steps of fixed shapes: in float64 the run of a CPU."""
+    logs = [[tiny.measured(r) for r in tiny.read_log(f"{pretended[0]}/{kind}/out")] for kind in (name, f"{name} on the CPU")]
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert tiny.alike(*logs, tolerance=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_one_kernel_for_documents_of_all_lengths(dtype, window, heads):
                 i = torch.arange(n, device=DEVICE)
                 seen = (i[:, None] >= i) & (i[:, None] - i < window)
                 masks[n] = torch.zeros(n, n, dtype=inputs[0].dtype, device=DEVICE).masked_fill(~seen, -torch.inf)
-        y = document_attention(*inputs, Documents(lengths, ends, window, masks))
+        y = document_attention(*inputs, Documents(lengths, ends, None, window, masks))
         (y * torch.linspace(-1, 1, 16, device=DEVICE, dtype=y.dtype)).sum().backward()
         results.append([y.detach(), *(x.grad for x in inputs)])
     for got, want in zip(*results, strict=True):
@@ -450,10 +450,10 @@ def test_stopped_and_killed_while_kernels_run(world, tmp_path):
 def test_too_little_memory_is_one_line(world, tmp_path):
     """And the last checkpoint is good."""
     out, code = str(tmp_path / "out"), (
-        "import torch, rollout\ngenerate = rollout.generate\ncalls = 0\n"
+        "import torch, rollout\nread = rollout.read_prompts\ncalls = 0\n"
         "def hungry(*args, **kwargs):\n    global calls\n    calls += 1\n"
-        f"    calls == 2 and torch.empty(10**14, device={DEVICE!r})\n    return generate(*args, **kwargs)\n"
-        "rollout.generate = hungry\n")
+        f"    calls == 2 and torch.empty(10**14, device={DEVICE!r})\n    return read(*args, **kwargs)\n"
+        "rollout.read_prompts = hungry\n")
     wrapper = tiny.wrap(tmp_path / "wrapper.py", code)
     args = world.ppo(out, max_iters=2, checkpoint_interval=1, eval_path="", device_type=DEVICE)
     done = tiny.run("ppo.py", *args, wrapper=wrapper, env=environment())

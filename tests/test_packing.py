@@ -6,7 +6,7 @@ from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
 from loss import response_logprobs, response_values
 from model import document_attention, documents_seen, freeze
-from packing import Pieces, as_partner, pack, pack_choices, pack_responses, pack_to_read, pick, shared_pieces, unpack
+from packing import Pieces, as_partner, pack, pack_choices, pack_responses, pack_to_read, pick, places, shared_pieces, unpack
 
 from families import VARIANTS, make
 
@@ -95,6 +95,10 @@ def test_pieces_by_hand():
     """The example of the docstring; and a document that is alone behind some that share, though it is as long."""
     pieces, lengths = shared_pieces([3, 5, 3], [0, 0, 2])
     assert pieces == Pieces([3, 2, 3, 1], [0, 1, 3, 1, 2], [0, 1, 4, 2]) and lengths == [3, 3, 5]
+    # on a GPU the same is done by an index
+    x = torch.arange(9)
+    by_index = Pieces([], [], [], places([3, 2, 3, 1], pieces.order, "cpu"), places([3, 2, 1, 2, 3], pieces.first, "cpu"))
+    assert torch.equal(by_index.repeat(x), pieces.repeat(x)) and torch.equal(by_index.once(by_index.repeat(x)), x)
     tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert pieces.repeat(tokens).tolist() == [1, 2, 3, 4, 5, 9, 4, 5, 6, 7, 8]
     assert pieces.once(pieces.repeat(tokens)).equal(tokens)

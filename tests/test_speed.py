@@ -116,6 +116,7 @@ def test_growth_prints_what_a_token_costs(tmp_path):
 def peers(tmp_path, monkeypatch):
     """runs/peers/table.py as a module; its scripts are not run, but say what peers.said has for them, in that order."""
     page = tmp_path / "page.md"
+    (tmp_path / "results.json").write_text('{"grpo_real": {"line": "| of an earlier call |"}}')
     page.write_text("before\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nafter\n")
     keys = dict(folder=tmp_path, rows="decode_full,ppo_real,grpo_full", rounds=2, grpo_python="theirs", page=page)
     monkeypatch.setattr(sys, "argv", ["table.py", *arguments(keys)])
@@ -157,7 +158,8 @@ def test_the_table_of_peers(peers, capsys, tmp_path):
     assert (os.path.basename(script), words) == ("generate.py", ["transformers", str(tmp_path / "models" / "full"), "4"])
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n<!-- peers: begin -->\n") and page.endswith("\n<!-- peers: end -->\nafter\n")
-    assert lines[2] in page and "old" not in page and "products 200 GFLOP/s, memory 30 GB/s" in page
+    assert f"{lines[2]}\n| of an earlier call |\n" in page and "old" not in page
+    assert "products 200 GFLOP/s, memory 30 GB/s" in page
     assert json.loads((tmp_path / "results.json").read_text())["decode_full"]["peer"][1]["cpu_per_wall"] == 1.5
 
 

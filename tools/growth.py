@@ -22,7 +22,8 @@ sys.path.insert(0, ROOT)
 from configurator import configure  # noqa: E402
 from engine.pretrained import from_scratch  # noqa: E402
 from loss import response_logprobs  # noqa: E402
-from model import Documents, document_attention, step_attention  # noqa: E402
+from model import document_attention, documents_seen, step_attention  # noqa: E402
+from packing import pack  # noqa: E402
 from rollout import generate  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
@@ -97,8 +98,8 @@ def attention_of_training(n, R):
     """The seconds of attention in it, of one micro-batch, times all micro-batches and layers."""
     rows, L = min(n, micro_batch_size), prompt_length + R - 1  # no state is read of the last token
     q, k, v = (random_heads(rows * L, n_head).requires_grad_() for _ in range(3))
-    ends = torch.arange(0, rows * L + 1, L, dtype=torch.int32, device=device)
-    documents = Documents([L] * rows, ends, 0, {})
+    packed = pack(torch.zeros(rows, L, dtype=torch.int64, device=device))
+    documents = documents_seen((0,), packed, torch.float32)[0]
     one = min(seconds_of(lambda: document_attention(q, k, v, documents).sum().backward())
               for _ in range(3))
     return one * n / rows * n_layer

@@ -3,7 +3,8 @@ The table of runs/peers.sh: quartet and each peer in turns, a process for each t
 
 The ratio is that of the medians over all timed steps of all turns. cores: how many CPU cores were
 at work on average, quartet's and the peer's; "contended" stands where they were far fewer than
-threads, which makes a line worthless.
+threads, which makes a line worthless. FOLDER/results.json keeps all rows, so a table may be made in
+several calls.
 """
 import json
 import os
@@ -31,7 +32,7 @@ steps = 4  # timed steps of a turn, after two to warm up [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12; empty = no such rows
 grpo_python = ""  # with TRL 1.16 and transformers
 vllm_python = ""  # with vLLM
-page = ""  # a Markdown file that gets the table, between its two lines "peers: begin" and "... end"
+page = ""  # a Markdown file: its table gets all rows that the folder has, also of earlier calls
 config = configure(globals())
 # --------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,10 @@ def main():
              f"float32 products {machine.products / 1e9:.0f} GFLOP/s, memory "
              f"{machine.memory / 1e9:.0f} GB/s.", "", *HEADER]
     print("\n".join(lines), flush=True)
-    results = {}
+    kept, results = os.path.join(folder, "results.json"), {}  # of earlier rows, too
+    if os.path.exists(kept):
+        with open(kept, encoding="utf-8") as f:
+            results = json.load(f)
     for name in wanted:
         work, kind, (our_kind, *our_keys), key, (script, their_kind, *their_keys) = ROWS[name]
         if not config[key]:
@@ -132,12 +136,12 @@ def main():
         except OSError as e:
             print(f"| {work} | | {their_kind} failed: {e} | | | | |", flush=True)
             continue
-        results[name] = dict(quartet=ours, peer=theirs)
-        lines.append(table_row(work, ours, theirs, threads))
-        print(lines[-1], flush=True)
-    with open(os.path.join(folder, "results.json"), "w", encoding="utf-8") as f:
-        json.dump(results, f, indent=1)
+        results[name] = dict(line=table_row(work, ours, theirs, threads), quartet=ours, peer=theirs)
+        print(results[name]["line"], flush=True)
+        with open(kept, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=1)
     if page:
+        lines += [results[name]["line"] for name in ROWS if name in results]
         write_between_marks(page, lines)
 
 
