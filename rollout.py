@@ -177,6 +177,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
 
 
 AT_ONCE = 4  # tokens that are sampled between two looks at which responses have ended
+COLUMNS = 128  # with cuda_graphs: how many columns more of the cache a new recording looks at
 
 
 # inference_mode is lighter than no_grad. Its own tensors could not be used in training; but what it
@@ -203,7 +204,7 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): nobody needs some, too
     # keys and values come out of the model in this dtype, which autocast may have lowered
     dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
-    at_once = 128 if cuda_graphs else 8 if uniforms.is_cuda else 1  # 8: attention's kernels want it
+    at_once = COLUMNS if cuda_graphs else 8 if uniforms.is_cuda else 1  # 8: for attention's kernels
     cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device, at_once)
     forward = Replayed(lambda tokens: policy(tokens, cache=cache), cuda_graphs)
 

@@ -37,7 +37,7 @@ class Replayed:
             return self.function(x)
         kind = kind, x.shape
         if kind not in self.recorded:
-            self.recorded[kind] = self.record(x) if x.is_cuda else (x.clone(), self.function(x), None)
+            self.recorded[kind] = self.record(x)
         argument, result, graph = self.recorded[kind]
         argument.copy_(x)
         if graph:
@@ -47,6 +47,9 @@ class Replayed:
         return result
 
     def record(self, x):
+        """(the memory of the argument, that of the result, the graph; None on a CPU)."""
+        if not x.is_cuda:
+            return x.clone(), self.function(x), None
         argument, now = x.clone(), torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # kernels of the usual one cannot be recorded
         stream.wait_stream(now)

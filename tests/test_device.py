@@ -11,15 +11,17 @@ import re
 import pytest
 import torch
 
-from engine import launch
-from engine.pretrained import from_scratch
+import rollout
+from engine import graphs, launch
+from engine.pretrained import from_pretrained, from_scratch
 from errors import is_out_of_memory
 from model import freeze
-from rollout import generate, sample
+from rollout import AT_ONCE, generate, sample
 
 import pretend
 import tiny
 from conftest import ROOT
+from families import VARIANTS, make
 from tiny import forked, one_run
 
 
@@ -90,9 +92,10 @@ def pretended(tmp_path_factory):
     world = tiny.build(folder)
     odd = f"{world.rule('odd')},0.5*reward_model"
     runs = dict(
-        ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1, target_kl=9.0,
-                      ema_decay=0.5, eval_path="", head_chunk=5),
-        grpo=world.grpo("out", max_iters=1, dtype="float64", max_refills=1, cuda_graphs=True, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
+        ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1,
+                      target_kl=9.0, ema_decay=0.5, eval_path="", head_chunk=5),
+        grpo=world.grpo("out", max_iters=1, dtype="float64", max_refills=1, cuda_graphs=True, reward_functions=odd,
+                        grad_clip=0.1, rollout_batch_size=4,
                         reward_path=world.other_reward, gradient_checkpointing=True),
         lora=world.ppo("out", max_iters=1, lora="2", optim="adafactor", offload="reward=params", eval_path=""),
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
@@ -123,6 +126,37 @@ def test_what_a_gpu_does_in_another_way_is_the_same(pretended, name):
     logs = [[tiny.measured(r) for r in tiny.read_log(f"{pretended[0]}/{kind}/out")] for kind in (name, f"{name} on the CPU")]
     assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
     assert tiny.alike(*logs, tolerance=1e-9)
+
+
+def test_sampling_waits_for_the_gpu_only_to_look_at_who_has_ended():
+    """Every AT_ONCE tokens, not at every token: else the GPU would stand still while the CPU starts its kernels."""
+    waits = {}
+    for R in (16, 48):
+        with pretend.gpu() as seen:
+            policy = freeze(from_scratch(LLAMA)).to("cuda")
+            before = seen.waits
+            out = generate(policy, [[5, 17, 80], [41, 2], [64]], R)
+            waits[R] = seen.waits - before
+        assert out["tokens"].shape == (3, 3 + R)
+    assert waits[48] - waits[16] == 32 / AT_ONCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_recorded_can_be_replayed(variant, monkeypatch, tmp_path):
+    """
+    cuda_graphs without a GPU: the operations of a step are recorded and repeated, without any Python. Rows end, are dropped and
+    get other prompts meanwhile; the responses are long enough for steps that look at other numbers of columns.
+    """
+    make(variant).save_pretrained(tmp_path)
+    policy = freeze(from_pretrained(str(tmp_path), dtype=torch.float64))
+    prompts = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [12, 95], [64]]
+    want = generate(policy, prompts, 20, eos_ids=range(0, 97, 9), batch_size=3)
+    recorded = []
+    monkeypatch.setattr(graphs.Replayed, "record", lambda self, x: [recorded.append(1), pretend.record(self, x)][1])
+    monkeypatch.setattr(rollout, "COLUMNS", 8)
+    got = generate(policy, prompts, 20, eos_ids=range(0, 97, 9), batch_size=3, cuda_graphs=True)
+    assert len(recorded) >= 2 and torch.equal(got["tokens"], want["tokens"])
+    assert (got["sampler_logprobs"] - want["sampler_logprobs"]).abs().max() < 1e-10
 
 
 # ---------------------------------------------------------------------------------------------------------------------
