@@ -21,7 +21,7 @@ from rollout import AT_ONCE, generate, sample
 import pretend
 import tiny
 from conftest import ROOT
-from families import VARIANTS, make
+from families import make
 from tiny import forked, one_run
 
 
@@ -141,7 +141,8 @@ def test_sampling_waits_for_the_gpu_only_to_look_at_who_has_ended():
     assert waits[48] - waits[16] == 32 / AT_ONCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3", "olmo2",
+                                     "gemma3"])
 def test_what_is_recorded_can_be_replayed(variant, monkeypatch, tmp_path):
     """
     cuda_graphs without a GPU: the operations of a step are recorded and repeated, without any Python. Rows end, are dropped and
@@ -150,11 +151,11 @@ def test_what_is_recorded_can_be_replayed(variant, monkeypatch, tmp_path):
     make(variant).save_pretrained(tmp_path)
     policy = freeze(from_pretrained(str(tmp_path), dtype=torch.float64))
     prompts = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [12, 95], [64]]
-    want = generate(policy, prompts, 20, eos_ids=range(0, 97, 9), batch_size=3)
+    want = generate(policy, prompts, 14, eos_ids=range(0, 97, 9), batch_size=3)
     recorded = []
     monkeypatch.setattr(graphs.Replayed, "record", lambda self, x: [recorded.append(1), pretend.record(self, x)][1])
     monkeypatch.setattr(rollout, "COLUMNS", 8)
-    got = generate(policy, prompts, 20, eos_ids=range(0, 97, 9), batch_size=3, cuda_graphs=True)
+    got = generate(policy, prompts, 14, eos_ids=range(0, 97, 9), batch_size=3, cuda_graphs=True)
     assert len(recorded) >= 2 and torch.equal(got["tokens"], want["tokens"])
     assert (got["sampler_logprobs"] - want["sampler_logprobs"]).abs().max() < 1e-10
 
