@@ -54,7 +54,7 @@ import datetime, json
 import torch
 import torch.distributed as dist
 import pretend
-from engine import graphs, launch, together
+from engine import graphs, launch, report, together
 import parallel
 
 launch.choose_device = lambda device: "cuda:0"
@@ -62,6 +62,7 @@ for name in ("synchronize", "set_device", "reset_peak_memory_stats"):
     setattr(torch.cuda, name, lambda *args: None)
 torch.cuda.max_memory_allocated = lambda: 0
 graphs.Replayed.record = lambda self, x: (x.clone(), self.function(x), None)  # as on a CPU
+report.measured_flops = lambda *args: 1e12  # a product that is large enough for a GPU takes half a minute here
 torch.cuda.is_initialized, torch.cuda.get_device_name = lambda: True, lambda *args: "a pretended GPU"
 # a group of one, whose tensors must all be on the GPU, as nccl wants it
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -93,11 +94,12 @@ def pretended(tmp_path_factory):
     odd = f"{world.rule('odd')},0.5*reward_model"
     runs = dict(
         ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_in="loss", kl_estimator="k2", entropy_coef=0.1,
-                      target_kl=9.0, ema_decay=0.5, eval_path="", head_chunk=5),
+                      target_kl=9.0, ema_decay=0.5, eval_path="", head_chunk=5, ppo_epochs=1),
         grpo=world.grpo("out", max_iters=1, dtype="float64", max_refills=1, cuda_graphs=True, reward_functions=odd,
                         grad_clip=0.1, rollout_batch_size=4,
-                        reward_path=world.other_reward, gradient_checkpointing=True),
-        lora=world.ppo("out", max_iters=1, lora="2", optim="adafactor", offload="reward=params", eval_path=""),
+                        reward_path=world.other_reward, gradient_checkpointing=True, num_iterations=1, eval_path=""),
+        lora=world.ppo("out", max_iters=1, lora="2", optim="adafactor", offload="reward=params", eval_path="", ppo_epochs=1,
+                       num_minibatches=1),
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
     script = dict(lora="ppo.py")
     cases = {name: [one_run(script.get(name, f"{name}.py"), (args, PRETEND))] for name, args in runs.items()}
@@ -141,12 +143,12 @@ def test_sampling_waits_for_the_gpu_only_to_look_at_who_has_ended():
     assert waits[48] - waits[16] == 32 / AT_ONCE
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3", "olmo2",
-                                     "gemma3"])
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3",
+                                     "olmo2", "gemma3"])
 def test_what_is_recorded_can_be_replayed(variant, monkeypatch, tmp_path):
     """
-    cuda_graphs without a GPU: the operations of a step are recorded and repeated, without any Python. Rows end, are dropped and
-    get other prompts meanwhile; the responses are long enough for steps that look at other numbers of columns.
+    cuda_graphs without a GPU: the operations of a step are recorded and repeated, without any Python. Meanwhile rows end, are
+    dropped and get other prompts, and steps look at other numbers of columns.
     """
     make(variant).save_pretrained(tmp_path)
     policy = freeze(from_pretrained(str(tmp_path), dtype=torch.float64))
