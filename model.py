@@ -121,39 +121,43 @@ class Layer(nn.Module):
         self.norm2_after = make_norm(c, c.norm_after)
 
     def forward(self, x, rotation, seen, cache, adapter=None):
-        """x (B, T, d) -> (B, T, d). rotation, seen, cache: see attention. adapter: see linear."""
-        if self.c.parallel_residual:
-            y = x + self.attention(self.norm1(x), rotation, seen, cache, adapter)
-            return y + self.mlp(self.norm2(x), adapter)
-        x = x + self.norm1_after(self.attention(self.norm1(x), rotation, seen, cache, adapter))
-        return x + self.norm2_after(self.mlp(self.norm2(x), adapter))
-
-    def attention(self, x, rotation, seen, cache, adapter):
         """
         x (B, T, d) -> (B, T, d).
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
         seen: what a token may look at: Documents, or in a step of decoding the cache's mask.
         cache: a KVCache, which stores the new keys and values; or None.
+        adapter: see linear.
         """
-        B, T, _ = x.shape
-        H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
-        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
-        if self.c.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(B, T, H, hd)
-        k, v = k.view(B, T, KV, hd), v.view(B, T, KV, hd)
-        if self.c.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k, v = self.before_attention(x, rotation, adapter)  # (B, T, heads, hd) each
         if cache is not None:
             cache.write(self.index, k, v)
         if isinstance(seen, Documents):  # the rows are one: B = 1, T = N
             y = document_attention(q[0], k[0], v[0], seen, self.c.attention_scale)  # (N, H, hd)
         else:  # a step of decoding: T = 1
             y = step_attention(q[:, 0], *cache.read(self.index), seen, self.c.attention_scale)
-        return self.linear("o", y.view(B, T, H * hd), adapter)
+        return self.after_attention(x, y.view(*x.shape[:2], self.o.in_features), adapter)
+
+    def before_attention(self, x, rotation, adapter):
+        """x (B, T, d) -> queries (B, T, H, hd), keys and values (B, T, KV, hd)."""
+        H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
+        x = self.norm1(x)
+        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
+        if self.c.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.unflatten(2, (H, hd)), k.unflatten(2, (KV, hd)), v.unflatten(2, (KV, hd))
+        if self.c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return q, k, v
+
+    def after_attention(self, x, y, adapter):
+        """The residual stream x (B, T, d) and what attention says, y (B, T, H hd) -> (B, T, d)."""
+        y = x + self.norm1_after(self.linear("o", y, adapter))
+        if self.c.parallel_residual:
+            return y + self.mlp(self.norm2(x), adapter)
+        return y + self.norm2_after(self.mlp(self.norm2(y), adapter))
 
     def mlp(self, x, adapter):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
