@@ -14,6 +14,7 @@ In shapes: B rows, T new tokens, S columns in all (cached and new), V vocabulary
 residual stream, H heads with hd coordinates each, KV heads of keys and values. Without a cache all
 rows lie one behind the other, without padding: then B is 1 and T is N, see packing.py.
 """
+import functools
 import inspect
 import itertools
 import math
@@ -103,6 +104,7 @@ class Layer(nn.Module):
         super().__init__()
         self.c, self.index = c, index
         self.recomputed = False  # see Transformer.recompute
+        self.compiled = False  # see Transformer.compile_layers
         self.norm1 = make_norm(c, c.norm_before)
         self.q = nn.Linear(c.d_model, c.n_heads * c.head_dim, bias=c.qkv_bias)
         self.k = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
@@ -121,39 +123,50 @@ class Layer(nn.Module):
         self.norm2_after = make_norm(c, c.norm_after)
 
     def forward(self, x, rotation, seen, cache, adapter=None):
-        """x (B, T, d) -> (B, T, d). rotation, seen, cache: see attention. adapter: see linear."""
-        if self.c.parallel_residual:
-            y = x + self.attention(self.norm1(x), rotation, seen, cache, adapter)
-            return y + self.mlp(self.norm2(x), adapter)
-        x = x + self.norm1_after(self.attention(self.norm1(x), rotation, seen, cache, adapter))
-        return x + self.norm2_after(self.mlp(self.norm2(x), adapter))
-
-    def attention(self, x, rotation, seen, cache, adapter):
         """
         x (B, T, d) -> (B, T, d).
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
         seen: what a token may look at: Documents, or in a step of decoding the cache's mask.
         cache: a KVCache, which stores the new keys and values; or None.
+        adapter: see linear.
         """
-        B, T, _ = x.shape
-        H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
-        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
-        if self.c.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(B, T, H, hd)
-        k, v = k.view(B, T, KV, hd), v.view(B, T, KV, hd)
-        if self.c.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        # decoding always takes the plain ones: it has shapes of its own, and CUDA graphs; and of
+        # no tokens at all there is nothing to compile
+        use_compiled = self.compiled and cache is None and x.numel() > 0
+        before, after = compiled_parts() if use_compiled else PARTS
+        q, k, v = before(self, x, rotation, adapter)  # (B, T, heads, hd) each
         if cache is not None:
             cache.write(self.index, k, v)
         if isinstance(seen, Documents):  # the rows are one: B = 1, T = N
             y = document_attention(q[0], k[0], v[0], seen, self.c.attention_scale)  # (N, H, hd)
         else:  # a step of decoding: T = 1
             y = step_attention(q[:, 0], *cache.read(self.index), seen, self.c.attention_scale)
-        return self.linear("o", y.view(B, T, H * hd), adapter)
+        y = y.view(*x.shape[:2], self.o.in_features)
+        if use_compiled:  # a view is compiled anew for each kind of tensor that it is a view of
+            y = torch.ops.aten._unsafe_view(y, y.shape)  # the same memory, and no view
+        return after(self, x, y, adapter)
+
+    def before_attention(self, x, rotation, adapter):
+        """x (B, T, d) -> queries (B, T, H, hd), keys and values (B, T, KV, hd)."""
+        H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
+        x = self.norm1(x)
+        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
+        if self.c.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.unflatten(2, (H, hd)), k.unflatten(2, (KV, hd)), v.unflatten(2, (KV, hd))
+        if self.c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return q, k, v
+
+    def after_attention(self, x, y, adapter):
+        """The residual stream x (B, T, d) and what attention says, y (B, T, H hd) -> (B, T, d)."""
+        y = x + self.norm1_after(self.linear("o", y, adapter))
+        if self.c.parallel_residual:
+            return y + self.mlp(self.norm2(x), adapter)
+        return y + self.norm2_after(self.mlp(self.norm2(y), adapter))
 
     def mlp(self, x, adapter):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
@@ -170,6 +183,25 @@ class Layer(nn.Module):
         if adapter is None or name not in adapter:
             return y
         return y + adapter[name](x).to(y.dtype)
+
+
+PARTS = Layer.before_attention, Layer.after_attention  # all of a layer but its attention
+
+
+@functools.cache
+def compiled_parts():
+    """
+    PARTS, compiled by torch.compile: it makes fewer and larger kernels of the same operations, and
+    rounds differently. The layers of all models share the two. Each is compiled at its first call
+    of a kind: with and without gradients, with and without an adapter, in each size of model.
+
+    dynamic: the number of tokens is a variable of the compiled code. Otherwise each new number of
+    tokens would be compiled anew. duck_shape is off because torch would take two dimensions that
+    are equal at the first call, such as tokens and width, for the same variable.
+    """
+    torch._dynamo.config.recompile_limit = 64  # kinds; 8 would do for most runs, but not for all
+    torch.fx.experimental._config.use_duck_shape = False
+    return tuple(torch.compile(part, dynamic=True) for part in PARTS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -443,6 +475,11 @@ class Transformer(nn.Module):
         """
         for layer in self.layers:
             layer.recomputed = on
+
+    def compile_layers(self, on=True):
+        """Forwards without a cache use compiled_parts."""
+        for layer in self.layers:
+            layer.compiled = on
 
     def weights(self):
         """{our name: parameter}, all that the model is made of."""

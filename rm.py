@@ -92,7 +92,7 @@ tokenizer = load_tokenizer(init_from, config)
 # model: one that exists, with a scalar head, and with an adapter where there is LoRA
 
 reward_model = load(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed,
-                    trained=True, recompute=gradient_checkpointing)
+                    trained=True, recompute=gradient_checkpointing, compiled=compile)
 reward_model.config.score_shift = 0.0  # set at the end
 first_weights = fingerprint(trunk_of(reward_model))
 check_tokenizer_fits(tokenizer, reward_model, init_from)

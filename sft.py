@@ -22,8 +22,8 @@ from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import (in_memory, is_sharded, load, no_grad_forwards, place_of_one,
-                              precisions, shard, trunk_of)
+from engine.placement import (compile_layers, in_memory, is_sharded, load, no_grad_forwards,
+                              place_of_one, precisions, shard, trunk_of)
 from engine.pretrained import from_scratch
 from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
@@ -110,12 +110,13 @@ if init_from == "scratch":
     architecture = dict(model_type=family, tie_word_embeddings=False, **sizes, **ids)
     policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
     policy.recompute(gradient_checkpointing)
+    compile_layers(policy, compile, device)
     first_weights = fingerprint(policy)
     if is_sharded(place, trained=True):
         shard(policy, place, device)
 else:
     policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True,
-                  recompute=gradient_checkpointing)
+                  recompute=gradient_checkpointing, compiled=compile)
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 

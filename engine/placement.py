@@ -8,6 +8,7 @@ In this file, downwards:
     placements                      the keys of a run -> a Place for each model
     precisions                      dtype and master_weights -> the dtypes of the weights
     load, shard                     a model from its folder to its place
+    compile_layers                  the key compile
     trunk_of, sharded, in_memory    questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
@@ -21,8 +22,12 @@ ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). On one rank
 import contextlib
 import copy
 import ctypes
+import importlib.util
 import math
+import os
+import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 
 import torch
@@ -228,13 +233,13 @@ def precisions(dtype, master_weights, device):
 
 
 def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False,
-         recompute=False):
+         recompute=False, compiled=False):
     """
     A model as its Place says: read by from_pretrained, sharded before it takes any memory, and
     with adapters where there is LoRA (an Adapted on a frozen Transformer).
 
     dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
-    the backward pass computes the layers again. Raises BadInput.
+    the backward pass computes the layers again. compiled: the key compile. Raises BadInput.
     """
     adapted = trained and place.lora is not None
     frozen = not trained or adapted
@@ -250,6 +255,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
                             matrices if frozen else None, prepare)
     model.recompute(recompute and trained)
+    compile_layers(model, compiled, device)
     if model.head == "scalar" and split:
         model.score.to(device)  # FSDP does not split this tensor, and so would not bring it back
     model.path = path
@@ -300,6 +306,35 @@ def allocate_large_tensors_apart(device):
     if device.type == "cpu" and sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         M_MMAP_THRESHOLD = -3
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+def compile_layers(model, on, device):
+    """
+    The key compile, for a Transformer. torch.compile writes code and calls a compiler, in the first
+    forward: what it would miss then is said now. Raises BadConfig.
+    """
+    if on:
+        lacking = lacking_to_compile(device)
+        if lacking:
+            raise BadConfig(f"compile = True needs {lacking}; install it, or leave compile out")
+        model.compile_layers()
+
+
+def lacking_to_compile(device):
+    """What torch.compile needs and this machine does not have, in words; "" if nothing."""
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton, which is not there"
+        compilers = [os.environ.get("CC")] if os.environ.get("CC") else ["gcc", "clang"]
+        language, variable = "C", "CC"
+    else:
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        compilers, language, variable = [os.environ.get("CXX", usual)], "C++", "CXX"
+    if not any(map(shutil.which, compilers)):
+        return (f"a {language} compiler, and there is no {' and no '.join(compilers)} (the "
+                f"variable {variable} can name another)")
+    headers = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return "" if os.path.exists(headers) else f"the header files of Python, and there is no {headers}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_other_heads_are_named(folders, tmp_path):
          "plain' has no score head, it is a plain language model"),
     ]
     keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True, gradient_checkpointing=False,
-                zero_stage="", offload="", lora="", optim="adamw", reward_format="auto", chat_date="")
+                zero_stage="", offload="", lora="", optim="adamw", compile=False, reward_format="auto", chat_date="")
     for folder, message in cases:
         with pytest.raises(BadInput, match=message) as e:
             load_reward_model(keys | dict(reward_path=folder), torch.device("cpu"), None, None, [(1.0, "reward_model", None)])

@@ -125,7 +125,8 @@ tokenizers = [load_tokenizer(path, config) for path in paths]
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
-                master_weights=True, gradient_checkpointing=False, micro_batch_tokens=0) | config
+                master_weights=True, gradient_checkpointing=False, compile=False,
+                micro_batch_tokens=0) | config
 reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
 
 
