@@ -264,7 +264,7 @@ def kv_cache(m, run, n):
 def decoding(m, run, n):
     """
     Beside the cache, the larger one of
-        the prompts  forward_only of n rows of P tokens
+        the prompts  forward_only of n rows of P tokens; of a group it is one
         a step       logits n V a, and for the sampler up to three tensors n V f: the scaled logits,
                      their softmax, its running sum; attention over all tokens so far, 2 n heads T a
     and 20 n R of random numbers and sampled tokens.
@@ -272,7 +272,7 @@ def decoding(m, run, n):
     V = m.c.vocab_size
     copies = 2 + (run.temperature != 1.0 or run.vocab_padding or run.a != run.f)
     step = n * V * (run.a + copies * run.f) + 2 * n * m.c.n_heads * run.T * run.a
-    return max(forward_only(m, run, n, run.P), step) + 20 * n * run.R
+    return max(forward_only(m, run, -(-n // run.group), run.P), step) + 20 * n * run.R
 
 
 def decoding_copy(m, run):
@@ -443,12 +443,12 @@ def gathered(m, backward):
 
 def audit(m):
     """
-    Checksums: 24 bytes for each of up to 2^20 numbers of the largest tensor at a time. An element
+    Checksums: 32 bytes for each of up to 2^20 numbers of the largest tensor at a time. An element
     is one number, in float64 two.
     """
     tensors = base_tensors(m) if has_trunk(m) else added_tensors(m)
     shape, size = max(tensors, key=lambda t: held(m, t[0]) * t[1])
-    return max(24 * min(held(m, shape) * max(size // 4, 1), 2**20), 2 * held(m, shape))
+    return max(32 * min(held(m, shape) * max(size // 4, 1), 2**20), 2 * held(m, shape))
 
 
 def saving(m, run):

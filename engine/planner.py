@@ -181,6 +181,7 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         R=config["max_new_tokens"],
         T=prompt_tokens + config["max_new_tokens"],
         b=min(rows_at_once(config, prompt_tokens), math.ceil(minibatch / world_size)),
+        group=config.get("group_size", 1),
         sharing=sharing_of(config),
         a=2 if dtype in ("bfloat16", "float16") else full,
         f=full,

@@ -133,7 +133,7 @@ def build(folder, shape, more_embeddings):
     save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
-    tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (20 + i % 9)) for i in range(64)])
+    tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (18 + i % 9) + f"{i:02}") for i in range(64)])
     return path
 
 

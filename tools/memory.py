@@ -50,7 +50,7 @@ FORMULAS = {  # of each row of the table, in short
     "gradients": "trained elements x bytes",
     "optimizer": "AdamW: 2 x trained elements x bytes + 4 a tensor; the average",
     "activations": "trained: kept_by_trunk + layer_backward; frozen: one layer",
-    "logits": "trained: 4 b R V f; in chunks V d e + 2 chunk V f; frozen: 2 b R V f",
+    "logits": "trained: 2 b R V f; in chunks V d e + 2 chunk V f; frozen: 2 b R V f",
     "KV cache": "2 L n kv (P + R - 1) a",
     "buffers": "the largest: audit, decoding_copy, stepping, saving",
 }
@@ -236,7 +236,7 @@ def largest_micro_batch(config, plan, limit, world_size):
     low, high = 0, math.ceil(config["batch_size"] / world_size) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = plan(config | dict(micro_batch_size=middle))["peak_mib"] * 2**20 <= limit
+        fits = plan(config | dict(micro_batch_size=middle, micro_batch_tokens=0))["peak_mib"] * 2**20 <= limit
         low, high = (middle, high) if fits else (low, middle)
     return low or "none"
 
@@ -376,12 +376,13 @@ def main(argv):
         return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out,
                        reward_rank)
 
+    tokens = config["micro_batch_tokens"]
     limit = options["gpu_gb"] or 80 * options["compare"]
     print(f"{script}.py, each of {world_size} rank(s) on {device}, {config['dtype']}; "
           f"prompts of up to {P} tokens, responses of {config['max_new_tokens']};\n"
           f"an iteration has {config['batch_size']} of them, a micro-batch "
-          f"{config['micro_batch_size']}, and {config['rollout_batch_size'] or 'all of a rank'} "
-          "decode at once\n")
+          f"{f'{tokens} tokens' if tokens else config['micro_batch_size']}, and "
+          f"{config['rollout_batch_size'] or 'all of a rank'} decode at once\n")
     # called for what it refuses, as the script would
     precisions(config["dtype"], config["master_weights"], SimpleNamespace(type="cpu"))
     columns = variants(config) if options["compare"] else {"": config}
