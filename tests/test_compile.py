@@ -94,7 +94,8 @@ def test_a_run_with_compile_is_the_run_without(world):
     env = dict(TORCHINDUCTOR_CACHE_DIR=f"{world.root}/kernels")
     done = tiny.run_all([(run, dict(env=env, timeout=600)) for run in runs])
     assert [one.returncode for one in done] == [0, 0], done[1].stderr
-    plain, compiled = ([tiny.measured(record) for record in tiny.read_log(f"{world.root}/{name}")] for name in ("plain", "compiled"))
+    logs = (tiny.read_log(f"{world.root}/{name}") for name in ("plain", "compiled"))
+    plain, compiled = ([tiny.measured(record) for record in log] for log in logs)
     assert tiny.alike(plain, compiled, 1e-9) and plain[0]["policy/ratio_gap"] == 0
     for name in ("policy", "value_model"):
         assert tiny.distance(f"{world.root}/plain/{name}", f"{world.root}/compiled/{name}") < 1e-9
