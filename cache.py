@@ -61,8 +61,8 @@ class KVCache:
 
     def aim(self):
         """
-        At the begin of a forward: cells (m * KV,), where the keys of its tokens go, head by head, if
-        those of a layer are seen as (n * KV * columns, hd). So each layer writes to one index.
+        At the begin of a forward: set cells (m * KV,), where the keys of its m tokens go, head by
+        head, in those of a layer seen as (n * KV * columns, hd). So each layer writes to one index.
         """
         heads = torch.arange(self.heads, device=self.device)
         first = (self.rows[:, None] * self.heads + heads) * self.columns  # (m, KV)

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
 One iteration: take batch_size / group_size prompts;
     1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
-    2) read: policy and reference read the answers; where one step has them all, it saves the policy's;
+    2) read: the reference reads the answers; so does the policy, unless one step has all of them;
     3) advantages: an answer's score minus the mean of its group, for all of its tokens;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.

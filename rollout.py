@@ -126,7 +126,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         real = attention_mask.bool()
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
     parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
-                                vocab_size, uniforms, seed, batch_size, prompt_width, stop, cuda_graphs)]
+                                vocab_size, uniforms, seed, batch_size, prompt_width, stop,
+                                cuda_graphs)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -328,7 +329,8 @@ def choose(probs, uniform):
     begin = torch.where(block > 0, begin, 0)
     uniform = (point - begin) / (end - begin)
 
-    inside = block[:, None] * n + torch.arange(n, device=probs.device)  # (B, n): the outcomes' numbers
+    # the numbers of the block's outcomes
+    inside = block[:, None] * n + torch.arange(n, device=probs.device)  # (B, n)
     weights = probs.gather(1, inside.clamp(max=V - 1)).masked_fill(inside >= V, 0)
     weights = weights / weights.sum(1, keepdim=True)
     return block * n + inverse_cdf(weights, uniform)[0]

@@ -34,9 +34,9 @@ device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
 master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
-# takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or nothing. What
-# reads and what trains is compiled apart and may round differently: then the ratio of an iteration's
-# first step is 1 to rounding, and no longer to the last bit
+# compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
+# nothing. What reads and what trains is compiled apart and may round differently: then the ratio of
+# an iteration's first step is 1 to rounding, and no longer to the last bit
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 # memory; these two change no result

@@ -236,7 +236,8 @@ def largest_micro_batch(config, plan, limit, world_size):
     low, high = 0, math.ceil(config["batch_size"] / world_size) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = plan(config | dict(micro_batch_size=middle, micro_batch_tokens=0))["peak_mib"] * 2**20 <= limit
+        rows = dict(micro_batch_size=middle, micro_batch_tokens=0)
+        fits = plan(config | rows)["peak_mib"] * 2**20 <= limit
         low, high = (middle, high) if fits else (low, middle)
     return low or "none"
 
