@@ -301,6 +301,16 @@ def my_micro_batches(batch, rows, config):
     yield from list(made) if rows.is_cuda else made
 
 
+def micro_batches_of(items, tokens_of, config):
+    """
+    This rank's micro-batches of some items, which all ranks hold: lists of items. It deals them out
+    as my_micro_batches does rows. tokens_of: a function, how many tokens an item has.
+    """
+    return parallel.my_micro_batches([[item] for item in items],
+                                     lambda group: sum(map(tokens_of, group)),
+                                     config["micro_batch_size"], config["micro_batch_tokens"])
+
+
 def micro_batch(batch, rows):
     """These rows of the batch, and only the columns that they use; see my_micro_batches."""
     T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]

@@ -52,13 +52,8 @@ def logprobs_from_logits(logits, tokens):
     return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
 
 
-def entropy_from_logits(logits):
-    """Entropy in nats of each distribution: logits (..., V) -> (...)."""
-    return entropy_from_logprobs(at_least_float32(logits).log_softmax(-1))
-
-
 def entropy_from_logprobs(logprobs):
-    """The same, from the log-probs of all tokens (..., V) -> (...)."""
+    """Entropy in nats of each distribution: log-probs of all tokens (..., V) -> (...)."""
     # an impossible token (log-prob -inf) adds p log p = 0; computed, 0 * -inf would be NaN
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
 
@@ -335,7 +330,7 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True)
     scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
     exp could overflow there, and a NaN would spread into the gradients.
 
-    mb: a micro-batch, as data.micro_batches makes them. chunk and entropy: see
+    mb: a micro-batch, as data.my_micro_batches makes them. chunk and entropy: see
     logprobs_and_entropy.
     """
     mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)

@@ -137,11 +137,8 @@ def pack_prompts(prompts, device):
     lengths = [len(ids) for ids in prompts]
     tokens = torch.tensor([i for ids in prompts for i in ids], device=device)  # (N,)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # (N,)
-    ends = None
-    if tokens.is_cuda:
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     wanted = [n for length in lengths for n in (length - 1, 1)]
-    return Packed(tokens[None], positions[None], lengths, ends, wanted=wanted)
+    return Packed(tokens[None], positions[None], lengths, ends_of(lengths, tokens), wanted=wanted)
 
 
 def lay_out(tokens, mask, shared=None):
@@ -160,10 +157,16 @@ def lay_out(tokens, mask, shared=None):
             in_order = [pieces.sizes[i] for i in pieces.order]
             pieces.kept = places(in_order, pieces.first, tokens.device)
     lengths = [length for length in lengths if length > 0]
-    ends = None
-    if tokens.is_cuda:
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(tokens.device)
-    return Packed(tokens[there][None], positions[there][None], lengths, ends, pieces)
+    return Packed(tokens[there][None], positions[there][None], lengths, ends_of(lengths, tokens),
+                  pieces)
+
+
+def ends_of(lengths, tokens):
+    """Packed.ends of documents of these lengths, whose tokens lie on a GPU; None on a CPU."""
+    if not tokens.is_cuda:
+        return None
+    ends = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(ends, dtype=torch.int32, device=tokens.device)
 
 
 def shared_pieces(lengths, shared):

@@ -304,7 +304,8 @@ class Flat:
         self.parameters = parameters
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype,
                                 device=parameters[0].device)
-        self.begins = [0]  # where the gradient of each parameter begins, and where the last one ends
+        # where the gradient of each parameter begins, and where the last one ends
+        self.begins = [0]
         for p in parameters:
             begin, end = self.begins[-1], self.begins[-1] + p.numel()
             p.grad = self.flat[begin:end].view_as(p)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, right_pad
+from data import batch_rows, iterations, micro_batches_of, right_pad
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
@@ -156,13 +156,6 @@ if master:
 # scores and evaluation
 
 
-def micro_batches(items, tokens_of):
-    """This rank's micro-batches of the items of all ranks: lists of items with so many tokens."""
-    return parallel.my_micro_batches([[item] for item in items],
-                                     lambda group: sum(map(tokens_of, group)),
-                                     micro_batch_size, micro_batch_tokens)
-
-
 def tokens_of_pair(pair):
     return sum(map(len, pair))
 
@@ -194,7 +187,7 @@ def evaluate():
     """
     loss_sum, right, count = 0.0, 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for pairs in micro_batches(eval_pairs, tokens_of_pair):
+        for pairs in micro_batches_of(eval_pairs, tokens_of_pair, config):
             chosen, rejected = pair_scores(pairs)
             loss_sum += preference_loss(chosen, rejected).sum().item()
             right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
@@ -207,7 +200,7 @@ def demonstration_mean():
     """Mean score of the demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([reward_model], device):
-        for part in micro_batches(demonstrations, len):
+        for part in micro_batches_of(demonstrations, len, config):
             total += scores_of(part).sum().item()
             count += len(part)
     return parallel.all_reduce_metrics({"score": [total, count]})["score"]
@@ -256,7 +249,8 @@ for iteration in range(start, max_iters + 1):
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, right, count = 0.0, 0, 0
-    for part in parallel.overlap_all_reduce(gradients, micro_batches(pairs, tokens_of_pair)):
+    for part in parallel.overlap_all_reduce(
+            gradients, micro_batches_of(pairs, tokens_of_pair, config)):
         chosen, rejected = pair_scores(part)  # (b / 2,) each
         losses = preference_loss(chosen, rejected)  # (b / 2,)
         (loss_scale * losses.sum() / batch_size).backward()

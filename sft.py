@@ -17,7 +17,7 @@ import time
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, right_pad
+from data import batch_rows, iterations, micro_batches_of, right_pad
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
@@ -172,11 +172,8 @@ if master:
 # loss and evaluation
 
 
-def micro_batches(examples):
-    """This rank's micro-batches of the examples of all ranks: lists of (ids, trained)."""
-    return parallel.my_micro_batches([[example] for example in examples],
-                                     lambda group: sum(len(ids) for ids, _ in group),
-                                     micro_batch_size, micro_batch_tokens)
+def tokens_of_example(example):
+    return len(example[0])  # of (ids, trained)
 
 
 def completion_logprobs(examples):
@@ -196,7 +193,7 @@ def evaluate():
     """Mean loss in nats a token over held-out demonstrations; every rank does its share."""
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for part in micro_batches(eval_examples):
+        for part in micro_batches_of(eval_examples, tokens_of_example, config):
             logprobs = completion_logprobs(part)  # (n,)
             total -= logprobs.sum().item()
             count += len(logprobs)
@@ -241,13 +238,14 @@ for iteration in range(start, max_iters + 1):
     examples = [train_examples[i] for i in rows]  # of all ranks
     # of all ranks: the loss is the mean over these
     token_count = sum(trained.count(1) for _, trained in examples)
-    all_tokens = sum(len(ids) for ids, _ in examples)
+    all_tokens = sum(map(tokens_of_example, examples))
 
     # gradients, micro-batch by micro-batch
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):
+    for part in parallel.overlap_all_reduce(
+            gradients, micro_batches_of(examples, tokens_of_example, config)):
         logprobs = completion_logprobs(part)  # (n,)
         loss = -logprobs.sum()
         (loss_scale * loss / token_count).backward()

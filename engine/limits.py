@@ -27,24 +27,33 @@ def measure(device, dtype, seconds=0.5):
     that no cache holds. About so many seconds each.
     """
     n, size = (8192, 2**30) if torch.device(device).type == "cuda" else (1024, 2**28)
-    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    product = least_seconds(lambda: torch.mm(a, b, out=out), device, seconds)
     x = torch.ones(size // 4, dtype=torch.float32, device=device)
-    reading = least_seconds(x.sum, device, seconds)
-    return Machine(2 * n**3 / product, size / reading)
+    return Machine(product_rate(n, dtype, device, seconds),
+                   size / least_seconds(x.sum, device, seconds))
+
+
+def product_rate(n, dtype, device, seconds):
+    """Operations a second of a product of two matrices (n, n), measured in so many seconds."""
+    matrix = torch.ones(n, n, dtype=dtype, device=device)
+    out = torch.empty_like(matrix)
+    return 2 * n**3 / least_seconds(lambda: torch.mm(matrix, matrix, out=out), device, seconds)
 
 
 def least_seconds(run, device, seconds):
-    """The shortest time that run() takes, of as many runs as fit into so many seconds; 3 or more."""
+    """The shortest time of run(), of as many runs as fit into so many seconds; 3 or more."""
     times, end = [], time.perf_counter() + seconds
     while len(times) < 4 or time.perf_counter() < end:
-        began = time.perf_counter()
-        run()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])  # the first one warms up
+        times.append(seconds_of(run, device))
+    return min(times[1:])  # the first one warms up: it starts threads and loads kernels
+
+
+def seconds_of(run, device):
+    """The seconds that run() takes, until the device has finished its work."""
+    began = time.perf_counter()
+    run()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def layer_weights(c):

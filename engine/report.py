@@ -12,6 +12,7 @@ import time
 import torch
 
 from engine.adapters import Adapted
+from engine.limits import product_rate
 from loss import masked_sum
 
 # --------------------------------------------------------------------------------------------------
@@ -179,22 +180,13 @@ def peak_flops(config, device):
 def measured_flops(dtype, device):
     """
     The operations a second of a product of two square matrices: the fastest of those that fit into
-    20 ms, at least of two. All ranks measure at the same time, as they compute.
+    20 ms. All ranks measure at the same time, as they compute.
     """
-    gpu = device.type == "cuda"
-    n = 4096 if gpu else 384  # enough to keep all cores busy; up to 200 MB on a GPU, 2 MB on a CPU
-    matrix, times = torch.ones(n, n, dtype=dtype, device=device), []
-    began = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < 0.02:
-        start = time.perf_counter()
-        matrix @ matrix
-        if gpu:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    if gpu:
-        del matrix
+    # enough to keep all cores busy; up to 256 MB on a GPU, 2 MB on a CPU
+    rate = product_rate(4096 if device.type == "cuda" else 384, dtype, device, seconds=0.02)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the peak that is logged is that of training
-    return 2 * n**3 / min(times[1:])  # the first one also starts threads and loads the kernel
+    return rate
 
 
 def flops_a_token(model, trained=False):

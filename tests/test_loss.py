@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (adapt_kl_coef, entropy_from_logits, gap_limit, kl_estimate, learning_rate_at,
+from loss import (adapt_kl_coef, entropy_from_logprobs, gap_limit, kl_estimate, learning_rate_at,
                   logprobs_from_logits, masked_mean, masked_sum, masked_whiten, 
                   preference_loss, scaled_logits, standard_deviation, update_moments)
 from model import at_least_float32
@@ -53,7 +53,7 @@ def test_half_precision_logits_give_float32(dtype):
     assert got.dtype == torch.float32
     assert np.abs(got.numpy() - want).max() < 4e-6
     assert np.abs(logits.log_softmax(-1).double().numpy() - exact).max() > 1e-3  # what half precision would have given
-    entropy = entropy_from_logits(logits)
+    entropy = entropy_from_logprobs(scaled_logits(logits).log_softmax(-1))
     assert entropy.dtype == torch.float32
     assert np.abs(entropy.numpy() + (np.exp(exact) * exact).sum(-1)).max() < 4e-6
     assert at_least_float32(logits).dtype == scaled_logits(logits).dtype == torch.float32
@@ -73,7 +73,7 @@ def test_entropy():
     inf = float("inf")
     logits = torch.tensor([[0.0, 0, 0, 0], [7, 7, 7, -inf], [3, -inf, -inf, -inf], [0, np.log(3), -inf, -inf]],
                           dtype=torch.float64, requires_grad=True)
-    entropy = entropy_from_logits(logits)
+    entropy = entropy_from_logprobs(scaled_logits(logits).log_softmax(-1))
     want = [np.log(4), np.log(3), 0.0, np.log(4) - 0.75 * np.log(3)]
     assert np.abs(entropy.detach().numpy() - want).max() < 1e-14
     entropy.sum().backward()
@@ -84,7 +84,7 @@ def test_entropy():
     assert (logits.grad[:, 2:][logits.detach()[:, 2:] == -inf] == 0).all()
     x = randn(5, 6, 11)
     exact = log_softmax(x.numpy())
-    assert np.abs(entropy_from_logits(x).numpy() + (np.exp(exact) * exact).sum(-1)).max() < 1e-14
+    assert np.abs(entropy_from_logprobs(scaled_logits(x).log_softmax(-1)).numpy() + (np.exp(exact) * exact).sum(-1)).max() < 1e-14
 
 
 def test_scaled_logits():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.pretrained import from_pretrained, from_scratch
-from loss import entropy_from_logits, logprobs_and_entropy, logprobs_from_logits, scaled_logits
+from loss import entropy_from_logprobs, logprobs_and_entropy, logprobs_from_logits, scaled_logits
 
 from conftest import ROOT
 from families import VARIANTS, make, padded
@@ -43,7 +43,7 @@ def test_chunks_change_nothing(variant, tmp_path):
     tokens[:, -6:] = tokens[:, -6:].clamp(max=89)  # ids from 90 on are impossible here
     chosen = tokens[:, -6:].flatten()
     logits = scaled_logits(model(tokens, mask)[:, -7:-1].flatten(0, 1), 0.7, 90)
-    whole, want = (logprobs_from_logits(logits, chosen), entropy_from_logits(logits)), run(0)
+    whole, want = (logprobs_from_logits(logits, chosen), entropy_from_logprobs(logits.log_softmax(-1))), run(0)
     assert (whole[0] - want[0]).abs().max() < 1e-13 and (whole[1] - want[1]).abs().max() < 1e-13
     for chunk in (1, 4, 9, 18, 100):
         got = run(chunk)

@@ -11,7 +11,6 @@ four minutes on two cores.
 """
 import os
 import sys
-import time
 
 import torch
 
@@ -20,6 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
+from engine.limits import seconds_of  # noqa: E402
 from engine.pretrained import from_scratch  # noqa: E402
 from loss import response_logprobs  # noqa: E402
 from model import document_attention, documents_seen, step_attention  # noqa: E402
@@ -52,15 +52,6 @@ policy = from_scratch(dict(
     max_position_embeddings=prompt_length + max(sizes), tie_word_embeddings=False)).to(device)
 
 
-def seconds_of(run):
-    """The seconds that run() takes, until the device has finished its work."""
-    began = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def random_heads(*shape):
     """Random queries, keys or values: (*shape, hd)."""
     return torch.randn(*shape, d_model // n_head, device=device)
@@ -78,7 +69,8 @@ def attention_of_sampling(n, R):
     mask = torch.zeros(n, 1, 1, prompt_length + R, device=device)
     with torch.inference_mode():
         step = sum(min(seconds_of(lambda S=S: step_attention(
-            q, keys[:, :, :S], values[:, :, :S], mask[..., :S])) for _ in range(3)) for S in some)
+            q, keys[:, :, :S], values[:, :, :S], mask[..., :S]), device)
+                       for _ in range(3)) for S in some)
     return step / len(some) * (R - 1) * n_layer
 
 
@@ -100,7 +92,8 @@ def attention_of_training(n, R):
     q, k, v = (random_heads(rows * L, n_head).requires_grad_() for _ in range(3))
     packed = pack(torch.zeros(rows, L, dtype=torch.int64, device=device))
     documents = documents_seen((0,), packed, torch.float32)[0]
-    one = min(seconds_of(lambda: document_attention(q, k, v, documents).sum().backward())
+    one = min(seconds_of(lambda: document_attention(q, k, v, documents).sum().backward(),
+                         device)
               for _ in range(3))
     return one * n / rows * n_layer
 
@@ -112,7 +105,8 @@ for name, (run, attention) in works.items():
     whole, part = ([float("inf")] * len(points) for _ in range(2))
     for _ in range(repeats):
         for i, point in enumerate(points):
-            whole[i] = min(whole[i], seconds_of(lambda run=run, point=point: run(*point)))
+            whole[i] = min(whole[i], seconds_of(lambda run=run, point=point: run(*point),
+                                               device))
             part[i] = min(part[i], attention(*point))
     rests = []
     for (n, R), all_of_it, its_attention in zip(points, whole, part, strict=True):
