@@ -261,14 +261,15 @@ def right_pad(sequences, pad_id):
     return tokens, torch.arange(width) < lengths[:, None]
 
 
-def my_micro_batches(batch, rows, config):
+def my_micro_batches(batch, rows, config, whose=None):
     """
     This rank's micro-batches of some rows of a batch: a generator of dicts like the batch, with one
     entry more, packed: what the models read, see packing.py. All ranks have about as many tokens,
     and as many micro-batches, of which some may have no rows.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. config: its keys
-    micro_batch_size and micro_batch_tokens say how large a micro-batch is.
+    micro_batch_size and micro_batch_tokens say how large a micro-batch is. whose: those of rank
+    (number, of how many) instead of this one's.
 
     Rows with one prompt come together if they can, because it is then read once. And each
     micro-batch has only the columns that one of its rows uses. Neither changes a result by more
@@ -293,7 +294,7 @@ def my_micro_batches(batch, rows, config):
 
     groups = same_prompts(batch["tokens"], batch["attention_mask"], rows, prompt_width(batch))
     parts = parallel.my_micro_batches(groups, tokens_of, config["micro_batch_size"],
-                                      config["micro_batch_tokens"])
+                                      config["micro_batch_tokens"], whose)
     made = (micro_batch(batch, torch.tensor(part, dtype=torch.int64, device=rows.device))
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained

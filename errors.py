@@ -25,9 +25,10 @@ class Lost(Stop):
     whose output is read."""
 
 
-# Two functions that a run of several ranks puts here, at its start:
+# Functions that a run of several ranks puts here, at its start:
 tell_others = None  # message -> whether rank 0 leaves with the same one; None once all ranks agree
 torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
+leaving = None  # a function that tells ranks of other roles with which BadInput or Stop this one ends
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
 
@@ -53,6 +54,8 @@ def report_and_exit(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
         return
     message = one_line(message)
+    if leaving and isinstance(error, (BadInput, Stop)):
+        leaving(error)
 
     # which rank says it
     speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)

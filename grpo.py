@@ -42,7 +42,7 @@ from engine.run_folder import fix_chat_date
 from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, reward_terms
-from rollout import sample_and_score
+from roles import Batches, serve
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -68,6 +68,8 @@ max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
+roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
+staleness = 0  # how many updates ahead of its own a batch is sampled; see roles.py [0..100]
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
@@ -113,7 +115,7 @@ config = configure(globals(), "engine/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
+rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
 fix_chat_date(config)  # COLLECTIVE: of templates that print one
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_grpo(config, terms, world_size)
@@ -133,19 +135,23 @@ models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_mod
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
-train_prompts, eval_prompts = prompts
+data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
+# ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
+serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
 run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
 state = run.state  # what the loop carries on, beside weights and optimizer
 
-parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
+parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, run.models.get("reward_model"), tokenizer, reward_tokenizer,
+                run.threads, device)
+batches = Batches(run, scorer, data)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
@@ -171,8 +177,10 @@ def read_with_models(batch, minibatches, policy_reads=True):
     they come from the forward that will be trained, in the same micro-batches, so that in the first
     epoch's first step the ratio is 1 to the last bit. policy_reads=False: it will add them itself.
     """
+    run.know_old_logprobs(batch)
     readers = dict(old_logprobs=policy if policy_reads else None, ref_logprobs=ref_policy)
-    readers = {name: model for name, model in readers.items() if model is not None}
+    readers = {name: model for name, model in readers.items()
+               if model is not None and name not in batch}
     # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
     for name, model in readers.items():
@@ -220,10 +228,8 @@ def refill(batch, picked, flat):
         for slot in slots:
             key = seed, "refill", run.iteration, attempt, slot
             picked[slot] = other_row(picked[slot], train_rows.mix, *key)
-        fresh = sample_and_score(  # COLLECTIVE
-            run, policy, scorer, config, [train_rows[picked[slot]] for slot in slots],
-            [train_prompts[picked[slot]] for slot in slots], f"refill {attempt}", run.iteration,
-            slots, group_size)
+        fresh = batches.ask(  # COLLECTIVE
+            f"refill {attempt}", [picked[slot] for slot in slots], slots)
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
         batch["index"] = torch.arange(batch_size, device=device)
@@ -233,8 +239,8 @@ def refill(batch, picked, flat):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
-    batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
+    rows = eval_rows[:eval_size or None]
+    batch = batches.ask("eval", range(len(rows)))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
     score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
@@ -263,9 +269,7 @@ for iteration in range(run.start, max_iters + 1):
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score. Every rank does its share, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
-    batch = sample_and_score(  # COLLECTIVE
-        run, policy, scorer, config, [train_rows[i] for i in picked],
-        [train_prompts[i] for i in picked], "rollout", iteration, group_size=group_size)
+    batch = batches.ask("rollout", picked)  # COLLECTIVE
     sampled = report.summarize(batch, "objective", scorer.names)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     sampled["objective/score_std"] = report.deviation_of(scores).item()
@@ -283,7 +287,7 @@ for iteration in range(run.start, max_iters + 1):
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    if ref_policy and kl_in == "reward":  # the KL of the whole response is a part of its score
+    if "ref_logprobs" in batch and kl_in == "reward":  # the KL of all tokens is a part of the score
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
@@ -339,7 +343,7 @@ for iteration in range(run.start, max_iters + 1):
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
-                if ref_policy:
+                if "ref_logprobs" in mb:
                     kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
                     kl_losses = kl_losses * ratio if kl_correction else kl_losses
                     if kl_in == "loss":

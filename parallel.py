@@ -44,6 +44,7 @@ and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, e
 calls such a function is marked # COLLECTIVE.
 """
 import collections
+import contextlib
 import functools
 import heapq
 import itertools
@@ -56,10 +57,29 @@ from errors import Lost
 
 phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
+# Where ranks have roles (roles.py), everything here happens among the ranks of one role: `group` is
+# theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
+group, first, others = None, 0, "the other ranks"
+beat = None  # with roles: a function that tells the other roles that this rank is alive
+
 
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+@contextlib.contextmanager
+def everyone():
+    """In this block the functions below are for all ranks, whatever their roles are."""
+    global group, first
+    before = group, first
+    group, first = None, 0
+    try:
+        yield
+    finally:
+        group, first = before
 
 
 def wire():
@@ -72,6 +92,8 @@ def collective(operation, *args, **kwargs):
     A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
     another rank was killed (at once) or does not come (after `timeout` seconds).
     """
+    if beat:
+        beat()
     try:
         return operation(*args, **kwargs)
     except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class
@@ -85,7 +107,7 @@ def lost(error):
     if phase == "start":
         what_to_do = "Look at what it said, and type the same command again"
         who = "one could not start, was killed, or hangs"
-    return Lost(f"{phase}: lost touch with the other ranks: {who} ({reason(error)}). {what_to_do}")
+    return Lost(f"{phase}: lost touch with {others}: {who} ({reason(error)}). {what_to_do}")
 
 
 def reason(error):
@@ -154,17 +176,18 @@ def deal(groups, tokens_of, bins, most_rows=math.inf, most_tokens=math.inf):
     return dealt
 
 
-def my_micro_batches(groups, tokens_of, micro_batch_size, micro_batch_tokens=0):
+def my_micro_batches(groups, tokens_of, micro_batch_size, micro_batch_tokens=0, whose=None):
     """
     This rank's micro-batches of the rows of all ranks: lists of rows. Each rank deals all rows, to
     the ranks and then to their micro-batches, and so knows what the others do: there are as many on
     every rank, some of them empty, for a forward pass of a sharded model is a collective.
+    whose: (rank, size) instead of this rank's own.
 
     groups, tokens_of: see deal. A rank has at most ceil(rows / ranks) rows, and a micro-batch at
     most micro_batch_size rows; or with micro_batch_tokens at most so many tokens, however many rows
     these are.
     """
-    rank, size = rank_and_size()
+    rank, size = whose or rank_and_size()
     dealt = []  # for each rank its micro-batches
     for mine in deal(groups, tokens_of, size, -(-sum(map(len, groups)) // size)):
         if micro_batch_tokens:
@@ -198,8 +221,13 @@ def broadcast_parameters(models):
         for p in model.parameters():
             if not is_shard(p):
                 sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
-                collective(dist.broadcast, sent, src=0)
+                broadcast(sent)
                 p.data.copy_(sent)
+
+
+def broadcast(t, source=0):
+    """A collective: overwrite t on every rank with that of the rank `source`."""
+    collective(dist.broadcast, t, src=first + source, group=group)
 
 
 def gather_rows(mine, total):
@@ -215,7 +243,7 @@ def gather_rows(mine, total):
     columns = [as_bytes(t) for t in mine.values()]  # (b, bytes of the column) each
     packed = torch.cat(columns, 1)  # (b, bytes of a row)
     # all_gather wants one shape from all ranks: a share that is shorter is padded with zeros
-    size = dist.get_world_size()
+    size = rank_and_size()[1]
     counts = [len(share(total, rank, size)) for rank in range(size)]
     padded = packed.new_zeros(max(counts), packed.shape[1])
     padded[:len(packed)] = packed
@@ -243,8 +271,8 @@ def all_gather(t):
     """A collective: [rank 0's t, rank 1's t, ...], for tensors of one shape and dtype."""
     if not dist.is_initialized():
         return [t]
-    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
-    collective(dist.all_gather, parts, t.contiguous())
+    parts = [torch.empty_like(t) for _ in range(rank_and_size()[1])]
+    collective(dist.all_gather, parts, t.contiguous(), group=group)
     return parts
 
 
@@ -253,7 +281,7 @@ def all_reduce_sum(tensors):
     if not dist.is_initialized() or not tensors:
         return tensors
     total = torch.stack(list(tensors.values()))
-    collective(dist.all_reduce, total)
+    collective(dist.all_reduce, total, group=group)
     return dict(zip(tensors, total, strict=True))
 
 
@@ -261,7 +289,7 @@ def all_reduce_max(t):
     """A collective: the largest over all ranks, elementwise. NaN becomes inf, so it is not lost."""
     if dist.is_initialized():
         t = torch.where(t.isnan(), torch.inf, t)
-        collective(dist.all_reduce, t, op=dist.ReduceOp.MAX)
+        collective(dist.all_reduce, t, op=dist.ReduceOp.MAX, group=group)
     return t
 
 
@@ -275,7 +303,7 @@ def all_reduce_metrics(metrics):
                          for pair in metrics.values()])  # (metrics, 2)
     if dist.is_initialized():
         pairs = pairs.to(wire())
-        collective(dist.all_reduce, pairs)
+        collective(dist.all_reduce, pairs, group=group)
     return {name: total / max(count, 1)
             for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
@@ -347,7 +375,8 @@ class Flat:
         size = BUCKET // self.flat.element_size()
         while self.unsent > 0 and max(self.unsent - size, 0) >= begin:
             bucket = self.flat[max(self.unsent - size, 0):self.unsent]
-            self.waiting.append(collective(dist.all_reduce, bucket, async_op=True))
+            work = collective(dist.all_reduce, bucket, group=group, async_op=True)
+            self.waiting.append(work)
             self.unsent -= len(bucket)
 
     def wait(self):
@@ -431,7 +460,7 @@ def all_reduce_gradients(buffers, scale=1.0):
     """
     for flat in buffers:
         if isinstance(flat, Shards):
-            flat.mul_(dist.get_world_size() / scale)
+            flat.mul_(rank_and_size()[1] / scale)
             continue
         if dist.is_initialized():
             flat.wait()
@@ -491,5 +520,5 @@ class Shards:
     def norm(self):
         """A collective: the norm over all parts of all ranks."""
         squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
-        collective(dist.all_reduce, squares)
+        collective(dist.all_reduce, squares, group=group)
         return squares.sqrt()

@@ -44,7 +44,7 @@ from loss import (adapt_kl_coef, explained_variance, kl_estimate, learning_rate_
                   masked_whiten, response_logprobs, response_values, standard_deviation,
                   update_moments)
 from rewards import Scorer, last_real, reward_terms
-from rollout import sample_and_score
+from roles import Batches, serve
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -70,6 +70,8 @@ max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
+roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
+staleness = 0  # how many updates ahead of its own a batch is sampled; see roles.py [0..100]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 # 3) rewards and advantages
@@ -113,7 +115,7 @@ config = configure(globals(), "engine/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)  # COLLECTIVE
+rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
 fix_chat_date(config)  # COLLECTIVE: of templates that print one
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
@@ -138,9 +140,11 @@ models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_mod
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
-train_prompts, eval_prompts = prompts
+data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
+# ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
+serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
@@ -152,12 +156,14 @@ state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
     state["kl_coef"] = kl_coef  # a run that resumes may have been given another one
 
-parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
+parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, run.models.get("reward_model"), tokenizer, reward_tokenizer,
+                run.threads, device)
+batches = Batches(run, scorer, data)
 run.announce(passes=ppo_epochs)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
@@ -188,16 +194,19 @@ def read_with_models(batch, minibatches):
     they come from the forward that will be trained, in the same micro-batches, so that in the first
     epoch's first step the ratio is 1 to the last bit.
     """
+    run.know_old_logprobs(batch)
     names = ["old_logprobs", "values"] + ["ref_logprobs"] * (ref_policy is not None)
+    names = [name for name in names if name not in batch]
     # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
     with no_grad_forwards([policy, ref_policy, value_model], device):
         for rows in minibatches:
             for mb in run.until_asked(my_micro_batches(batch, rows, config)):
                 length = mb["response_mask"].shape[1]
-                columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
+                if "old_logprobs" in names:
+                    columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
                 columns["values"][mb["index"], :length] = values_of(mb)
-                if ref_policy:
+                if "ref_logprobs" in names:
                     columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
     run.leave_if_asked()  # COLLECTIVE
     return run.add_readings(batch, columns)  # COLLECTIVE
@@ -205,7 +214,7 @@ def read_with_models(batch, minibatches):
 
 def kl_to_reference(logprobs, batch):
     """The KL at each token, (b, R), of a batch or a micro-batch; 0 where there is no reference."""
-    if ref_policy is None:
+    if "ref_logprobs" not in batch:
         return torch.zeros_like(logprobs)
     return kl_estimate(logprobs, batch["ref_logprobs"], kl_estimator)
 
@@ -228,8 +237,8 @@ def shape_scores(scores, finished):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    rows, ids = eval_rows[:eval_size or None], eval_prompts[:eval_size or None]
-    batch = sample_and_score(run, policy, scorer, config, rows, ids, "eval", 0)  # COLLECTIVE
+    rows = eval_rows[:eval_size or None]
+    batch = batches.ask("eval", range(len(rows)))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
     # the best policy has the best shaped score, in the units of the raw one: raw scores alone would
@@ -261,9 +270,7 @@ for iteration in range(run.start, max_iters + 1):
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
     # rank does its share of the prompts, and then holds the whole batch
     picked = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    batch = sample_and_score(  # COLLECTIVE
-        run, policy, scorer, config, [train_rows[i] for i in picked],
-        [train_prompts[i] for i in picked], "rollout", iteration)
+    batch = batches.ask("rollout", picked)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update.

@@ -33,7 +33,7 @@ from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.graphs import Replayed
 from engine.placement import decoding_copy
-from errors import BadInput, Lost, Stop
+from errors import BadInput
 from loss import logprobs_from_logits, scaled_logits
 from model import autocast_dtype
 from packing import pack_prompts
@@ -356,69 +356,98 @@ def inverse_cdf(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iteration, slots=None,
-                     group_size=1):
+def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
     """
-    A collective: sample group_size responses to each of some prompts, and score them. Every rank
-    does its share and gets everyone's: from here on all ranks compute on the same numbers.
+    A collective: sample the responses that are wanted, and score them. Every rank does its share
+    and gets everyone's: from here on all ranks compute on the same numbers.
 
-    rows, prompts: the data rows and their prompts' token ids. purpose ("rollout", "eval", ...),
-    iteration and slots (the prompts' places in the batch; None: 0, 1, 2, ...) decide the noise.
-    scorer: rewards.Scorer.
+    wanted: [(data row, its prompt's token ids, slot, sample), ...], one entry for each response.
+    purpose ("rollout", "eval", ...), iteration, slots (the prompts' places in the batch) and
+    samples decide the noise. scorer: rewards.Scorer.
 
-    Returns a dict of tensors with B = len(rows) * group_size rows, the responses to a prompt side
-    by side: what `generate` returns; scores (B,); reward/NAME (B,) for each reward; accuracy,
-    thinks (B,); index (B,), the number of the row.
+    Returns a dict of tensors with B = len(wanted) rows: what `generate` returns; scores (B,);
+    reward/NAME (B,) for each reward; accuracy, thinks (B,); index (B,), the number of the row.
     """
     run.enter(purpose)
-    tokenizer, R = scorer.tokenizer, config["max_new_tokens"]
-    slots = range(len(rows)) if slots is None else slots
-    wanted = [(row, prompt, slot, sample)
-              for row, prompt, slot in zip(rows, prompts, slots, strict=True)
-              for sample in range(group_size)]
-    width = max(map(len, prompts))  # one P for all ranks
-    mine = parallel.my_share(wanted)
-    ids, my_slots, samples = ([one[k] for one in mine] for k in (1, 2, 3))
-    uniforms = response_uniforms(config["seed"], purpose, iteration, my_slots, R, samples)
-    decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
-    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
-    with autocast(config, run.device):
-        for part in generate_in_parts(
-                decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
-                tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=launch.stop_asked, cuda_graphs=config["cuda_graphs"]):
-            chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
-            said = dict(rows=[one[0] for one in chunk],
-                        prompts=[tokenizer.decode(one[1]) for one in chunk],
-                        completions=decode_responses(tokenizer, part))
-            for name in texts:
-                texts[name] += said[name]
-            parts.append(part)
-            # the rules work on this part while other responses are sampled
-            pending.append(scorer.start(part | said, len(chunk) / max(len(mine), 1)))
-    mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    del decoder, parts  # a gathered copy of sharded weights is only for the rollout
+    # the rules work on a part of the responses while others are sampled
+    mine, texts, pending = sample_share(policy, scorer.tokenizer, config, run.device, wanted,
+                                        purpose, iteration, launch.stop_asked, scorer.start)
     run.leave_if_asked()  # COLLECTIVE
 
     if purpose == "rollout":
         run.enter("score")
-    try:
+    with run.saved_if_it_fails():
         mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
-    except Stop as e:  # a reward has failed, and all ranks know it: what was learned so far is kept
-        if isinstance(e, Lost) or run.iteration == run.start:
-            raise
-        run.save()  # COLLECTIVE
-        raise Stop(f"{e}. The run is saved before iteration {run.iteration}: the same command goes "
-                   "on from there") from e
     run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
-    batch["index"] = torch.arange(len(wanted), device=run.device)
-    read = ("sampler_logprobs", "reward/reward_model")  # what models have said
+    return add_up(batch, scorer, iteration)
+
+
+def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, stop, start=None):
+    """
+    Sample this rank's share of the responses that are wanted, see sample_and_score; all ranks must
+    call it, for the weights may be sharded. stop: see generate. start: a function that is given
+    each part of them as soon as it is there, and which fraction of the share it is.
+
+    Returns what `generate` returns for them; their rows, prompts and completions, lists; and what
+    `start` gave for each part.
+    """
+    width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
+    mine = parallel.my_share(wanted)
+    ids, slots, samples = ([one[k] for one in mine] for k in (1, 2, 3))
+    R = config["max_new_tokens"]
+    uniforms = response_uniforms(config["seed"], purpose, iteration, slots, R, samples)
+    decoder = decoding_copy(policy, decoding_dtype(config, device), device)
+    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
+    with autocast(config, device):
+        for part in generate_in_parts(
+                decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
+                tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
+                prompt_width=width, stop=stop, cuda_graphs=config["cuda_graphs"]):
+            chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
+            said = texts_of(chunk, part, tokenizer)
+            for name in texts:
+                texts[name] += said[name]
+            parts.append(part)
+            if start:
+                pending.append(start(part | said, len(chunk) / max(len(mine), 1)))
+    # the copy of sharded weights that `decoder` may be is only for the rollout: it ends here
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, texts, pending
+
+
+def score_batch(scorer, batch, wanted, iteration):
+    """
+    A collective: the batch with its scores, as sample_and_score gives it. batch: what has been
+    sampled before, or by ranks of another role; all ranks of this role hold it.
+    """
+    share = parallel.share(len(wanted), *parallel.rank_and_size())
+    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
+    mine |= texts_of(wanted[share.start:share.stop], mine, scorer.tokenizer)
+    pending = [scorer.start(mine, 1.0)]
+    columns = scorer.score(mine, pending, len(wanted))  # COLLECTIVE
+    columns = parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
+    return add_up(batch | columns, scorer, iteration)
+
+
+def add_up(batch, scorer, iteration):
+    """
+    The batch with the sum of its rewards, and the numbers of its rows. Raises Stop, on all ranks,
+    where what models have said is not finite.
+    """
+    batch["index"] = torch.arange(len(batch["tokens"]), device=batch["tokens"].device)
+    read = ("sampler_logprobs", "reward/reward_model")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
     audit.check_finite(dict(scores=there), iteration)
     return batch
+
+
+def texts_of(wanted, part, tokenizer):
+    """The data rows, and the texts of prompts and completions, of a part of what is wanted."""
+    return dict(rows=[one[0] for one in wanted],
+                prompts=[tokenizer.decode(one[1]) for one in wanted],
+                completions=decode_responses(tokenizer, part))
 
 
 def decode_responses(tokenizer, part):

@@ -2,9 +2,12 @@
 What stops a run whose numbers are wrong. Every rank must hold the same weights, and they must be
 finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
 """
+import hashlib
+
 import torch
 import torch.distributed as dist
 
+import parallel
 from engine.together import name_ranks
 from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
@@ -39,7 +42,7 @@ def audit(models, frozen, iteration):
     compared = torch.where(sharded, 0, mine)
     rows = torch.stack([compared, ~compared, infinite.long(), changed.long()])  # (4, parameters)
     if dist.is_initialized():
-        collective(dist.all_reduce, rows, op=dist.ReduceOp.MAX)
+        collective(dist.all_reduce, rows, op=dist.ReduceOp.MAX, group=parallel.group)
     largest, smallest = rows[0], ~rows[1]
     any_infinite, any_changed = rows[2].bool(), rows[3].bool()
 
@@ -74,6 +77,12 @@ def checksums(models):
             words = as_words(my_part(p.detach()))
             sums.append(weighted_sum(words, first_word(p)).to(wire()))
     return torch.stack(sums)
+
+
+def checksum_of(tensors):
+    """One text for {name: tensor}: that of other bits is another one."""
+    sums = [int(weighted_sum(as_words(t), 0)) for t in tensors.values()]
+    return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
 
 def as_words(t):

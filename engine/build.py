@@ -3,12 +3,12 @@ The four models, built as the keys want them: one function a model. What LoRA (`
 for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
 in the building is decided here, so that the scripts need no switch for it.
 """
-import parallel
-from errors import BadInput
+from errors import BadInput, say
+from engine import launch
 from engine.adapters import Adapted, load_adapted, load_adapter
 from engine.checks import uses_reward_model
 from engine.optimizers import MovingAverage, make_optimizer
-from engine.placement import load, placements, precisions
+from engine.placement import Place, load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
@@ -30,8 +30,24 @@ def decoding_dtype(config, device):
 def places(config):
     """{policy, ref, reward, value: Place}. Raises BadConfig on keys that cannot go together."""
     trained = ("policy", "value") if "value_init" in config else ("policy",)
-    return placements(trained, config["zero_stage"], config["offload"], config["lora"],
-                      config["optim"], config["share_base"], config.get("value_init"))
+    found = placements(trained, config["zero_stage"], config["offload"], config["lora"],
+                       config["optim"], config["share_base"], config.get("value_init"))
+    for name, place in found.items():
+        place.here = name in holds(config)
+    return found
+
+
+def role():
+    """What this rank does, where ranks have roles: train, generate or score; "" where all do all."""
+    return launch.crew.role if launch.crew else ""
+
+
+def holds(config):
+    """The models that this rank's role needs whole. LoRA's trunk is the policy's on all ranks."""
+    needs = dict(train=["policy", "value"], generate=["policy"], score=["ref", "reward"])
+    if role() in ("", "train") and not (launch.crew and "score" in launch.crew.ranks):
+        return ["policy", "value", "ref", "reward"]
+    return needs[role()] + ["policy"] * bool(config["lora"])
 
 
 def settings(config, device):
@@ -56,11 +72,15 @@ def read_prompts(path, terms, fields=""):
 
 def load_policy(config, device):
     """
-    The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead.
+    The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead. On
+    ranks that generate it is a copy that gets its weights from those that train.
     """
-    path = config["policy_path"]
+    path, place = config["policy_path"], places(config)["policy"]
     tokenizer = load_tokenizer(path, config)
-    policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
+    trained = role() in ("", "train") or place.lora is not None
+    if not trained:  # a generator's copy: whole, and in the dtype in which it decodes
+        place = Place(here=place.here)
+    policy = load(path, place, trained=trained, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
 
@@ -90,11 +110,12 @@ def load_reward_model(config, device, policy, tokenizer, terms):
         place = places(config)["reward"]
         reward_model = load(path, place, head="scalar", **settings(config, device))
     reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
-    if not reward_model.score.weight.any():
+    weight = reward_model.score.weight
+    if not weight.is_meta and not weight.any():
         raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
                        "same; was it trained?")
-    if said and parallel.rank_and_size()[0] == 0:
-        print(said, flush=True)
+    if said:
+        say(said)
     return reward_model, reader
 
 
@@ -108,6 +129,8 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")
+    if not place.here:
+        return None
     if init == "shared":  # the policy's trunk runs once for both, and both losses train it
         value_model = Adapted(policy, "scalar", seed=config["seed"])
         policy.shared_trunk = value_model.shared_trunk = True

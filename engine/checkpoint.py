@@ -6,6 +6,7 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
                                    where only an adapter is trained, the adapter and head alone
         policy_optimizer.safetensors       its optimizer's state
         ema.safetensors            the policy's moving average, if there is one
+        batches.safetensors        the batches of the next iterations, if they are sampled already
         state.json                 the numbers that the loop carries from one iteration to the next
         config.json                the configuration of the run
         manifest.json              the sha256 of every file, and of the manifest itself
@@ -43,14 +44,15 @@ from parallel import rank_and_size
 # saving
 
 
-def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None):
+def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None,
+                    batches=None):
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones. Rank 0 writes.
 
     models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
     JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
-    MovingAverage, or None. Raises Stop, on all ranks, when the disk is full; the checkpoints that
-    were there are then still there.
+    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. Raises
+    Stop, on all ranks, when the disk is full; the checkpoints that were there are then still there.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -63,6 +65,10 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
 
     def write_average(folder, tensors):
         save_file(tensors, os.path.join(folder, "ema.safetensors"))
+
+    def write_batches(folder, _):
+        tensors = {name: t.cpu().clone() for name, t in batches.items()}
+        save_file(tensors, os.path.join(folder, "batches.safetensors"))
 
     def close(folder, _):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
@@ -85,6 +91,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         pieces += pieces_of(name, model, optimizers[name], tokenizer)
     if average:
         pieces.append((average.tensors, write_average))
+    if batches:
+        pieces.append((None, write_batches))
     pieces.append((None, close))
 
     if not alone(is_there):
@@ -217,6 +225,14 @@ def fill(folder, models, optimizers, average):
         use_tensors(file, average.fill)
     elif average:  # the run had no average so far: it begins with the weights of now
         average.begin()
+
+
+def load_batches(folder):
+    """{name: tensor} of the batches that save_checkpoint was given; {} where there were none."""
+    file, tensors = os.path.join(folder, "batches.safetensors"), {}
+    if os.path.exists(file):
+        together(lambda: use_tensors(file, tensors.update))
+    return tensors
 
 
 def use_tensors(file, use):

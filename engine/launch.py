@@ -20,37 +20,44 @@ import torch.distributed as dist
 import errors
 import parallel
 from engine import report, together
+from engine.crew import Crew, parse_roles
 from engine.trackers import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
+crew = None  # how this rank talks to ranks of other roles; None where all ranks train
 
 
 # --------------------------------------------------------------------------------------------------
 # start
 
 
-def init(device, timeout, deterministic=False):
+def init(device, timeout, deterministic=False, roles=""):
     """
     A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
-    is an error. deterministic: on GPUs, only kernels that give the same bits every time. From here
-    on SIGTERM and SIGINT are requests, see stop_asked. Returns rank, world_size, torch.device.
-    Raises BadConfig or BadInput if there is no GPU for this rank, Lost if the ranks cannot meet.
+    is an error. deterministic: on GPUs, only kernels that give the same bits every time. roles: how
+    many ranks train, generate and score, see engine/crew.py. From here on SIGTERM and SIGINT are
+    requests, see stop_asked. Returns rank, world_size, torch.device. Raises BadConfig or BadInput
+    if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
+    global crew
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_torchrun()
     rank = int(os.environ.get("RANK", 0))  # torchrun sets these variables
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = parse_roles(roles, world_size)
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
         print(report.gpu_in_words(), flush=True)
     if world_size > 1:
         join(rank, world_size, device, timeout)
+    if ranks:
+        crew = Crew(ranks, rank, timeout, lambda: signalled_at is not None)
     return rank, world_size, device
 
 
@@ -158,8 +165,13 @@ def on_signal(number, frame):
 
 
 def stop_asked():
-    """Whether this rank has been asked to stop; cheap, for loops that can be left early."""
-    return signalled_at is not None
+    """
+    Whether this rank has been asked to stop, or one of another role; cheap, for loops that can be
+    left early.
+    """
+    if parallel.beat:
+        parallel.beat()
+    return signalled_at is not None or crew is not None and crew.stop_wanted
 
 
 def stop_agreed():
@@ -176,6 +188,7 @@ def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
     finish_trackers()
     if dist.is_initialized():
+        parallel.beat = None
         collective(dist.barrier)
         dist.destroy_process_group()
         if not dist.is_initialized():

@@ -57,7 +57,7 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
     if place.stage == 1 and parallel.rank_and_size()[1] > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+        return ZeroRedundancyOptimizer(parameters, kind, process_group=parallel.group, **settings)
     shards = [p for p in parameters if is_shard(p)]
     whole = [p for p in parameters if not is_shard(p)]
     # two groups, because a fused kernel cannot take shards and whole tensors together

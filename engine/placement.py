@@ -9,7 +9,7 @@ In this file, downwards:
     precisions                      dtype and master_weights -> the dtypes of the weights
     load, shard                     a model from its folder to its place
     compile_layers                  the key compile
-    trunk_of, sharded, in_memory    questions about models in their places
+    trunk_of, sharded, in_memory, held    questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
     gather, whole_weights           whole tensors of sharded models
@@ -53,6 +53,7 @@ class Place:
     offload: str = "none"  # what is in the CPU's memory: none, optimizer, or params (weights, too)
     lora: dict = None  # rank, alpha and targets of an Adapted; None: no adapters
     optimizer: str = "adamw"
+    here: bool = True  # False: ranks of another role hold it, and this one knows its shapes alone
 
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
@@ -241,6 +242,8 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
     dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
     the backward pass computes the layers again. compiled: the key compile. Raises BadInput.
     """
+    if not place.here:
+        return from_pretrained(path, head, dtype, outline=True)
     adapted = trained and place.lora is not None
     frozen = not trained or adapted
     split = is_sharded(place, trained)
@@ -280,12 +283,15 @@ def shard(model, place, device):
     FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
     pass (stage 2). What is in no layer, embedding and head, is gathered for the whole forward.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
     allocate_large_tensors_apart(device)
     by_layer = place.stage == 3
-    settings = dict(mesh=init_device_mesh(device.type, (parallel.rank_and_size()[1],)))
+    if parallel.group:
+        settings = dict(mesh=DeviceMesh.from_group(parallel.group, device.type))
+    else:
+        settings = dict(mesh=init_device_mesh(device.type, (parallel.rank_and_size()[1],)))
     if place.offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in model.layers:
@@ -361,6 +367,11 @@ def in_memory(**models):
         if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base
     return models
+
+
+def held(models):
+    """{name: model} of those models of which this rank holds more than the shapes."""
+    return {name: model for name, model in models.items() if not next(model.parameters()).is_meta}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The peak is what always lies in memory (weights, gradients, optimizer states), p
 of the busiest phase: rollout, score, update, save or audit. engine/memory.py has the formulas of
 each model, and says what the letters mean.
 """
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, 
 
 
 def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
-            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0):
+            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0, role=""):
     """
     The most that one rank of a run will hold.
 
@@ -24,7 +25,8 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model has more
     embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there are, where
     eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under share_base
-    (0: like the policy's). Every response is taken to have full length.
+    (0: like the policy's). role: train, generate or score, of world_size ranks; "": all ranks do
+    everything. Every response is taken to have full length.
 
     Returns a dict. Raises BadConfig.
         peak_mib  of the whole run
@@ -33,8 +35,10 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
-    models = models_of(config, policy, reward, world_size, reward_rank)
+    roles = roles_of(config)
     run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
+    models = models_of(config, policy, reward, world_size, reward_rank)
+    models = of_role(role, roles, models, run)
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
     always = sum(r[row] for r in rows.values() for row in ROWS[:3])
@@ -47,7 +51,9 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
                   audit=batch + max(map(audit, models.values())))
 
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
-    copy = decoding_copy(models["policy"], run)
+    samples = role in ("", "generate") or "generate" not in roles
+    scores = role in ("", "train", "score")
+    copy = decoding_copy(models["policy"], run) if samples else 0
     stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
@@ -55,11 +61,12 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         n = min(config["rollout_batch_size"] or share, share)
         b = min(rows_at_once(config, run.P), share)
         responses = batch + share * (9 * run.T + 5 * run.R) - missing
-        cache = kv_cache(models["policy"], run, n)
-        rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
-        phases["rollout"] = max(phases["rollout"],
-                                cache + copy + decoding(models["policy"], run, n) + responses)
-        for name, m in models.items():
+        if samples:
+            cache = kv_cache(models["policy"], run, n)
+            rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
+            phases["rollout"] = max(phases["rollout"],
+                                    cache + copy + decoding(models["policy"], run, n) + responses)
+        for name, m in models.items() if scores else ():
             layer = forward_only(m, run, b, run.T)
             logits = logits_forward(m, run, b * run.R)
             rows[name]["activations"] = max(rows[name]["activations"], layer)
@@ -90,6 +97,27 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
                 rows=in_mib)
 
 
+def roles_of(config):
+    """{role: how many ranks} of the key roles."""
+    parts = [part.split("=") for part in config.get("roles", "").split(",") if "=" in part]
+    return {name.strip(): int(count) for name, count in parts if int(count) > 0}
+
+
+def of_role(role, roles, models, run):
+    """Those of a run's models that a rank of this role holds, {name: Model}."""
+    if role == "generate":  # a copy that is not trained, in the dtype in which it decodes
+        m = models["policy"]
+        if m.own == "model":
+            m = dataclasses.replace(m, trained=False, stage=0, offload="none", ema=False,
+                                    e=run.a if run.autocast else m.e)
+        return dict(policy=m)
+    if role == "score":
+        return {name: m for name, m in models.items() if name in ("ref_policy", "reward_model")}
+    if role == "train" and "score" in roles:
+        return {name: m for name, m in models.items() if m.trained}
+    return models
+
+
 def always_there(models, run, world_size):
     """
     The bytes that lie in memory all the time, on the rank with most optimizer states: {model: {row
@@ -113,14 +141,14 @@ def always_there(models, run, world_size):
 
 
 def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size,
-                  device):
+                  device, role=""):
     """predict's peak_mib, for a script that has loaded its models and prompts (lists of ids)."""
     lengths = {len(p) for p in train_prompts + eval_prompts}
     rank = getattr(reward_model, "lora", {}).get("rank", 0)
     return predict(config, policy.config, reward_model and reward_model.config, max(lengths),
                    world_size, device.type, masked=len(lengths) > 1,
                    vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
-                   eval_rows=len(eval_prompts), reward_rank=rank)["peak_mib"]
+                   eval_rows=len(eval_prompts), reward_rank=rank, role=role)["peak_mib"]
 
 
 def models_of(config, policy, reward, world_size, reward_rank=0):

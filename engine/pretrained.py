@@ -19,7 +19,7 @@ from engine.hf_config import (
 from engine.hf_files import (
     check_dtype, check_numbers, model_folders, open_bin, read_json, read_tensors, tensor_files)
 from errors import BadInput, shorten
-from model import Transformer
+from model import Transformer, freeze
 
 
 # --------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ from model import Transformer
 
 
 def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None,
-                    prepare=None):
+                    prepare=None, outline=False):
     """
     The Transformer in a Hugging Face directory, or of that name on the hub. A directory with only
     an adapter is its base model with the adapter merged into the weights.
@@ -36,13 +36,15 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     plain language model it draws a new scalar head from seed, and sets model.new_head.
     dtype: of the weights. matrices: another dtype for the matrices, or None.
     prepare: a function that gets the model before it takes any memory, for example to shard it.
+    outline: read no weights; the model has its config and its shapes, but takes no memory.
     Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the
     architecture is unknown.
     """
     *adapters, folder = model_folders(path)
     file = os.path.join(folder, "config.json")
     config = parse_config(read_json(file), file)
-    find_tensors(path, folder, config, head)  # raises, if one is missing, before the model is made
+    # raises, if one is missing, before the model is made
+    found = find_tensors(path, folder, config, head)
     loras = [read_lora(adapter, config, head) for adapter in reversed(adapters)]
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):  # parameters without memory
@@ -50,6 +52,10 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
         for p in model.parameters():
             if matrices and p.dim() == 2:
                 p.data = p.data.to(matrices)
+    if outline:
+        heads = ["score.weight" in lora.tensors for lora in loras]
+        model.new_head = found.get("score.weight", [""])[0] is None and not any(heads)
+        return freeze(model)
     if prepare:
         prepare(model)
     model = model.to_empty(device=device)

@@ -32,7 +32,7 @@ def summarize(batch, prefix, reward_names=()):
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
-    if "ref_logprobs" in batch:
+    if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
     if "old_logprobs" in batch:
         figures["entropy"] = -batch["old_logprobs"].sum(1).mean()
@@ -71,7 +71,7 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
     """
     R = batch["response_mask"].shape[1]
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
-    if "ref_logprobs" in batch:
+    if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
     if len(reward_names) > 1:
         columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}

@@ -4,6 +4,7 @@ the audit, checkpoints, the log, what it prints, and at the end its products.
 
 The scripts hold one Run and call it by one line at a time. It decides nothing about training.
 """
+import contextlib
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.planner import predicted_mib
 from engine.optimizers import overflowed
-from engine.placement import sharded
+from engine.placement import held, sharded
 from engine.report import (flops_a_token, peak_flops, print_models, print_samples, progress,
                            samples_of, speed)
 from engine.reward_mix import files_of
@@ -26,44 +27,54 @@ from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
+from errors import Lost, Stop
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
-MUST_MATCH = "seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim"
+MUST_MATCH = ("seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim",
+              "staleness")
 
 
 def ranks_agree(config, models, tokenizers):
     """
-    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data,
-    tokenizers and weights. models: {name: model}.
+    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data and
+    tokenizers, and those of one role the same weights. models: {name: model}.
     """
     files = files_of(config["reward_functions"])
     contents = {f"the content of {path}": sha256(path) for path in files}
     contents |= data_hashes(config["prompts_path"], config["eval_path"])
-    weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
-    agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
+    weights = {f"the weights of {name}": fingerprint(model)
+               for name, model in held(models).items()}
+    same = config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]}
+    if launch.crew is None:
+        agree(same | weights)  # COLLECTIVE
+        return
+    with parallel.everyone():
+        agree(same)  # COLLECTIVE
+    launch.crew.start()
+    agree(weights)  # COLLECTIVE
 
 
 class Run:
     """
-    models: {name: model}, all in memory; optimizers: {name: optimizer}, of those that are trained.
-    prompts: (training prompts, held-out prompts), lists of token ids. state: what the loop carries
-    from one iteration to the next beside weights and optimizers, as plain numbers: it is saved with
-    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or None
+    models: {name: model}, also those that ranks of other roles hold; optimizers: {name: optimizer},
+    of those that are trained. prompts: (training prompts, held-out prompts), lists of token ids.
+    state: what the loop carries from one iteration to the next beside weights and optimizers, as
+    plain numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
+    policy's moving average or None.
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
 
     def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None):
-        self.config, self.models, self.optimizers = config, models, optimizers
+        self.config, self.models, self.optimizers = config, held(models), optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
         self.out_dir = config["out_dir"]
         self.trained = {name: models[name] for name in optimizers}
         # for rules; slow ones wait for processes of their own
         self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
-        self.any_sharded = any(map(sharded, models.values()))
+        self.any_sharded = any(map(sharded, self.models.values()))
 
         # files and folders whose contents may not change before a run resumes
         sources = ["policy_path", "prompts_path"]
@@ -81,13 +92,16 @@ class Run:
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
+            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            "train" if launch.crew else "")
         self.peak = peak_flops(config, device)
-        self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
+        self.forward_flops = {name: flops_a_token(model) for name, model in self.models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
                                   for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
         self.policy_reads = True  # a batch before its update; grpo.py may do without
+        self.batches = None  # roles.Batches, which sets it
+        self.stale = False  # whether an older policy has sampled the iteration's batch
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
 
@@ -122,11 +136,17 @@ class Run:
 
     def begin(self, iteration):
         """A collective when the audit is due: begin an iteration, and count its seconds."""
-        self.iteration = iteration
+        self.iteration, self.stale = iteration, False
         self.enter("audit")
         self.times.clear()
-        if iteration % self.config["sync_check_interval"] == 0 or iteration == self.start:
+        if self.audit_is_due():
             audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
+            if launch.crew:  # and so do the other roles
+                launch.crew.post(do="audit", iteration=iteration)
+
+    def audit_is_due(self):
+        interval = self.config["sync_check_interval"]
+        return self.iteration % interval == 0 or self.iteration == self.start
 
     # checkpoints, and requests to stop
 
@@ -144,8 +164,9 @@ class Run:
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
-        save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
-                        self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
+        save_checkpoint(  # COLLECTIVE
+            self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
+            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save())
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
@@ -164,8 +185,25 @@ class Run:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
         self.threads.shutdown(wait=False, cancel_futures=True)
+        if launch.crew:
+            launch.crew.leave()
         launch.finish()  # COLLECTIVE
         sys.exit(0)
+
+    @contextlib.contextmanager
+    def saved_if_it_fails(self):
+        """
+        A collective, if in this block a reward fails: all ranks know it, and what was learned so
+        far is kept.
+        """
+        try:
+            yield
+        except Stop as e:
+            if isinstance(e, Lost) or self.iteration == self.start:
+                raise
+            self.save()  # COLLECTIVE
+            raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
+                       "goes on from there") from e
 
     def until_asked(self, items):
         """
@@ -187,8 +225,11 @@ class Run:
     def must_agree(self, worst_gap, what):
         """
         A collective: the largest gap of any rank. Raises Stop, on all ranks, where it is more than
-        rounding explains: before any update the log-probs of `what` must be the policy's.
+        rounding explains: before any update the log-probs of `what` must be the policy's. (Where an
+        older policy has sampled the batch, they are not: then it is only measured.)
         """
+        if self.stale:
+            return parallel.all_reduce_max(worst_gap).item()  # COLLECTIVE
         limit = gap_limit(self.config["dtype"], self.config["temperature"])
         return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
 
@@ -210,6 +251,14 @@ class Run:
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
             for name, what in others.items()]
         return gaps[0]
+
+    def know_old_logprobs(self, batch):
+        """
+        Where an older policy has sampled the batch, its log-probs are the old ones: the ratio is
+        between the policy of now and the one that sampled. Otherwise the policy of now is read.
+        """
+        if self.stale:
+            batch["old_logprobs"] = batch["sampler_logprobs"]
 
     @property
     def loss_scale(self):
@@ -254,6 +303,8 @@ class Run:
         and print a line of it. batch: what it sampled; None for the last, which only evaluates.
         """
         self.enter("log")
+        # the sampler's gap is not known where an older policy has sampled the batch
+        record = {name: x for name, x in record.items() if x is not None}
         record = {"iteration": self.iteration} | record
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
@@ -296,6 +347,8 @@ class Run:
         if "value_model" in self.models:
             save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer,
                        self.config)  # COLLECTIVE
+        if launch.crew:
+            launch.crew.leave()
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
                   "it, tools/page.py to see the run")

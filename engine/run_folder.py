@@ -23,6 +23,7 @@ import socket
 import time
 from array import array
 
+import parallel
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
@@ -226,8 +227,9 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
                        "choose another --out_dir") from e
 
     for key in must_match:
-        if before.get(key) != config[key]:
-            raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
+        old = before.get(key, 0 if key == "staleness" else None)  # older runs have no such key
+        if old != config[key]:
+            raise BadInput(f"{out_dir} holds a run with {key} = {old!r}, not "
                            f"{config[key]!r}; choose another --out_dir, or delete the old run")
 
     known = before["sha256"] if isinstance(before.get("sha256"), dict) else {}
@@ -335,7 +337,8 @@ def fix_chat_date(config):
                     return date
         return today()
 
-    config["chat_date"] = from_rank(find)
+    with parallel.everyone():
+        config["chat_date"] = from_rank(find)
 
 
 def today():

@@ -17,8 +17,9 @@ import sys
 import torch
 import torch.distributed as dist
 
+import parallel
 from errors import BadConfig, BadInput, Stop
-from parallel import all_gather, collective, wire
+from parallel import all_gather, broadcast, rank_and_size, wire
 
 PATIENCE = 6 * 3600  # seconds that the ranks wait for rank 0 while it alone works at the disk
 usual_wait = None  # how long a collective waits otherwise; set by launch.init
@@ -37,7 +38,7 @@ def from_rank(function, source=0):
     """
     if not dist.is_initialized():
         return function()
-    is_source, text = dist.get_rank() == source, b""
+    is_source, text = rank_and_size()[0] == source, b""
     if is_source:
         try:
             outcome = ["value", function()]
@@ -46,11 +47,11 @@ def from_rank(function, source=0):
         text = json.dumps(outcome).encode()
     # first the length, so that the other ranks can make room for the text
     length = torch.tensor([len(text)], device=wire())
-    collective(dist.broadcast, length, src=source)
+    broadcast(length, source)
     sent = torch.empty(int(length), dtype=torch.uint8, device=wire())
     if is_source:
         sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    collective(dist.broadcast, sent, src=source)
+    broadcast(sent, source)
     kind, value = json.loads(sent.cpu().numpy().tobytes())
     if kind == "value":
         return value
@@ -65,11 +66,16 @@ def alone(function):
     """
     if not dist.is_initialized():
         return function()
-    dist.group.WORLD.set_timeout(max(usual_wait, datetime.timedelta(seconds=PATIENCE)))
+    group, wait = parallel.group or dist.group.WORLD, usual_wait
+    group.set_timeout(max(wait, datetime.timedelta(seconds=PATIENCE)))
+    if parallel.beat:
+        parallel.beat(PATIENCE)
     try:
         return from_rank(function)
     finally:
-        dist.group.WORLD.set_timeout(usual_wait)
+        group.set_timeout(wait)
+        if parallel.beat:
+            parallel.beat(wait.total_seconds())
 
 
 def send_tensors(source, tensors):
@@ -80,11 +86,11 @@ def send_tensors(source, tensors):
                                 for key, t in tensors.items()], source)
     sent = {}
     for key, shape, dtype in header:
-        if dist.get_rank() == source:
+        if rank_and_size()[0] == source:
             sent[key] = tensors[key].detach().to(wire()).contiguous()
         else:
             sent[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=wire())
-        collective(dist.broadcast, sent[key], src=source)
+        broadcast(sent[key], source)
     return sent
 
 
@@ -109,12 +115,13 @@ def together(function):
     if not failed:
         return value
     text = torch.zeros(1000, dtype=torch.uint8, device=wire())
-    if dist.get_rank() == failed[0]:
+    if rank_and_size()[0] == failed[0]:
         said = list(str(error).encode()[:1000])
         text[:len(said)] = torch.tensor(said, dtype=torch.uint8, device=wire())
-    collective(dist.broadcast, text, src=failed[0])
+    broadcast(text, failed[0])
     message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise Stop(message if failed[0] == 0 else f"on rank {failed[0]}: {message}") from error
+    odd = parallel.first + failed[0]
+    raise Stop(message if odd == 0 else f"on rank {odd}: {message}") from error
 
 
 def ranks_where(flag):
@@ -124,8 +131,8 @@ def ranks_where(flag):
 
 
 def name_ranks(numbers):
-    """[1, 2] -> "rank 1 and rank 2"."""
-    return " and ".join(f"rank {r}" for r in numbers)
+    """[1, 2] -> "rank 1 and rank 2". numbers: within this rank's role, where ranks have roles."""
+    return " and ".join(f"rank {parallel.first + r}" for r in numbers)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -137,7 +144,8 @@ def agree(settings):
     A collective, at the end of every rank's set-up: are all ranks ready, and do all start from the
     same? settings: {what: its value or hash}, from the configuration to the models' checksums; the
     code itself is added here. Raises BadConfig, on all ranks, if one of them could not come this
-    far (see tell_others) or has other settings than rank 0.
+    far (see tell_others) or has other settings than rank 0. Where ranks have roles, it is called
+    within parallel.everyone().
     """
     global starting
     if not dist.is_initialized():
@@ -180,7 +188,8 @@ def tell_others(message):
         return None
     starting = False
     failure = digest(message)
-    everyones = all_gather(torch.tensor([failure, 0, 0], device=wire()))
+    with parallel.everyone():
+        everyones = all_gather(torch.tensor([failure, 0, 0], device=wire()))
     return bool(everyones[0][0] == failure)
 
 

@@ -40,6 +40,7 @@ PPO = {
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5), SAVED),
+    "stale": (dict(staleness=1), dict(max_iters=3)),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -60,6 +61,7 @@ GRPO = {
                      lora="4"), {}),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
                   grad_clip=0.05), SAVED | dict(num_minibatches=1)),
+    "stale": (dict(staleness=1), dict(max_iters=3)),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -73,6 +75,7 @@ UNMOVING = {
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
     "compile": False,  # to compile takes long: test_compile.py turns it
+    "roles": "",  # one rank has all of them: test_roles.py turns it
     # this world has no chats: test_chats.py turns these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
 ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "cuda_graphs",
@@ -94,6 +97,7 @@ SPLIT = {
     ("ppo.py", "scores"): (3, "params", 2, True, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
+    ("ppo.py", "stale"): (3, "params", 1, True, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
@@ -102,6 +106,7 @@ SPLIT = {
     ("grpo.py", "sequence"): (2, "none", 2, False, 0),
     ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
     ("grpo.py", "adam"): (3, "optimizer", 64, False, 5),
+    ("grpo.py", "stale"): (2, "none", 2, False, 0),
     ("grpo.py", "optim"): (1, "none", 64, False, 0),
     ("grpo.py", "16 bits"): (2, "none", 64, False, 0),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype

@@ -1,0 +1,304 @@
+"""
+Ranks with roles: who has which role, and how the roles talk to each other. roles.py says what they
+say.
+
+    trainers     the first ranks; rank 0 leads the run
+    generators   the next ranks
+    scorers      the last ranks
+
+The ranks of a role do their collectives among themselves (parallel.group). Between roles there are
+two ways. Small things stand in the store in which torchrun lets the ranks meet, as text under keys:
+
+    job 7               what the generators and scorers shall do; they do all jobs, in this order
+    7 generate>train    "the batch of job 7 is on its way from the generators to the trainers"
+    alive 2             how often rank 2 has shown that it lives, and how long it may be silent
+    stop, abandon       a signal came; and what is being sampled will not be needed
+    ended               why a rank has left the run
+
+Tensors go from the first rank of a role to the first rank of another one: one flat buffer a
+message, which isend sends in the background. Whoever waits for a message waits for its key, and
+looks meanwhile whether the others live. So a generator may sample for longer than `timeout`; only a
+rank that is silent for so long is lost.
+"""
+import collections
+import datetime
+import json
+import math
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import errors
+import parallel
+from errors import BadConfig, BadInput, Lost, Stop, shorten
+from parallel import collective, wire
+
+ROLES = dict(train="trains", generate="generates", score="scores")  # and what its ranks do
+GLANCE = 0.2  # seconds between two looks at whether the others live
+KEPT = 256  # so many jobs stay in the store
+
+
+def parse_roles(text, world_size):
+    """
+    "train=6,generate=1,score=1" -> {role: the range of its ranks}, the roles without ranks left
+    out; None where all ranks train. Raises BadConfig.
+    """
+    counts = {}
+    for part in text.split(",") if text.strip() else ():
+        name, _, number = (x.strip() for x in part.partition("="))
+        if name not in ROLES or name in counts or not number.isdecimal() or int(number) > 10**6:
+            raise BadConfig(f"roles = {shorten(text)}: cannot read {shorten(part.strip())}; wanted "
+                            "how many ranks train, generate and score, each once, as "
+                            "train=6,generate=1,score=1")
+        counts[name] = int(number)
+    if not counts:
+        return None
+    if not counts.get("train"):
+        raise BadConfig(f"roles = {shorten(text)} has no ranks that train; give it train=1 or more")
+    if sum(counts.values()) != world_size:
+        raise BadConfig(f"roles = {shorten(text)} has {sum(counts.values())} ranks, but there are "
+                        f"{world_size}; change it, or start so many: "
+                        f"torchrun --nproc_per_node={sum(counts.values())}")
+    ranks, first = {}, 0
+    for role in ROLES:
+        if counts.get(role):
+            ranks[role] = range(first, first + counts[role])
+            first += counts[role]
+    return ranks if len(ranks) > 1 else None
+
+
+class Crew:
+    """What a rank knows of the other roles, and how it talks to them."""
+
+    def __init__(self, ranks, rank, timeout, stop_asked):
+        """
+        A collective of all ranks: make a group for each role, and one to watch each other. ranks:
+        of parse_roles. stop_asked: a function, whether this rank has got a signal.
+        """
+        self.ranks, self.rank, self.timeout, self.stop_asked = ranks, rank, timeout, stop_asked
+        self.role = next(role for role, range_ in ranks.items() if rank in range_)
+        groups = {role: dist.new_group(list(range_)) for role, range_ in ranks.items()}
+        # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
+        self.watched = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
+        parallel.broadcast(name)
+        store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(bytes(name.tolist()).hex(), store)
+        parallel.group, parallel.first = groups[self.role], ranks[self.role][0]
+        parallel.others = f"the other ranks that {self.role}"
+        self.leads = rank == parallel.first
+        self.jobs, self.receptions = 0, 0  # how many there have been
+        self.sent = collections.defaultdict(collections.deque)  # role: messages that may be on their way
+        self.gone = None  # a rank whose process has ended
+        self.leaving = False  # the run is over: others may end before this rank
+        self.stop_wanted = self.abandoned = False
+        self.waited, self.began = 0.0, time.monotonic()  # seconds
+        self.beats, self.allowed, self.last_beat = 0, timeout, -math.inf
+        self.heard = {}  # rank: (its last sign of life, when it came)
+
+    def start(self):
+        """When all ranks have agreed to start: show that this one lives, and watch the others."""
+        parallel.beat, errors.leaving = self.beat, self.say_why
+        self.beat(self.timeout)
+        others = range(1, dist.get_world_size()) if self.rank == 0 else [0]
+        for rank in others:
+            threading.Thread(target=self.watch, args=[rank], daemon=True).start()
+
+    # signs of life
+
+    def watch(self, rank):
+        """A thread: wait for a message that never comes. When the other process ends, this fails."""
+        try:
+            dist.recv(torch.zeros(1), src=rank, group=self.watched)
+        except RuntimeError:
+            if self.gone is None:
+                self.gone = rank
+
+    def beat(self, allowed=None):
+        """
+        Show that this rank lives, and look for news: every rank calls this often, as in every
+        collective, and it does something only now and then. allowed: how many seconds this rank may
+        be silent from now on. Raises Lost, or what another rank has stopped for.
+        """
+        if self.leaving:
+            return
+        if self.gone is not None:
+            self.mourn(self.gone, "its process has ended")
+        now = time.monotonic()
+        if allowed is None and now - self.last_beat < min(self.timeout / 10, 0.5):
+            return
+        self.allowed, self.last_beat = allowed or self.allowed, now
+        self.beats += 1
+        try:
+            self.store.set(f"alive {self.rank}", f"{self.beats} {self.allowed}")
+            if self.stop_asked():
+                self.store.set("stop", "asked")
+            self.stop_wanted = self.store.check(["stop"])
+            self.abandoned = self.store.check(["abandon"])
+        except RuntimeError as e:
+            self.mourn(0, parallel.reason(e))
+
+    def look(self, ranks):
+        """Raise Lost if one of these ranks has been silent for longer than it may be."""
+        now = time.monotonic()
+        for rank in ranks:
+            said = self.store.get(f"alive {rank}").decode()
+            if self.heard.get(rank, ("", 0))[0] != said:
+                self.heard[rank] = said, now
+            elif now - self.heard[rank][1] > float(said.split()[1]) + GLANCE:
+                self.mourn(rank, f"silent for {now - self.heard[rank][1]:.0f} s")
+
+    def mourn(self, rank, why):
+        """Raise Lost, with this rank's role; or what a rank has said before it left."""
+        who, ended = self.name_of(rank), None
+        try:
+            if self.store.check(["ended"]):
+                ended = json.loads(self.store.get("ended"))
+        except RuntimeError:
+            pass  # the store is gone, too
+        if ended and ended["kind"] != "Lost":
+            raise (BadConfig if ended["kind"] == "BadInput" else Stop)(ended["message"])
+        self.lost = ended["who"] if ended and ended["who"] else f"{who}: it was killed, or hangs ({why})"
+        raise Lost(f"{parallel.phase}: lost touch with {self.lost}. The last checkpoint is good; "
+                   "resume with the same command")
+
+    def name_of(self, rank):
+        role = next(role for role, ranks in self.ranks.items() if rank in ranks)
+        return f"rank {rank}, which {ROLES[role]}"
+
+    def say_why(self, error):
+        """errors.py calls this as this rank leaves with an error: the others learn why."""
+        kind = "Lost" if isinstance(error, Lost) else \
+            "BadInput" if isinstance(error, BadInput) else "Stop"
+        said = dict(kind=kind, message=str(error), who=getattr(self, "lost", None))
+        try:
+            self.store.compare_set("ended", "", json.dumps(said))
+        except RuntimeError:
+            pass  # the store is gone, and so are the others
+
+    # jobs
+
+    def post(self, **job):
+        """
+        On the trainers, all of which call this: give the generators and scorers a job. Returns its
+        number.
+        """
+        n, self.jobs = self.jobs, self.jobs + 1
+        if self.leads:
+            self.store.set(f"job {n}", json.dumps(job))
+            old = n - KEPT  # the store shall not grow for ever
+            for key in (f"job {old}", *(f"{old} {a}>{b}" for a in ROLES for b in ROLES),
+                        *(f"{a} takes {old}" for a in ROLES)) if old >= 0 else ():
+                self.store.delete_key(key)
+        return n
+
+    def next_job(self):
+        """On generators and scorers: wait for the next job, and return (number, job)."""
+        n, self.jobs = self.jobs, self.jobs + 1
+        return n, self.wait_for(f"job {n}", [0])
+
+    def wait_for(self, key, ranks, may_leave=False):
+        """
+        What stands in the store under a key, as soon as it is there. ranks: those that must live
+        meanwhile. may_leave: return None where the run is asked to stop.
+        """
+        began, pause, looked, value = time.monotonic(), 0.001, 0.0, None
+        while not (may_leave and (self.stop_wanted or self.stop_asked())):
+            self.beat()
+            try:
+                # not store.wait: where it gives up after a while, it prints warnings
+                if self.store.check([key]):
+                    value = json.loads(self.store.get(key))
+                    break
+                if time.monotonic() - looked > GLANCE:
+                    looked = time.monotonic()
+                    self.look(ranks)
+            except dist.DistError as e:
+                self.mourn(0, parallel.reason(e))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        self.waited += time.monotonic() - began
+        return value
+
+    # messages
+
+    def send(self, n, to, tensors, keep=3):
+        """
+        Send {name: tensor} of job n to another role, in the background. All ranks of this role may
+        call it; the first one sends. tensors: a dict, or pairs whose tensors are made one by one.
+        keep: how many messages to that role may be on their way at once.
+        """
+        if not self.leads:
+            return
+        buffer, layout = pack(tensors)
+        queue = self.sent[to]
+        while len(queue) >= keep:
+            collective(queue.popleft()[0].wait)
+        queue.append((collective(dist.isend, buffer, dst=self.ranks[to][0]), buffer))
+        self.say(n, to, layout=layout, bytes=len(buffer))
+
+    def say(self, n, to, **what):
+        """Put what another role shall know of job n into the store, with this role's times."""
+        if self.leads:
+            times = dict(waited=self.waited, lived=time.monotonic() - self.began)
+            self.store.set(f"{n} {self.role}>{to}", json.dumps(what | times))
+
+    def receive(self, n, source, may_leave=False):
+        """
+        A collective of this role: ({name: tensor}, what was said with it) of job n, from another
+        role. (None, None) if the run is asked to stop, and may_leave. Raises Stop where the other
+        role has failed.
+        """
+        self.receptions += 1
+        taken = f"{self.role} takes {self.receptions}"
+        if self.leads:  # the first rank decides for all whether to take it or to leave
+            said = self.wait_for(f"{n} {source}>{self.role}",
+                                 [0] if self.rank else self.ranks[source], may_leave)
+            self.store.set(taken, json.dumps(said))
+        else:
+            said = self.wait_for(taken, [0])
+        if said is None:
+            return None, None
+        if "error" in said:
+            raise Stop(said["error"])
+        if "layout" not in said:  # it was abandoned
+            return None, said
+        buffer = torch.empty(said["bytes"], dtype=torch.uint8, device=wire())
+        if self.leads:
+            collective(dist.recv, buffer, src=self.ranks[source][0])
+        parallel.broadcast(buffer)
+        return unpack(buffer, said["layout"]), said
+
+    def leave(self):
+        """On the trainers, before the run ends: what is being sampled is given up, and all leave."""
+        if self.leads:
+            self.store.set("abandon", "all")
+        self.post(do="leave")
+        self.leaving = True
+
+
+def pack(tensors):
+    """
+    {name: tensor} -> their bytes, one behind the other, (bytes,) uint8; and the layout, a list of
+    [name, shape, dtype]. Each tensor begins at a multiple of 8 bytes.
+    """
+    layout, parts = [], []
+    for name, t in dict(tensors).items():
+        content = t.detach().contiguous().flatten().view(torch.uint8).to(wire())
+        layout.append([name, list(t.shape), str(t.dtype).removeprefix("torch.")])
+        parts += [content, content.new_zeros(-len(content) % 8)]
+    return torch.cat(parts), layout
+
+
+def unpack(buffer, layout):
+    """The way back: {name: tensor}, which are views of the buffer."""
+    tensors, begin = {}, 0
+    for name, shape, dtype in layout:
+        dtype = getattr(torch, dtype)
+        end = begin + math.prod(shape) * dtype.itemsize
+        tensors[name] = buffer[begin:end].view(dtype).view(shape)
+        begin = end + -end % 8
+    return tensors
