@@ -139,7 +139,7 @@ data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, 
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 # ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
-serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)  # COLLECTIVE
+serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
@@ -306,8 +306,8 @@ for iteration in range(run.start, max_iters + 1):
     # 4) update
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
-                           device)
+    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
+                           + ["policy/off_policy_kl"] * (staleness > 0), device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
@@ -357,6 +357,8 @@ for iteration in range(run.start, max_iters + 1):
                     largest = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
                     ratio_gap = torch.maximum(ratio_gap, largest)
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
+                if first and run.age:  # the policy has moved since it sampled this batch
+                    report.add_up(sums, m, {"policy/off_policy_kl": approx_kl})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})

@@ -144,7 +144,7 @@ data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, 
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 # ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
-serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)  # COLLECTIVE
+serve(config, models, terms, (tokenizer, reward_tokenizer), data, device)
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
@@ -301,7 +301,8 @@ for iteration in range(run.start, max_iters + 1):
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
     sums = report.new_sums(["loss/policy", "loss/value", "loss/kl", "policy/approx_kl",
-                            "policy/clipfrac", "val/clipfrac"], device)
+                            "policy/clipfrac", "val/clipfrac"]
+                           + ["policy/off_policy_kl"] * (staleness > 0), device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     first = True  # no step has been tried in this iteration
     stopped = False  # by target_kl
@@ -350,6 +351,8 @@ for iteration in range(run.start, max_iters + 1):
                 if first:  # before the first step the ratio must be 1
                     ratio_gap = torch.maximum(ratio_gap, run.gap(logprobs, mb["old_logprobs"], m))
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
+                if first and run.age:  # the policy has moved since it sampled this batch
+                    report.add_up(sums, m, {"policy/off_policy_kl": approx_kl})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,

@@ -122,11 +122,11 @@ class Batches:
             self.look_ahead()  # COLLECTIVE
         if purpose == "rollout":
             order = self.ahead[now]
-            run.stale = order.version < now
+            run.age = now - order.version
         self.wait_for_samples(order, may_leave=True)  # COLLECTIVE
         if purpose == "rollout":
             run.enter("score")
-        with run.saved_if_it_fails():
+        with run.saved_if_it_fails():  # COLLECTIVE
             return self.finish(order)  # COLLECTIVE
 
     def look_ahead(self):
@@ -275,9 +275,9 @@ def serve(config, models, terms, tokenizers, data, device):
             if trouble:
                 raise trouble
             if job["do"] == "audit":
-                do.audit(iteration)  # COLLECTIVE
+                do.audit(iteration)
             else:
-                do(number, job)  # COLLECTIVE
+                do(number, job)
         except Stop as e:
             if isinstance(e, Lost):
                 raise
@@ -342,7 +342,8 @@ class Generator:
         wanted, others = order.wanted(self.data, self.config), {"train", "score"} & crew.ranks.keys()
         mine, _, _ = sample_share(self.policy, self.tokenizer, self.config, self.device, wanted,
                                   order.purpose, order.iteration, abandoned)
-        if parallel.all_reduce_max(torch.tensor(float(crew.abandoned), device=parallel.wire())):
+        given_up = torch.tensor(float(crew.abandoned), device=parallel.wire())
+        if parallel.all_reduce_max(given_up):  # COLLECTIVE
             for role in others:
                 crew.say(number, role)
             return

@@ -376,7 +376,7 @@ def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
 
     if purpose == "rollout":
         run.enter("score")
-    with run.saved_if_it_fails():
+    with run.saved_if_it_fails():  # COLLECTIVE
         mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
     run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B

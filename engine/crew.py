@@ -96,12 +96,13 @@ class Crew:
         self.leaving = False  # the run is over: others may end before this rank
         self.stop_wanted = self.abandoned = False
         self.waited, self.began = 0.0, time.monotonic()  # seconds
+        self.times, self.shown = {}, {}  # role: (seconds it has waited, seconds since its start)
         self.beats, self.allowed, self.last_beat = 0, timeout, -math.inf
         self.heard = {}  # rank: (its last sign of life, when it came)
 
     def start(self):
         """When all ranks have agreed to start: show that this one lives, and watch the others."""
-        parallel.beat, errors.leaving = self.beat, self.say_why
+        parallel.beat, errors.leaving, self.began = self.beat, self.say_why, time.monotonic()
         self.beat(self.timeout)
         others = range(1, dist.get_world_size()) if self.rank == 0 else [0]
         for rank in others:
@@ -243,8 +244,8 @@ class Crew:
     def say(self, n, to, **what):
         """Put what another role shall know of job n into the store, with this role's times."""
         if self.leads:
-            times = dict(waited=self.waited, lived=time.monotonic() - self.began)
-            self.store.set(f"{n} {self.role}>{to}", json.dumps(what | times))
+            times = [self.waited, time.monotonic() - self.began]
+            self.store.set(f"{n} {self.role}>{to}", json.dumps(what | dict(times=times)))
 
     def receive(self, n, source, may_leave=False):
         """
@@ -262,15 +263,32 @@ class Crew:
             said = self.wait_for(taken, [0])
         if said is None:
             return None, None
+        self.times[source] = said["times"]
         if "error" in said:
             raise Stop(said["error"])
         if "layout" not in said:  # it was abandoned
             return None, said
         buffer = torch.empty(said["bytes"], dtype=torch.uint8, device=wire())
         if self.leads:
-            collective(dist.recv, buffer, src=self.ranks[source][0])
+            collective(collective(dist.irecv, buffer, src=self.ranks[source][0]).wait)
         parallel.broadcast(buffer)
         return unpack(buffer, said["layout"]), said
+
+    def shares(self):
+        """
+        {"time/ROLE_busy": share} of the time since the last call in which the first rank of each
+        role has worked, and not waited for another role. What others have done is known from their
+        last message.
+        """
+        self.times["train"] = [self.waited, time.monotonic() - self.began]
+        shares = {}
+        for role in ROLES:
+            if role in self.times:
+                waited, lived = (now - before for now, before in zip(
+                    self.times[role], self.shown.get(role, [0.0, 0.0]), strict=True))
+                shares[f"time/{role}_busy"] = 1 - waited / lived if lived > 0 else 0.0
+        self.shown = dict(self.times)
+        return shares
 
     def leave(self):
         """On the trainers, before the run ends: what is being sampled is given up, and all leave."""

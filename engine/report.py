@@ -275,6 +275,9 @@ def progress(record, start, done, max_iters, began):
                if metric in record]
     phases = [f"{phase} {record[f'time/{phase}']:.1f}s ({record[f'time/{phase}_mfu']:.0%})"
               for phase in ("rollout", "score", "update")]
+    busy = [f"{name[5:-5]} {share:.0%}" for name, share in record.items() if name.endswith("_busy")]
+    if busy:
+        columns.append("busy: " + " ".join(busy))
     left = (time.time() - began) / (done - start) * (max_iters - done)
     return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases),
                        speed_words(record), f"eta {left:.0f}s"])

@@ -101,7 +101,7 @@ class Run:
         self.frozen_checksums = {}  # filled by the first audit
         self.policy_reads = True  # a batch before its update; grpo.py may do without
         self.batches = None  # roles.Batches, which sets it
-        self.stale = False  # whether an older policy has sampled the iteration's batch
+        self.age = 0  # how many updates ago the policy was that has sampled the iteration's batch
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
 
@@ -136,7 +136,7 @@ class Run:
 
     def begin(self, iteration):
         """A collective when the audit is due: begin an iteration, and count its seconds."""
-        self.iteration, self.stale = iteration, False
+        self.iteration, self.age = iteration, 0
         self.enter("audit")
         self.times.clear()
         if self.audit_is_due():
@@ -228,7 +228,7 @@ class Run:
         rounding explains: before any update the log-probs of `what` must be the policy's. (Where an
         older policy has sampled the batch, they are not: then it is only measured.)
         """
-        if self.stale:
+        if self.age:
             return parallel.all_reduce_max(worst_gap).item()  # COLLECTIVE
         limit = gap_limit(self.config["dtype"], self.config["temperature"])
         return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
@@ -257,7 +257,7 @@ class Run:
         Where an older policy has sampled the batch, its log-probs are the old ones: the ratio is
         between the policy of now and the one that sampled. Otherwise the policy of now is read.
         """
-        if self.stale:
+        if self.age:
             batch["old_logprobs"] = batch["sampler_logprobs"]
 
     @property
@@ -311,6 +311,10 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, record["policy/steps"])
             record["mem/predicted_mib"] = self.predicted
+            if self.config["staleness"]:
+                record["policy/staleness"] = self.age
+            if launch.crew:
+                record |= launch.crew.shares()
         write_log(self.out_dir, record)  # COLLECTIVE
         if batch and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]

@@ -77,6 +77,10 @@ KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3,
 MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
+# with --roles: the keys roles and staleness, too. There the batches that are sampled ahead are a part of a checkpoint
+ROLE_JOBS = [("ppo.py", 2, "train=1,generate=1", 1), ("grpo.py", 2, "train=1,generate=1", 0), ("grpo.py", 1, "", 2),
+             ("ppo.py", 3, "train=1,generate=1,score=1", 0), ("grpo.py", 4, "train=2,generate=1,score=1", 1),
+             ("ppo.py", 2, "train=1,score=1", 1)]
 KINDS = ["collective", "file", "write", "time", "compute"]
 
 OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=ROOT) + glob.glob("engine/[!_]*.py", root_dir=ROOT)
@@ -86,8 +90,11 @@ Fault = collections.namedtuple("Fault", "kind rank at when")
 FINISHED = Fault("finished", 0, 0, "")  # no fault: the run has been finished, before the next fault hits it
 
 
-def command(world, script, **keys):
-    """The arguments of a script's run here; out_dir is relative to the folder of the run, so that all runs' files are alike."""
+def command(world, job, **keys):
+    """The arguments of a job's run here; out_dir is relative to the folder of the run, so that all runs' files are alike."""
+    script, _, *rest = job
+    if rest:
+        keys |= dict(zip(("roles", "staleness"), rest, strict=True))
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
     known = configurator.read_keys(os.path.join(ROOT, script))
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
@@ -223,7 +230,7 @@ def inject(points):
 
     for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list",
                  "reduce", "gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor",
-                 "barrier", "monitored_barrier", "init_process_group", "destroy_process_group"):
+                 "barrier", "monitored_barrier", "isend", "irecv", "new_group", "init_process_group", "destroy_process_group"):
         wrap(dist, name, "collective")
     for owner, name in ((model.Transformer, "trunk"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")):
         wrap(owner, name, "compute")
@@ -375,7 +382,7 @@ class Run:
         self.codes, self.ended, self.hung, self.kicked = {}, {}, [], []
 
     def start(self):
-        script, ranks = self.job
+        script, ranks = self.job[:2]
         os.makedirs(self.folder, exist_ok=True)
         self.store, port = start_store() if ranks > 1 else (None, 0)
         sys.stdout.flush()
@@ -538,7 +545,7 @@ def reference(world, job, folder):
     The uninterrupted run that trials are compared with; it lists its points. Then the same command once more, when all is done:
     it must change nothing, and has points of its own. A trial; its result is a dict.
     """
-    run = yield Run(job, command(world, job[0]), folder, count=True)
+    run = yield Run(job, command(world, job), folder, count=True)
     assert set(run.codes.values()) == {0}, (job, run.codes, run.output())
     whole, points = left_by(folder), read_points(folder, job)
     last = KEYS[job[0]]["max_iters"]
@@ -549,7 +556,7 @@ def reference(world, job, folder):
         assert len({r["objective/kl_coef"] for r in whole["metrics"][:-1]}) == last, "the adaptive coefficient does not move"
     if job[0] == "grpo.py":
         assert any("time/refill 0" in r for r in read_records(folder)[0]), "nothing was refilled"
-    again = yield Run(job, command(world, job[0]), folder, count=True)
+    again = yield Run(job, command(world, job), folder, count=True)
     problems = [f"it ended with {again.codes}"] if set(again.codes.values()) != {0} else []
     problems = [f"{name_of(job, [FINISHED])}: {problem}" for problem in problems + differences(left_by(folder), whole)]
     return dict(job=job, folder=folder, whole=whole, points=points, duration=run.duration(), again=read_points(folder, job),
@@ -583,7 +590,7 @@ def kill(world, uninterrupted, faults, folder):
     dict: the kills that happened, the problems found, the seconds that the other ranks took to end, how they ended.
     """
     job = uninterrupted["job"]
-    arguments, whole = command(world, job[0]), uninterrupted["whole"]
+    arguments, whole = command(world, job), uninterrupted["whole"]
     result = dict(job=job, faults=faults, kills=[], problems=[], slowest=0.0, codes=collections.Counter(), folder=folder, said=[])
     problems = result["problems"]
     if faults[0] == FINISHED:
@@ -667,7 +674,7 @@ def signal_run(world, uninterrupted, fault, number, folder):
     for attempt in range(ATTEMPTS):  # a run that was over before its time came is signalled earlier
         shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
         due = uninterrupted["duration"] * fault.at * 0.7 ** attempt
-        run = yield Run(job, command(world, job[0]), folder, kick=(due, victims, number))
+        run = yield Run(job, command(world, job), folder, kick=(due, victims, number))
         if run.kicked:
             break
     if run.hung:
@@ -690,7 +697,7 @@ def signal_run(world, uninterrupted, fault, number, folder):
         if result["slowest"] > 30:
             problems.append(f"it took {result['slowest']:.0f} s to end")
     start, records = newest(folder), read_records(folder)[0]
-    run = yield Run(job, command(world, job[0]), folder)
+    run = yield Run(job, command(world, job), folder)
     check_resumed(run, whole, start, records, result)
     return result
 
@@ -718,7 +725,7 @@ def candidates(points, kind, thin=True):
 def choose(points, ranks, kind, n, rng):
     """n faults of a kind, spread over all that there are."""
     if kind == "time":
-        victims = [0] if ranks == 1 else [-1, 0, 1]
+        victims = [0] if ranks == 1 else [-1, *range(ranks)]
         first = rng.randrange(len(victims))
         return [Fault("time", victims[(first + i) % len(victims)], round((i + rng.random()) / n, 4), "") for i in range(n)]
     every = candidates(points, kind)
@@ -761,18 +768,18 @@ def plan(n, seed, references):
 def name_of(job, faults):
     """What --only takes."""
     names = ["finished" if fault == FINISHED else ":".join(map(str, fault)).rstrip(":") for fault in faults]
-    return "/".join([f"{job[0]}:{job[1]}", *names])
+    return "/".join([":".join(map(str, job)), *names])
 
 
 def from_name(text):
     """(job, faults) of what name_of has written."""
     job, *names = text.split("/")
-    script, ranks = job.split(":")
+    script, ranks, *rest = job.split(":")
     faults = []
     for name in names:
         kind, rank, at, when = (name.split(":") + [""])[:4] if name != "finished" else FINISHED
         faults.append(Fault(kind, int(rank), float(at) if kind == "time" else int(at), when))
-    return (script, int(ranks)), faults
+    return (script, int(ranks), *rest[:1], *map(int, rest[1:])), faults
 
 
 def describe(result, references):
@@ -800,7 +807,8 @@ def print_table(results):
         a, b, c, d, e = (count[kind] for kind in kinds)
         good = sum(not r["problems"] for r in mine)
         print(f"{job[0]:<7} {job[1]:>5} {len(mine):>6} {a:>11}{b:>9}{c:>6}{d:>7}{e:>6}{sum(count.values()):>11}"
-              f"{f'{good}/{len(mine)}':>13}{max(r['slowest'] for r in mine):>11.1f} s")
+              f"{f'{good}/{len(mine)}':>13}{max(r['slowest'] for r in mine):>11.1f} s"
+              + "  roles {!r}, staleness {}".format(*job[2:]) * (len(job) > 2))
     codes = sum((r["codes"] for r in results), collections.Counter())
     print(f"the other ranks of killed runs ended with: {', '.join(f'{code} x {n}' for code, n in sorted(codes.items())) or '-'}")
 
@@ -884,7 +892,7 @@ def real_run(world, job, folder):
     """The run as a user starts it: python, or torchrun; other processes, with other hash seeds, and none of our patches."""
     os.makedirs(folder)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job[1]}"] if job[1] > 1 else []
-    done = subprocess.run([sys.executable, *torchrun, os.path.join(ROOT, job[0]), *command(world, job[0])], cwd=folder,
+    done = subprocess.run([sys.executable, *torchrun, os.path.join(ROOT, job[0]), *command(world, job)], cwd=folder,
                           env=os.environ | dict(PYTHONPATH=ROOT), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                           timeout=LONGEST)
     assert done.returncode == 0, done.stderr
@@ -916,10 +924,12 @@ def campaign(options, work):
     world = tiny.World(os.path.join(work, "world"))
     only = [from_name(text) for text in options.only]
     jobs = [job for job in JOBS if job[0] in options.scripts and job[1] in options.ranks]
+    if options.roles:
+        jobs = [job for job in ROLE_JOBS if job[0] in options.scripts]
     if only or options.list:
         wanted = [job for job, _ in only] + [from_name(text)[0] for text in [options.list] if text]
-        jobs = [job for job in JOBS if job in wanted]
-    made = schedule([(job[1], reference(world, job, os.path.join(work, f"whole-{job[0]}-{job[1]}"))) for job in jobs
+        jobs = [job for job in JOBS + ROLE_JOBS if job in wanted]
+    made = schedule([(job[1], reference(world, job, os.path.join(work, f"whole-{'-'.join(map(str, job))}"))) for job in jobs
                      if options.kills or options.signals or only or options.list or options.every])
     references = {r["job"]: r for r in made}
     references = {job: references[job] for job in jobs if job in references}  # in this order, whichever was done first
@@ -933,7 +943,8 @@ def campaign(options, work):
                 print(f"{start}{kind}:{rank}:{number}  {label}")
         return report
     for job, uninterrupted in references.items() if options.real else ():
-        different = differences(real_run(world, job, os.path.join(work, f"real-{job[0]}-{job[1]}")), uninterrupted["whole"])
+        left = real_run(world, job, os.path.join(work, f"real-{'-'.join(map(str, job))}"))
+        different = differences(left, uninterrupted["whole"])
         report["problems"] += [f"{job}, as a user runs it: {d}" for d in different]
         print(f"{job[0]} on {job[1]} as a user runs it: {'; '.join(different[:5]) or 'the same bits'}", flush=True)
 
@@ -960,7 +971,7 @@ def campaign(options, work):
         print_table(killed)
         report["kills"] = sum(len(r["kills"]) for r in killed)
         report["by_kind"] = collections.Counter(fault.kind for r in killed for fault in r["kills"])
-        report["by_job"] = collections.Counter(f"{r['job'][0]} {r['job'][1]}" for r in killed for _ in r["kills"])
+        report["by_job"] = collections.Counter(" ".join(map(str, r["job"])) for r in killed for _ in r["kills"])
         good = sum(not r["problems"] for r in killed)
         print(f"{report['kills']} kills in {len(killed)} trials, {good} resumed bit for bit; {time.monotonic() - began:.0f} s")
     if signalled:
@@ -972,7 +983,7 @@ def campaign(options, work):
     if options.corrupt:
         folder, t = os.path.join(work, "corrupt"), time.monotonic()
         job = (options.corrupt, 1)
-        run = Run(job, command(world, options.corrupt, keep_checkpoints=2), folder).wait()
+        run = Run(job, command(world, job, keep_checkpoints=2), folder).wait()
         assert run.codes == {0: 0}, run.output()
         tried, wrong = corrupt(os.path.join(folder, "out"), options.seed, options.corrupt_step)
         report |= dict(damages=tried, accepted=wrong)
@@ -998,6 +1009,7 @@ def main():
     parser.add_argument("--real", action="store_true", help="check the uninterrupted runs against python's and torchrun's")
     parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
+    parser.add_argument("--roles", action="store_true", help="runs with the keys roles and staleness, instead of the others")
     parser.add_argument("--folder", default="", help="where to work (default: a new one, removed if all is well)")
     parser.add_argument("--report", default="", help="write a JSON report here")
     options = parser.parse_args()

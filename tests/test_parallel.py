@@ -8,13 +8,16 @@ import math
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import loss
 import parallel
+import roles
 from engine import audit, launch, together
+from engine.crew import Crew
 from errors import BadInput, Stop
 
 from engine.run import Run
@@ -601,7 +604,8 @@ def is_collective(function):
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
-SCRIPTS = ("ppo.py", "grpo.py", "rollout.py", "rewards.py", "engine/run.py")
+SCRIPTS = ("ppo.py", "grpo.py", "roles.py", "rollout.py", "rewards.py", "engine/run.py")
+IN_ROLES = SimpleNamespace(**vars(roles.ScoringRank) | vars(roles.Generator) | vars(roles.Batches))  # self there
 
 
 def collectives_in(script):
@@ -613,9 +617,11 @@ def collectives_in(script):
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), script, "exec"), names)
     names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names |= dict(run=Run, scorer=Scorer, self=Run if script == "engine/run.py" else None)
+    names |= dict(run=Run, scorer=Scorer, batches=roles.Batches, crew=Crew,
+                  self={"engine/run.py": Run, "roles.py": IN_ROLES}.get(script))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        first, *rest = ast.unparse(call.func).split(".")  # "parallel", ["gather_rows"]
+        function = re.sub(r"^self\.(run|crew)\.", r"\1.", ast.unparse(call.func))
+        first, *rest = function.split(".")  # "parallel", ["gather_rows"]
         if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
             marks = marked & set(range(call.lineno, call.end_lineno + 1))
             assert marks, f"{script}:{call.lineno}: {ast.unparse(call.func)} is a collective"

@@ -5,6 +5,9 @@ Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops
 """
 import pytest
 
+from engine.crew import parse_roles
+from errors import BadConfig
+
 import tiny
 from tiny import alike, forked, measured, one_run
 
@@ -58,3 +61,240 @@ def test_roles_change_no_text_and_no_weight(runs):
         assert alike(*logs, tolerance=1e-9), (name, staleness, roles)
         for model in ("policy", "value_model")[:1 + (name == "ppo")]:
             assert tiny.distance(*(f"{out}/{model}" for out in outs)) < 1e-9, (name, staleness, roles)
+
+
+def test_the_batch_is_of_the_version_that_staleness_names(runs):
+    """At the first iteration nothing has moved: the KL is 0, and the ratio 1. Then batches are so many updates old."""
+    folder, results = runs
+    for name, staleness, roles in results:
+        log = tiny.read_log(f"{folder}/{name} {staleness} {roles}/out")[:-1]
+        assert log[0]["objective/kl"] == 0 == log[0]["policy/ratio_gap"], (name, staleness, roles)
+        assert log[0]["policy/sampler_gap"] < 1e-10
+        ages = [record.get("policy/staleness", 0) for record in log]
+        assert ages == [min(iteration, staleness) for iteration in range(4)], (name, staleness, roles)
+        for record, age in zip(log, ages, strict=True):
+            assert (record.get("policy/off_policy_kl", 0) > 1e-6) == (age > 0)
+            assert ("policy/sampler_gap" in record) == (age == 0) and (record["policy/ratio_gap"] > 1e-6) == (age > 0)
+    # and another staleness is another run
+    texts = [[r.get("objective/texts") for r in tiny.read_log(f"{folder}/ppo {staleness} /out")] for staleness in range(3)]
+    assert texts[0][0] == texts[1][0] == texts[2][0] and texts[0][1] != texts[1][1] == texts[2][1] and texts[1][2] != texts[2][2]
+
+
+def test_each_role_holds_what_it_needs(world, tmp_path):
+    """The names of the models whose weights a rank has, when it has begun."""
+    note = """
+import json
+from engine import run
+f = run.agree
+def agree(settings):
+    json.dump(sorted(settings), open(f'held-{RANK}.json', 'a'))
+    f(settings)
+run.agree = agree
+"""
+    results = forked(str(tmp_path), {"roles": [on(world, "ppo.py", 3, note, roles="train=1,generate=1,score=1", max_iters=1)]})
+    assert set(results["roles"][0]["codes"]) == {0}, results
+    held = []
+    for rank in range(3):
+        with open(tmp_path / "roles" / f"held-{rank}.json", encoding="utf-8") as f:
+            held.append(f.read())
+    names = [{name for name in ("policy", "ref_policy", "reward_model", "value_model") if f'"the weights of {name}"' in text}
+             for text in held]
+    assert names == [{"policy", "value_model"}, {"policy"}, {"ref_policy", "reward_model"}]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stop, resume, with other roles
+
+STOP = """
+import os, signal
+import data
+batch_rows = data.batch_rows
+def stopped(seed, iteration, *rest):
+    if iteration == 2 + STALENESS and RANK == WHO:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return batch_rows(seed, iteration, *rest)
+data.batch_rows = stopped
+"""
+# a server calls no batch_rows: it asks while it samples, or scores
+ASK = """
+import os, signal
+import rollout
+f, calls = rollout.NAME, []
+def asks(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 4 and RANK == WHO:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return f(*args, **kwargs)
+rollout.NAME = asks
+"""
+
+
+@pytest.fixture(scope="module")
+def resumed(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("resumed")), {}
+    keys = dict(staleness=1, checkpoint_interval=0)
+
+    def run(ranks, code="", **more):
+        return on(world, "ppo.py", ranks, code, **keys | more)
+
+    stop = STOP.replace("STALENESS", "1").replace("WHO", "0")
+    ask = ASK.replace("WHO", "1")
+    cases["whole"] = [run(1)]
+    cases["one rank"] = [run(1, stop), run(1)]
+    cases["others sample after the stop"] = [run(1, stop), run(2, roles="train=1,generate=1")]
+    cases["nobody else does"] = [run(2, stop, roles="train=1,generate=1"), run(1)]
+    cases["scorers come"] = [run(2, stop, roles="train=1,generate=1"), run(4, roles="train=2,generate=1,score=1")]
+    cases["asked while it samples"] = [run(2, ask.replace("NAME", "sample_share"), roles="train=1,generate=1"), run(1)]
+    cases["asked while it scores"] = [run(2, ask.replace("NAME", "score_batch"), roles="train=1,score=1"),
+                                      run(2, roles="train=1,score=1")]
+    cases["another staleness"] = [run(1, stop), run(1, staleness=2)]
+    return folder, forked(folder, cases, at_once=3)
+
+
+@pytest.mark.parametrize("name", ["one rank", "others sample after the stop", "nobody else does", "scorers come",
+                                  "asked while it samples", "asked while it scores"])
+def test_a_stopped_run_goes_on_with_other_roles(resumed, name):
+    """The batches that were sampled ahead are in the checkpoint, and nothing is sampled twice."""
+    folder, results = resumed
+    for result in results[name]:
+        assert set(result["codes"]) == {0}, (name, result)
+    first, second = (result["stdout"][0] for result in results[name])
+    assert "resume with the same command" in first and "resuming from out/checkpoint-" in second, (first, second)
+    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{case}/out")] for case in ("whole", name)]
+    assert alike(*logs, tolerance=1e-9)
+    for model in ("policy", "value_model"):
+        assert tiny.distance(f"{folder}/whole/out/{model}", f"{folder}/{name}/out/{model}") < 1e-9
+
+
+def test_another_staleness_is_another_run(resumed):
+    result = resumed[1]["another staleness"][1]
+    assert result["codes"] == [2] and "holds a run with staleness = 1, not 2" in result["stderr"][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input, and what must not happen
+
+BAD = {  # roles -> what is said, on two ranks
+    "train=1,generate=2": r"has 3 ranks, but there are 2; change it, or start so many: torchrun --nproc_per_node=3",
+    "generate=2": r"has no ranks that train", "train=0,generate=2": r"has no ranks that train",
+    "train=1,sample=1": r"cannot read 'sample=1'; wanted .*train=6,generate=1,score=1",
+    "train=1,train=1": r"cannot read 'train=1'", "train": r"cannot read 'train'", "train=1,generate=-1": r"cannot read",
+    "train=1.5,generate=1": r"cannot read",
+}
+
+
+@pytest.mark.parametrize("roles", BAD)
+def test_roles_that_do_not_add_up(roles):
+    with pytest.raises(BadConfig, match=BAD[roles]):
+        parse_roles(roles, 2)
+
+
+def test_roles_are_parsed():
+    assert parse_roles("", 4) is None and parse_roles("train=4", 4) is None and parse_roles("train=1, generate=0", 1) is None
+    assert parse_roles("score=1,generate=2, train=3", 6) == dict(train=range(3), generate=range(3, 5), score=range(5, 6))
+
+
+AT = """
+import os, signal, time
+import loss, parallel, rewards, rollout
+now = 0
+def at(owner, name, call, action):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        global now
+        now += 1
+        if now == call:
+            action()
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def hang():
+    time.sleep(9)
+    os._exit(9)
+"""
+THREE = "train=1,generate=1,score=1"
+LOST = {  # name -> (roles, staleness, the rank and what it does at its third call, what another rank says)
+    "a generator dies": (THREE, 0, 1, "at(rollout, 'sample_share', 3, die)", 0, "iteration 1, rollout: lost touch with"),
+    "a generator hangs": (THREE, 0, 1, "at(rollout, 'sample_share', 3, hang)", 0, "iteration 1, rollout: lost touch with"),
+    "a scorer dies": (THREE, 0, 2, "at(rollout, 'score_batch', 3, die)", 0, "iteration 1, score: lost touch with"),
+    "a scorer hangs": (THREE, 1, 2, "at(rollout, 'score_batch', 3, hang)", 0, "iteration 1, score: lost touch with"),
+    "a trainer dies": (THREE, 0, 0, "at(loss, 'learning_rate_at', 3, die)", 1, "waiting for work: lost touch with"),
+    "a trainer hangs": (THREE, 1, 0, "at(loss, 'learning_rate_at', 3, hang)", 2, "waiting for work: lost touch with"),
+}
+
+
+SLOW = """
+f = rollout.sample
+def slow(*args):
+    time.sleep(0.8)
+    return f(*args)
+if RANK == 1:
+    rollout.sample = slow
+"""
+NUDGE = """
+import roles
+f = roles.Generator.take_weights
+def nudged(self, *args):
+    f(self, *args)
+    self.policy.lm_head.weight.data[0, 0] += 1e-9
+if RANK == 1:
+    roles.Generator.take_weights = nudged
+"""
+RAISES_LATE = """
+late = 0
+
+def raises_late(batch):
+    global late
+    late += 1
+    return raises(batch) if late > 3 else letters(batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def losses(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("losses")), {}
+    for name, (roles, staleness, who, what, _, _) in LOST.items():
+        cases[name] = [on(world, "ppo.py", 3, f"{AT}if RANK == {who}:\n    {what}\n", roles=roles, staleness=staleness, timeout=4,
+                          reward_timeout=3, checkpoint_interval=1)]
+    cases["a slow generator"] = [on(world, "ppo.py", 2, AT + SLOW, roles="train=1,generate=1", timeout=4, reward_timeout=3,
+                                    max_iters=1)]
+    rule = dict(reward_functions=world.rule("fades") + "," + world.rule("raises_late"), value_init="policy")
+    with open(f"{world.root}/rules.py", "a", encoding="utf-8") as f:
+        f.write(RAISES_LATE)
+    for roles, ranks in (("train=1,generate=1,score=1", 3), ("train=1,generate=1", 2)):
+        cases[f"a reward fails, {roles}"] = [on(world, "ppo.py", ranks, roles=roles, staleness=1, **rule)]
+    cases["a copy has drifted"] = [on(world, "ppo.py", 2, AT + NUDGE, roles="train=1,generate=1", sync_check_interval=1)]
+    return folder, forked(folder, cases, at_once=3)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_rank_of_any_role_ends_the_run(losses, name):
+    """In one line on each rank that is left, soon, with its role and the phase."""
+    result, (_, _, who, _, speaks, said) = losses[1][name][0], LOST[name]
+    assert said in result["stderr"][speaks], result
+    for rank in {0, 1, 2} - {who}:
+        assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
+        assert f"lost touch with rank {who}, which " in result["stderr"][rank], result
+        assert result["seconds"][rank] < 25
+
+
+def test_a_generator_may_take_longer_than_the_timeout(losses):
+    """It samples for more than 4 s, but not in silence."""
+    result = losses[1]["a slow generator"][0]
+    assert result["codes"] == [0, 0] and max(result["seconds"]) > 5, result
+
+
+@pytest.mark.parametrize("roles", ["train=1,generate=1,score=1", "train=1,generate=1"])
+def test_a_reward_that_fails_elsewhere_ends_the_run_in_one_line(losses, roles):
+    result = losses[1][f"a reward fails, {roles}"][0]
+    assert set(result["codes"]) == {1}, result
+    assert result["stderr"][0].count("\n") == 1 and "The run is saved before iteration" in result["stderr"][0], result
+    assert set(result["stderr"][1:]) == {""}, result
+
+
+def test_the_audit_covers_the_generators_copy(losses):
+    result = losses[1]["a copy has drifted"][0]
+    assert set(result["codes"]) == {1}, result
+    said = "the ranks have drifted apart: the policy of version 0 differs on rank 1, which generates"
+    assert said in result["stderr"][0], result
