@@ -256,12 +256,38 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 # losses
 
 
-def preference_loss(chosen, rejected):
+def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
     """
-    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4): -log sigmoid(score of
-    the chosen answer - score of the rejected one), (B,) each. Equal scores cost log 2 = 0.693.
+    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
+    where x = score of the chosen answer - score of the rejected one, (B,) each. Equal scores cost
+    log 2 = 0.693.
+
+    margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
+    (Llama 2, arXiv 2307.09288, equation 2). smoothing: the share of the pairs that are taken to be
+    labelled the wrong way round, (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
+    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
+    probability 1 - smoothing; soft_preference_loss has other probabilities.
     """
-    return -torch.nn.functional.logsigmoid(chosen - rejected)
+    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
+
+
+def soft_preference_loss(difference, probability):
+    """
+    Cross-entropy of sigmoid(difference) against the probability that the first of two answers is
+    the better one, (B,) each, or the latter a number. It is smallest where the two are equal.
+    """
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return (-probability * log_sigmoid(difference)
+            - (1.0 - probability) * log_sigmoid(-difference))
+
+
+def centring_loss(scores):
+    """
+    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
+    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). Without it nothing says
+    what the mean score of a prompt's completions is, for the preference loss only sees differences.
+    """
+    return scores.sum(1) ** 2
 
 
 # --------------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ def build(folder):
         kinds["rl"].append(dict(prompt=prompt))
         kinds["sft"].append(dict(prompt=prompt, completion=right * (1 + i % 2)))
         kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
+        if i % 3:  # some pairs have a margin
+            kinds["pairs"][-1]["margin"] = i / 5
     for kind, rows in kinds.items():
         for part, some in (("train", rows[:9]), ("val", rows[9:])):
             world.rows[f"{kind}_{part}"] = some
@@ -117,6 +119,7 @@ GRPO = SAMPLED | dict(
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
+PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
@@ -175,13 +178,14 @@ CASES = {
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
     "sft, plain": ("sft.py", TUNED | dict(
         init="tied", micro_batch_size=3, eval_size=2, head_chunk=3, max_iters=3)),
-    "rm": ("rm.py", TUNED | dict(
+    "rm": ("rm.py", PAIRS | dict(
         init="policy", new_head=True, warmup_iters=2, lr_decay="linear", weight_decay=0.1,
         grad_clip=2.0)),
-    "rm, again": ("rm.py", TUNED | dict(
-        init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3)),
+    "rm, again": ("rm.py", PAIRS | dict(
+        init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
+        margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
 }
-RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2}  # these once more, on so many ranks
+RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2}  # these once more, on so many ranks
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -294,7 +298,7 @@ BRANCHES = {
                 "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
-    "rm.py": ["long gradient", "short gradient"],
+    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin"],
 }
 
 
