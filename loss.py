@@ -13,9 +13,10 @@ import math
 
 import torch
 
+from data import right_pad
 from kernels import linear, product, transposed_product
 from model import at_least_float32, autocast_dtype
-from packing import pack_responses, unpack
+from packing import pack_choices, pack_responses, unpack
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,7 +349,22 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a model says of the responses of a micro-batch
+# what a model says of demonstrations, and of the responses of a micro-batch
+
+
+def example_logprobs(model, examples, tokenizer, chunk, device):
+    """
+    Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
+
+    examples: b pairs (ids, trained), see engine.encoded.encode_examples. tokenizer: its pad_id and
+    vocab_size are used. chunk: see logprobs_and_entropy.
+    """
+    tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
+    is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
+    hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
+    return logprobs_and_entropy(hidden, model.lm_head_weight(), packed.chosen,
+                                vocab_size=tokenizer.vocab_size, chunk=chunk, entropy=False)[0]
 
 
 def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True):

@@ -82,6 +82,9 @@ def build(folder):
         save_random(getattr(world, name), *what, seed, {"reward": 0.25, "other": -0.5}.get(name))
     with open(world.rules, "w", encoding="utf-8") as f:
         f.write(by_hand.RULES_FILE)
+    texts = [dict(text=text) for text in PROMPTS[1:6]]
+    world.rows["texts"] = [*texts, dict(prompt="ab", completion="dd"), dict(text="q")]
+    tiny.jsonl(os.path.join(folder, "texts.jsonl"), world.rows["texts"])
     kinds = dict(rl=[], sft=[], pairs=[])
     for i, prompt in enumerate(PROMPTS):
         right = PROMPTS[5 * i % len(PROMPTS)]
@@ -111,7 +114,7 @@ PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
-    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant")
+    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
@@ -140,6 +143,13 @@ CASES = {
         policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, max_iters=2,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
+    # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk
+    "ppo, ptx": ("ppo.py", PPO | dict(
+        mix=[(1.0, "letters")], value_init="policy", ptx="texts", ptx_coef=2.5, ptx_batch_size=5,
+        grad_clip=2.0, max_iters=2)),
+    "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
+        mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
+        ptx_coef=0.4, ptx_batch_size=4, target_kl=0.1, max_iters=2)),
     # k3 in the loss, rules alone
     "ppo, rules": ("ppo.py", PPO | dict(
         kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
@@ -185,7 +195,9 @@ CASES = {
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
 }
-RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2}  # these once more, on so many ranks
+# these once more, on so many ranks
+RANKS = {"ppo, shared": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2, "sft": 2, "rm": 2,
+         "rm, again": 2}
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -212,7 +224,7 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
 FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head")  # said in other words there
+NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head", "ptx")  # said in other words there
 
 
 def command(world, script, keys):
@@ -224,6 +236,8 @@ def command(world, script, keys):
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
+    if keys.get("ptx"):
+        given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
     given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
     return [f"--{key}={value}" for key, value in given.items()]
 
@@ -237,6 +251,7 @@ def worked_out(world, script, keys):
     c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
     train, val = list(FILES[script].values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
+                           ptx=world.rows.get(keys.get("ptx")),
                            demonstrations=world.rows["sft_val"])
     return getattr(by_hand, script.removesuffix(".py"))(c, data)
 

@@ -242,7 +242,7 @@ def logs(tmp_path_factory):
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
-    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, **peak),
+    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, ptx_path=world.texts, **peak),
                 grpo=world.grpo("out", reward_functions=rewards, max_refills=1, **peak),
                 sft=world.sft("out", **peak), rm=world.rm("out", **peak),
                 alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
