@@ -129,7 +129,8 @@ class Crew:
         if self.gone is not None:
             self.mourn(self.gone, "its process has ended")
         now = time.monotonic()
-        if allowed is None and now - self.last_beat < min(self.timeout / 10, 0.5):
+        asked = self.stop_asked() and not self.stop_wanted  # a signal: the others shall know at once
+        if allowed is None and not asked and now - self.last_beat < min(self.timeout / 10, 0.5):
             return
         self.allowed, self.last_beat = allowed or self.allowed, now
         self.beats += 1
@@ -211,6 +212,7 @@ class Crew:
             self.beat()
             try:
                 # not store.wait: where it gives up after a while, it prints warnings
+                self.stop_wanted = self.stop_wanted or may_leave and self.store.check(["stop"])
                 if self.store.check([key]):
                     value = json.loads(self.store.get(key))
                     break

@@ -10,10 +10,11 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
-from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, decoding_copy,
-                           forward_only, gathered, gradients, kept_by_trunk, kv_cache,
-                           layer_backward, logits_forward, logits_training, moving_average,
-                           optimizer_states, parameters, saving, sharded, stepping, update)
+from engine.memory import (LINEAR, ROWS, Model, added_tensors, audit, base_tensors, batch_tensors,
+                           decoding, decoding_copy, forward_only, gathered, gradients, kept_by_trunk,
+                           kv_cache, layer_backward, logits_forward, logits_training,
+                           moving_average, optimizer_states, parameters, saving, sharded, stepping,
+                           update)
 
 
 def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
@@ -94,7 +95,16 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         buffers = [audit(m), saving(m, run), stepping(m), copy if name == "policy" else 0]
         rows[name]["buffers"] = max(buffers)
 
-    phases = {name: (always + size) / 2**20 for name, size in phases.items()}
+    if role in ("generate", "score"):
+        phases["update"] = phases["save"] = 0
+    # between roles: the trainers keep the weights that generators have not received yet
+    sent = weights_sent(models["policy"], run) if "generate" in roles and "policy" in models else 0
+    if role == "train":
+        always += sent * (config["staleness"] + 1)
+    elif role == "generate":
+        phases["weights"] = sent
+    phases = {name: (always + size) / 2**20 for name, size in phases.items()
+              if size or not role}
     busiest = max(phases, key=phases.get)
     in_mib = {name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()}
     return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
@@ -108,18 +118,30 @@ def roles_of(config):
 
 
 def of_role(role, roles, models, run):
-    """Those of a run's models that a rank of this role holds, {name: Model}."""
-    if role == "generate":  # a copy that is not trained, in the dtype in which it decodes
-        m = models["policy"]
-        if m.own == "model":
-            m = dataclasses.replace(m, trained=False, stage=0, offload="none", ema=False,
-                                    e=run.a if run.autocast else m.e)
-        return dict(policy=m)
-    if role == "score":
-        return {name: m for name, m in models.items() if name in ("ref_policy", "reward_model")}
+    """
+    Those of a run's models that a rank of this role holds, {name: Model}. A generator's
+    policy is whole, in the dtype in which it decodes, and not trained there.
+    """
+    policy = dataclasses.replace(models["policy"], trained=False, ema=False)
+    if role == "generate" and policy.own == "model":
+        policy.stage, policy.offload = 0, "none"
+        policy.e = run.a if run.autocast else policy.e
+    if role == "generate":
+        return dict(policy=policy)
+    if role == "score":  # with LoRA the reference is the trunk under the policy's adapter
+        trunk = dict(policy=policy) if policy.own == "adapted" else {}
+        return trunk | {name: m for name, m in models.items()
+                        if name in ("ref_policy", "reward_model")}
     if role == "train" and "score" in roles:
         return {name: m for name, m in models.items() if m.trained}
     return models
+
+
+def weights_sent(m, run):
+    """The bytes of the weights that trainers send to generators: the policy's, or its adapter's."""
+    tensors = base_tensors(m) if m.own == "model" else added_tensors(m)
+    return sum(math.prod(shape) * (run.a if run.autocast and m.own == "model" and len(shape) > 1
+                                   else size) for shape, size in tensors)
 
 
 def always_there(models, run, world_size):

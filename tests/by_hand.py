@@ -16,6 +16,7 @@ so that their tokens can be sampled again rather than taken from them. Any other
 noise would be as right, but both sides must know it.
 """
 import bisect
+import copy
 import hashlib
 import itertools
 import json
@@ -427,14 +428,15 @@ def ppo(c, data):
         values_own = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
-    log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
+    log, seen, kl_coef, all_scores, past = [], Counter(), c.kl_coef, [], []
 
     for iteration in range(c.max_iters):
         passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
-        batch = [respond(c, models, row, "rollout", iteration, slot)
+        then = of_then(c, models, past, iteration)
+        batch = [respond(c, then, row, "rollout", iteration, slot)
                  for slot, row in enumerate(rows)]
         record |= summary(c, batch, "objective")
         all_scores += [r.raw for r in batch]
@@ -483,6 +485,15 @@ def ppo(c, data):
     if c.ema_decay:
         trained["ema_policy"] = ema
     return SimpleNamespace(log=log, models=trained, seen=seen)
+
+
+def of_then(c, models, past, iteration):
+    """
+    The models that sample and say the old log-probs: with the policy as it was `staleness`
+    iterations ago. past: the policies of all iterations so far, to which that of now is added.
+    """
+    past.append(copy.deepcopy(models.policy))
+    return SimpleNamespace(**vars(models) | dict(policy=past[max(0, iteration - c.staleness)]))
 
 
 def ptx(c, policy, rows, step):
@@ -576,12 +587,13 @@ def grpo(c, data):
                              value=None)
     adam = AdamW(models.policy.parameters(), c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
-    log, seen = [], Counter()
+    log, seen, past = [], Counter(), []
 
     for iteration in range(c.max_iters):
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
-        first, groups = sample_groups(c, models, data.train, iteration, seen)
+        then = of_then(c, models, past, iteration)
+        first, groups = sample_groups(c, models, then, data.train, iteration, seen)
         batch = flat(groups)
         # what the policy says at first measures it; KL and entropy are of what is trained on
         trained_on, sampled = summary(c, batch, "objective"), summary(c, flat(first), "objective")
@@ -643,13 +655,15 @@ def is_flat(c, group):
     return max(scores) - min(scores) < 1e-9
 
 
-def sample_groups(c, models, rows, iteration, seen):
+def sample_groups(c, models, then, rows, iteration, seen):
     """
     The groups of an iteration, [[response, ...], ...], as they were at first and in the end: flat
-    ones are sampled again, for another prompt, max_refills times.
+    ones are sampled again, for another prompt, max_refills times. then: the models of of_then; a
+    refill is sampled by the policy of now.
     """
     def group(slot, purpose):
-        responses = [respond(c, models, rows[picked[slot]], purpose, iteration, slot, which)
+        responses = [respond(c, then if purpose == "rollout" else models, rows[picked[slot]],
+                             purpose, iteration, slot, which)
                      for which in range(c.group_size)]
         finish_scores(c, responses, seen)
         return responses

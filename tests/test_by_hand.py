@@ -109,7 +109,8 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
 SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
-    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0,
+    staleness=0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
@@ -158,6 +159,13 @@ CASES = {
     "ppo, no reference": ("ppo.py", PPO | dict(
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
+    # batches of policies that are one and two updates old
+    "ppo, stale": ("ppo.py", PPO | dict(staleness=2, max_iters=5, scale_scores="running")),
+    "ppo, stale, shared": ("ppo.py", PPO | dict(
+        staleness=1, value_init="shared", kl_in="loss", kl_estimator="k2", max_iters=4)),
+    "grpo, stale": ("grpo.py", GRPO | dict(staleness=1, num_minibatches=1, max_iters=4)),
+    "dapo, stale": ("grpo.py", GRPO | dict(
+        staleness=1, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_iters=4)),
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,

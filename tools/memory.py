@@ -5,6 +5,7 @@ of each model's weights, gradients, optimizer states and activations, and the pe
 python tools/memory.py config/llama.py --world-size=8            # the table, for 8 GPUs
 python tools/memory.py config/llama.py --compare --gpu-gb=80     # PPO, GRPO, LoRA ... side by side
 python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json
+python tools/memory.py config/llama.py --world-size=4 --roles=train=2,generate=1,score=1    # a table for each role
 
 Config files and --key=value are those of the script. These options are the tool's own:
 
@@ -60,6 +61,7 @@ PHASES = {  # what is at work at the worst moment of each phase
     "update": "activations, or what they keep + logits, of policy or value model",
     "save": "saving",
     "audit": "audit",
+    "weights": "a new version of the policy, as it arrives",
 }
 
 
@@ -335,7 +337,8 @@ def main(argv):
     options, rest = split_arguments(argv)
     script = which_script(rest, options["script"])
     config, world_size = read_config(script, rest), options["world_size"]
-    from engine.hf_files import read_json  # here: --help need not wait for torch
+    from engine.crew import parse_roles  # here: --help need not wait for torch
+    from engine.hf_files import read_json
     from engine.placement import precisions
 
     device = config["device_type"]
@@ -373,9 +376,9 @@ def main(argv):
             print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can "
                   f"be measured here: {e}")
 
-    def plan(settings):
-        return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out,
-                       reward_rank)
+    def plan(settings, ranks=world_size, role=""):
+        return predict(settings, policy, reward, P, ranks, device, differ, padding, held_out,
+                       reward_rank, role=role)
 
     tokens = config["micro_batch_tokens"]
     limit = options["gpu_gb"] or 80 * options["compare"]
@@ -386,6 +389,13 @@ def main(argv):
           f"{config['rollout_batch_size'] or 'all of a rank'} decode at once\n")
     # called for what it refuses, as the script would
     precisions(config["dtype"], config["master_weights"], SimpleNamespace(type="cpu"))
+    roles = parse_roles(config["roles"], world_size)
+    if roles and not options["compare"]:
+        for role, ranks in roles.items():
+            print(f"{len(ranks)} rank(s) that {role}:\n")
+            print_plan(plan(config, len(ranks), role), 0, None)
+            print()
+        return
     columns = variants(config) if options["compare"] else {"": config}
     plans = {name: plan(c) for name, c in columns.items()}
     largest = {name: limit and largest_micro_batch(c, plan, limit * 1e9, world_size)
