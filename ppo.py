@@ -229,9 +229,9 @@ def kl_to_reference(logprobs, batch):
 
 def add_ptx_gradients(number, sums):
     """
-    PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2): add the gradient of ptx_coef times the mean
-    loss a token on the demonstrations of step `number` of the run, and this rank's share of these
-    losses to sums["loss/ptx"]. A collective where the policy is sharded.
+    A collective where the policy is sharded. PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2):
+    add the gradient of ptx_coef times the mean loss a token on the demonstrations of step `number`
+    of the run, and this rank's share of these losses to sums["loss/ptx"].
     """
     picked = batch_rows(seed, number, ptx_batch_size, ptx_rows.mix)
     examples = [ptx_examples[i] for i in picked]  # of all ranks

@@ -165,7 +165,8 @@ CASES = {
         staleness=1, value_init="shared", kl_in="loss", kl_estimator="k2", max_iters=4)),
     "grpo, stale": ("grpo.py", GRPO | dict(staleness=1, num_minibatches=1, max_iters=4)),
     "dapo, stale": ("grpo.py", GRPO | dict(
-        staleness=1, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_iters=4)),
+        staleness=1, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_iters=4,
+        max_new_tokens=5)),
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
