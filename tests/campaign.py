@@ -454,6 +454,7 @@ class Run:
 def schedule(trials, processes=2):
     """Run [(ranks, generator)], whose generators yield Runs and return a result; so many ranks at once. Yields the results."""
     waiting, active = list(trials), []
+    processes = max([processes, *(ranks for ranks, _ in waiting)])  # a run of more ranks must fit, too
     while waiting or active:
         free = processes - sum(ranks for ranks, _, run in active if not run.idle())
         fits = next((trial for trial in waiting if trial[0] <= free), None)
