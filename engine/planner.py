@@ -49,7 +49,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
 
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
     copy = decoding_copy(models["policy"], run)
-    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
+    stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
@@ -65,7 +65,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
             logits = logits_forward(m, run, b * run.R)
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
-            _, passes, ends = gathered(m, False)
+            _, passes, ends = gathered(m, run, False)
             visiting = 0  # an offloaded model is on the GPU while it scores
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
