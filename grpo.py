@@ -41,8 +41,8 @@ from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
 from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
-from rewards import Scorer, alike_for_equal_texts, reward_terms
-from rollout import sample_and_score
+from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
+from rollout import center_scores_of, sample_and_score
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -73,7 +73,11 @@ refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: 
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 # 3) advantages
-missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
+# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
+# no score_shift, which rm.py writes
+center_scores = "auto"  # [auto | always | never]
+missing_eos_penalty = 0.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
+missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
@@ -139,8 +143,10 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
-run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
-state = run.state  # what the loop carries on, beside weights and optimizer
+# state: what the loop carries from one iteration to the next, beside weights and optimizer
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
+          ema=ema)
+state = run.state
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
@@ -150,6 +156,8 @@ relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written o
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
+center_scores_of([reward_model], run, policy, scorer, config, train_rows, train_prompts,
+                 group_size)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -187,11 +195,10 @@ def read_with_models(batch, minibatches, policy_reads=True):
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: missing EOS, clip. A response that
-    never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    What the settings make of the scores (B,), in this order: missing EOS, clip. finished (B,):
+    which responses have ended.
     """
-    if missing_eos_penalty > 0:
-        scores = torch.where(finished, scores, -missing_eos_penalty)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores

@@ -186,17 +186,19 @@ def masked_mean(x, mask):
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
-def masked_whiten(x, mask):
+def masked_whiten(x, mask, keep_mean=False):
     """
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
+    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). keep_mean: the mean
+    is added again, unscaled (shift_mean=False of N+, for rewards).
 
     Give it the batch of all ranks: if each rank whitened its own share, each would train on another
     objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
+    white = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, white + mean if keep_mean else white, 0)
 
 
 # --------------------------------------------------------------------------------------------------

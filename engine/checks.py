@@ -20,6 +20,9 @@ def check_ppo(config, terms, world_size):
         raise BadConfig(f"kl_horizon = {c['kl_horizon']} is no more than a fifth of batch_size = "
                         f"{c['batch_size']}: a single iteration could make kl_coef 0 or "
                         f"negative; type --kl_horizon={c['batch_size']} or more")
+    if c["critic_warmup_iters"] >= c["max_iters"] and not c["epochs"]:
+        raise BadConfig(f"critic_warmup_iters = {c['critic_warmup_iters']} of max_iters = "
+                        f"{c['max_iters']}: the policy would never learn; lower it")
     if c["value_init"] == "reward" and not uses_reward_model(terms):
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
                         "type --value_init=policy")

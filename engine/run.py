@@ -73,7 +73,7 @@ class Run:
         self.checkpoint, saved = open_run(  # COLLECTIVE
             self.out_dir, config, must_match, sources, token_ids=prompts[0])
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
-        self.state = saved if self.checkpoint else fresh | state
+        self.state = fresh | state | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
@@ -260,6 +260,8 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, record["policy/steps"])
             record["mem/predicted_mib"] = self.predicted
+            if "reward_model" in self.models:
+                record["objective/score_shift"] = self.models["reward_model"].config.score_shift
         write_log(self.out_dir, record)  # COLLECTIVE
         if batch and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]

@@ -238,7 +238,7 @@ def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
-    rewards = f"{world.rule('some')},0*{world.rule('odd')}"
+    rewards = f"{world.rule('some')},0*{world.rule('odd')},0*reward_model"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
