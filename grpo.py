@@ -39,7 +39,8 @@ from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
-from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
+from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
+                  response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
 from rollout import center_scores_of, sample_and_score
@@ -99,6 +100,10 @@ cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
+# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizer: AdamW
 max_iters = 500  # iterations [>= 1]
@@ -344,6 +349,7 @@ for iteration in range(run.start, max_iters + 1):
                 if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
                     pg_losses, pg_clipped = relative_loss(
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if ref_policy:

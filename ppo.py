@@ -40,9 +40,9 @@ from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
 from gae import compute_gae
-from loss import (adapt_kl_coef, explained_variance, kl_estimate, learning_rate_at, masked_sum,
-                  masked_whiten, response_logprobs, response_values, standard_deviation,
-                  update_moments)
+from loss import (adapt_kl_coef, explained_variance, importance_weights, kl_estimate,
+                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
+                  standard_deviation, update_moments)
 from rewards import Scorer, last_real, punish_missing_eos, reward_terms
 from rollout import center_scores_of, sample_and_score
 
@@ -98,6 +98,10 @@ cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
+# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
@@ -329,6 +333,7 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_loss = masked_sum(pg_losses, m) / token_count
                 kl_losses = kl_to_reference(logprobs, mb)

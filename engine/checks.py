@@ -59,6 +59,9 @@ def check_grpo(config, terms, world_size):
 
 
 def check_common(c, terms, world_size):
+    if 0 < c["importance_cap"] < 1:
+        raise BadConfig(f"importance_cap = {c['importance_cap']} would also weaken tokens on which "
+                        "sampler and training agree; wanted 0 (off), or 1 and more, such as 2")
     if c["num_minibatches"] > c["batch_size"]:
         raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
                         f"batch_size = {c['batch_size']} empty; lower it")
