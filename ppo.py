@@ -55,6 +55,8 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
+ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
@@ -136,7 +138,9 @@ policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
-ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
+ref_policy = None
+if kl_coef > 0:
+    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
 # the reward model: frozen. One number for a whole response; none where rules alone score
 reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
@@ -261,6 +265,7 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
     if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE

@@ -62,6 +62,13 @@ def check_common(c, terms, world_size):
     if 0 < c["importance_cap"] < 1:
         raise BadConfig(f"importance_cap = {c['importance_cap']} would also weaken tokens on which "
                         "sampler and training agree; wanted 0 (off), or 1 and more, such as 2")
+    for key in ("ref_path", "ref_reset_iters"):
+        if c[key] and c["kl_coef"] == 0:
+            raise BadConfig(f"{key} = {c[key]!r} with kl_coef = 0: there is no reference then; "
+                            "type --kl_coef=0.05, or leave it out")
+    if c["ref_reset_iters"] and c["lora"].strip():
+        raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference its "
+                        "trunk, which stays as it is; leave one of the two out")
     if c["num_minibatches"] > c["batch_size"]:
         raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
                         f"batch_size = {c['batch_size']} empty; lower it")

@@ -16,6 +16,7 @@ so that their tokens can be sampled again rather than taken from them. Any other
 noise would be as right, but both sides must know it.
 """
 import bisect
+import copy
 import hashlib
 import itertools
 import json
@@ -437,7 +438,7 @@ def reward_model_of(c):
 def ppo(c, data):
     """A run of ppo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None)
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
         values_own = [models.value.head]
@@ -453,6 +454,9 @@ def ppo(c, data):
     center(c, models, data.train, [(slot, i, 0) for slot, i in enumerate(picked)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
@@ -581,7 +585,7 @@ def too_far(c, figures, seen):
 def grpo(c, data):
     """A run of grpo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None,
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None,
                              value=None)
     adam = AdamW(models.policy.parameters(), c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
@@ -591,6 +595,9 @@ def grpo(c, data):
                                    for which in range(c.group_size)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         first, groups = sample_groups(c, models, data.train, iteration, seen)

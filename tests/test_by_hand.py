@@ -78,7 +78,7 @@ def build(folder):
     for seed, (name, *what) in enumerate([
             ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
             ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer"),
-            ("uncentered", "gpt2", "tokenizer")], 1):
+            ("uncentered", "gpt2", "tokenizer"), ("older", "gpt2", "tokenizer")], 1):
         setattr(world, name, os.path.join(folder, name))
         shifts = dict(reward=0.25, other=-0.5, uncentered="unsaid")
         save_random(getattr(world, name), *what, seed, shifts.get(name))
@@ -106,7 +106,8 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
 SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
-    missing_eos="replace", center_scores="auto", cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+    missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0,
+    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
@@ -150,7 +151,8 @@ CASES = {
         missing_eos_penalty=1.0, missing_eos="subtract", whiten_rewards="keep-mean",
         critic_warmup_iters=1, ema_decay=0.8)),
     "ppo, centered": ("ppo.py", PPO | dict(
-        center_scores="always", whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2)),
+        center_scores="always", whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2,
+        ref_model="older", ref_reset_iters=1)),
     "ppo, no reference": ("ppo.py", PPO | dict(
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
@@ -180,7 +182,7 @@ CASES = {
         missing_eos="subtract", max_new_tokens=3, max_iters=2)),
     "grpo, centered": ("grpo.py", GRPO | dict(
         center_scores="always", mix=[(1.0, "reward_model"), (0.5, "letters")],
-        missing_eos_penalty=1.0, max_iters=2)),
+        missing_eos_penalty=1.0, ref_model="older", ref_reset_iters=2, kl_in="reward")),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
@@ -215,8 +217,9 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
          "rm.py": dict(train_path="pairs_train", val_path="pairs_val",
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
-FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head")  # said in other words there
+FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init",
+               ref_path="ref_model")
+NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "ref_path")  # said in other words there
 
 
 def command(world, script, keys):
@@ -293,11 +296,11 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end, replace", "no end, subtract", "centered",
-               "centered without some", "policy waits", "score clipped above", "score clipped below",
+               "centered without some", "policy waits", "reset", "score clipped above", "score clipped below",
                "early stop", "long gradient", "short gradient",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",
-                "no end, replace", "no end, subtract", "centered", "centered without some",
+                "no end, replace", "no end, subtract", "centered", "centered without some", "reset",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",

@@ -29,7 +29,7 @@ SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first itera
 PPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=8, max_new_tokens=9,
                    temperature=1.2, ppo_epochs=1, num_minibatches=3, kl_in="loss", entropy_coef=0.1,
-                   cliprange=0.02, reward_format="plain"), dict(kl_estimator="k2")),
+                   cliprange=0.02, reward_format="plain", ref_path="OTHER"), dict(kl_estimator="k2")),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length",
                     scale_scores="running", missing_eos_penalty=3.0, missing_eos="subtract",
                     center_scores="always", cliprange_value=0.0, vf_coef=1.0,
@@ -41,7 +41,7 @@ PPO = {
                       max_iters=3, lora="policy=2,value=2:8:q+k+v"), {}),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
-                  value_init="policy", gamma=0.8, lam=0.5), SAVED),
+                  value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -49,7 +49,7 @@ PPO = {
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
                    temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3,
-                   reward_format="plain"), {}),
+                   reward_format="plain", ref_path="OTHER"), {}),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length", group_size=5,
                     missing_eos_penalty=3.0, center_scores="always", baseline="others", scale_by="none",
                     fields=SWAPPED,
@@ -62,7 +62,7 @@ GRPO = {
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
-                  grad_clip=0.05), SAVED | dict(num_minibatches=1)),
+                  grad_clip=0.05, ref_reset_iters=1), SAVED | dict(num_minibatches=1)),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -169,7 +169,7 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
-    others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward,
+    others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
 
     def run(script, keys, ranks=1, code=""):
