@@ -95,7 +95,8 @@ def base_tensors(m):
     """[(shape, bytes of an element)] of the Transformer."""
     layers = list(layer_shapes(m.c).values()) * m.c.n_layers
     shapes = [*root_shapes(m.c, m.head).values(), *layers]
-    return [(shape, m.e if len(shape) > 1 else m.wide) for shape in shapes]
+    # norms, biases and the scalar head are not rounded
+    return [(shape, m.e if len(shape) > 1 and shape[0] > 1 else m.wide) for shape in shapes]
 
 
 def added_tensors(m):

@@ -36,7 +36,7 @@ import torch.nn as nn
 
 import parallel
 from engine.adapters import Adapted
-from engine.pretrained import from_pretrained
+from engine.pretrained import fill, from_pretrained
 from errors import BadConfig, shorten
 from kernels import pack_weight, packing_pays
 from model import RMSNorm, Transformer, freeze
@@ -488,6 +488,15 @@ def gather(t, p):
     t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
                            shape=p.shape, stride=p.stride())
     return parallel.collective(t.full_tensor)
+
+
+def copy_weights(source, target):
+    """
+    A collective: give a model the weights of another one of the same architecture. Either may be
+    sharded, and their dtypes may differ: a tensor at a time is put together and split again.
+    """
+    for p, q in zip(source.parameters(), target.parameters(), strict=True):
+        fill(q, gather(my_part(p.detach()), p) if is_shard(p) else p.detach())
 
 
 def whole_weights(model):

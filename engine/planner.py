@@ -156,8 +156,9 @@ def models_of(config, policy, reward, world_size, reward_rank=0):
     adapted = bool(place["policy"].lora)
     models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
 
-    # the reference: with LoRA it is the policy's frozen trunk; without a KL there is none
-    if not adapted and config["kl_coef"] > 0:
+    # the reference: with LoRA it is the policy's frozen trunk, unless ref_path names another;
+    # without a KL there is none
+    if (not adapted or config.get("ref_path")) and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
     parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
