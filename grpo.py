@@ -53,7 +53,9 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -126,10 +128,12 @@ policy, tokenizer = build.load_policy(config, device)
 # the reference policy: the SFT model as it was, frozen
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
@@ -145,7 +149,7 @@ state = run.state  # what the loop carries on, beside weights and optimizer
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"

@@ -55,7 +55,9 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
@@ -127,13 +129,15 @@ policy, tokenizer = build.load_policy(config, device)
 # where the reward model is wrong
 ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
                    value_model=value_model)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
@@ -157,7 +161,7 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 run.announce(passes=ppo_epochs)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 

@@ -324,7 +324,7 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     r.text = decode(response, MARKERS["tokenizer"])
     for _, name in c.mix:
         learned = name == "reward_model"
-        r.each[name] = learned_score(models.reward, row, r) if learned else RULES[name](c, row, r)
+        r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
     r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
     r.old = [x.item() for x in logprobs_of(models.policy, prompt, response, c.temperature)[0]]
     if models.reference:
@@ -335,13 +335,21 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     return r
 
 
-def learned_score(reward, row, r):
-    """The reward model's number at the last token; of the text, if its tokenizer is another."""
+def learned_score(c, rewards, row, r):
+    """
+    The reward model's number at the last token; of the text, if its tokenizer is another. Of
+    several, what an ensemble makes of their numbers (arXiv 2310.02743, with the deviation).
+    """
     ids = r.prompt + r.response
-    if reward.tokenizer != "tokenizer":
-        markers = MARKERS[reward.tokenizer]
+    if c.reward_tokenizer != "tokenizer":
+        markers = MARKERS[c.reward_tokenizer]
         ids = encode(row["prompt"], markers) + encode(r.text, markers) + [EOS] * r.finished
-    return scalars(reward, ids)[-1].item()
+    scores = [scalars(reward, ids)[-1].item() for reward in rewards]
+    if len(scores) > 1:
+        r.apart = statistics.pstdev(scores)
+    if c.reward_ensemble == "min":
+        return min(scores)
+    return mean(scores) - (c.reward_ensemble_coef * r.apart if c.reward_ensemble == "penalised" else 0)
 
 
 def letters(c, row, r):
@@ -389,6 +397,8 @@ def summary(c, batch, prefix):
         figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
+    if hasattr(batch[0], "apart"):
+        figures["reward_model_std"] = [r.apart for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
@@ -401,12 +411,10 @@ def evaluation(c, models, rows, iteration):
 
 
 def reward_model_of(c):
-    """The learned reward, where the run has one."""
+    """The learned reward, where the run has one: a list of one model, or of several."""
     if "reward_model" not in [name for _, name in c.mix]:
         return None
-    model = scalar_model(c.reward_path)
-    model.tokenizer = c.reward_tokenizer
-    return model
+    return [scalar_model(path) for path in c.reward_path.split(",")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,7 +430,7 @@ def ppo(c, data):
         values_own = [models.value.head]
     else:
         from_reward = c.value_init == "reward"
-        models.value = (scalar_model(c.reward_path) if from_reward else
+        models.value = (scalar_model(c.reward_path.split(",")[0]) if from_reward else
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)

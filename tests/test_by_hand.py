@@ -77,9 +77,12 @@ def build(folder):
     world = SimpleNamespace(root=folder, rules=os.path.join(folder, "rules.py"), rows={})
     for seed, (name, *what) in enumerate([
             ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
-            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer")], 1):
+            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer"),
+            ("second", "neox", "tokenizer"), ("third", "gpt2", "tokenizer")], 1):
         setattr(world, name, os.path.join(folder, name))
-        save_random(getattr(world, name), *what, seed, {"reward": 0.25, "other": -0.5}.get(name))
+        shifts = dict(reward=0.25, other=-0.5, second=0.1, third=-0.3)
+        save_random(getattr(world, name), *what, seed, shifts.get(name))
+    world.several = f"{world.reward},{world.second},{world.third}"
     with open(world.rules, "w", encoding="utf-8") as f:
         f.write(by_hand.RULES_FILE)
     kinds = dict(rl=[], sft=[], pairs=[])
@@ -105,6 +108,7 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
             learning_rate=1e-2, warmup_iters=0, lr_decay="constant")
 SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
+    reward_ensemble="mean", reward_ensemble_coef=1.0,
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
     cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
@@ -138,6 +142,7 @@ CASES = {
     "ppo, mixed": ("ppo.py", PPO | SMALL | dict(
         kl_estimator="k3", mix=[(0.7, "reward_model"), (-0.5, "letters"), (1.0, "length")],
         policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, max_iters=2,
+        reward_model="several", reward_ensemble="penalised", reward_ensemble_coef=0.6,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
     # k3 in the loss, rules alone
@@ -149,7 +154,7 @@ CASES = {
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
     "grpo": ("grpo.py", GRPO | dict(
-        mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
+        mix=[(0.5, "reward_model"), (1.0, "letters")], reward_model="several", aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
         grad_clip=1.0)),
     "dapo": ("grpo.py", GRPO | dict(
@@ -173,7 +178,12 @@ CASES = {
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
         kl_estimator="k1", kl_coef=0.4, mix=[(1.0, "sometimes"), (0.7, "reward_model")],
-        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2)),
+        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2,
+        reward_model="several", reward_ensemble="min")),
+    # an ensemble whose first member is what the value model starts as
+    "ppo, ensemble": ("ppo.py", PPO | dict(
+        reward_model="several", reward_ensemble="min", batch_size=4, num_minibatches=2,
+        max_iters=2)),
     "sft": ("sft.py", TUNED | dict(
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
     "sft, plain": ("sft.py", TUNED | dict(
@@ -185,7 +195,7 @@ CASES = {
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
 }
-RANKS = {"ppo, shared": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2}  # these once more, on so many ranks
+RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2}  # these once more, on so many ranks
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. In bfloat16 they differ. There, with a policy that stays

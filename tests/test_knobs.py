@@ -34,6 +34,7 @@ PPO = {
                     scale_scores="running", missing_eos_penalty=3.0, cliprange_value=0.0, vf_coef=1.0,
                     target_kl=0.01, fields=SWAPPED, epochs=0.5, max_prompt_tokens=2),
                dict(value_init="policy", grad_clip=2.0, too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "adaptive": (dict(kl_estimator="k3", kl_coef=0.5, kl_coef_target=5.0, kl_horizon=50,
                       reward_clip=0.1, lr_decay="cosine", value_lr_decay="constant",
                       max_iters=3, lora="policy=2,value=2:8:q+k+v"), {}),
@@ -51,6 +52,7 @@ GRPO = {
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length", group_size=5,
                     missing_eos_penalty=3.0, baseline="others", scale_by="none", fields=SWAPPED,
                     epochs=0.2, max_prompt_tokens=2), dict(too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "refills": (dict(max_refills=1, refill_by="odd", truncated="mask", aggregation="token-mean",
                      loss_type="cispo", kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
                 dict(reward_functions="ODD,reward_model")),
@@ -92,12 +94,14 @@ VALUE = ("value_init", "cliprange_value", "vf_coef", "value_learning_rate", "val
 SPLIT = {
     ("ppo.py", "world"): (3, "none", 1, False, 0),
     ("ppo.py", "scores"): (3, "params", 2, True, 0),
+    ("ppo.py", "ensemble"): (3, "params", 2, False, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
     ("grpo.py", "scores"): (2, "params", 64, False, 0),
+    ("grpo.py", "ensemble"): (3, "none", 1, False, 0),
     ("grpo.py", "refills"): (2, "none", 64, True, 5),
     ("grpo.py", "sequence"): (2, "none", 2, False, 0),
     ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
@@ -106,7 +110,8 @@ SPLIT = {
     ("grpo.py", "16 bits"): (2, "none", 64, False, 0),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
-THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence")}
+THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
+           ("ppo.py", "ensemble"), ("grpo.py", "ensemble")}
 STOP = """
 import os, signal
 import data
@@ -166,9 +171,11 @@ def turned(world, tmp_path_factory):
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
     others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
+    several = f"{world.reward},{world.second_reward}"
 
     def run(script, keys, ranks=1, code=""):
         keys = {key: others[key] if value == "OTHER" else value for key, value in keys.items()}
+        keys = {key: several if value == "SEVERAL" else value for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
         return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
