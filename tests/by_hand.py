@@ -743,15 +743,45 @@ def sft(c, data):
 def rm(c, data):
     """
     A run of rm.py. data: pairs to train on and to evaluate on, and the demonstrations that shall
-    score 0 on average.
+    score 0 on average. With a teacher what is trained on may also be single responses.
     """
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
     adam, log, seen = AdamW(parameters_of(model).values(), c), [], Counter()
+    fields = ["chosen", "rejected"] if "chosen" in data.train[0] else ["completion"]
 
-    def score(row, field):
-        ids = encode(row["prompt"] + row[field], MARKERS["tokenizer"]) + [EOS]
+    def score(row, field, model=model, tokenizer="tokenizer"):
+        ids = encode(row["prompt"] + row[field], MARKERS[tokenizer]) + [EOS]
         return scalars(model, ids)[-1]
+
+    def ask(rows, fields):
+        """What the teachers say of each completion: each one's scores less their mean; the mean."""
+        said = [[0.0] * len(fields) for _ in rows]
+        for path in c.teacher.split(","):
+            tokenizer = "other_tokenizer" if path.endswith("other") else "tokenizer"
+            seen[f"teacher, {tokenizer}"] += 1
+            teacher = scalar_model(path)
+            raw = [[score(row, field, teacher, tokenizer).item() for field in fields] for row in rows]
+            for each, x in zip(said, raw, strict=True):
+                for i in range(len(fields)):
+                    each[i] += (x[i] - mean(flat(raw))) / len(c.teacher.split(","))
+        return said
+
+    def learn(rows, wanted):
+        """
+        Of each row: the mean squared distance from what the teacher says of its completions; the
+        cross-entropy of two coins, where there are two; which is the better one.
+        """
+        distances, entropies, hits = [], [], []
+        for row, theirs in zip(rows, wanted, strict=True):
+            ours = [score(row, field) for field in fields]
+            distances.append(sum((x - y) ** 2 for x, y in zip(ours, theirs, strict=True)) / len(ours))
+            if len(ours) == 2:
+                p = 1 / (1 + math.exp(theirs[1] - theirs[0]))
+                q = 1 / (1 + torch.exp(ours[1] - ours[0]))
+                entropies.append(-p * torch.log(q) - (1 - p) * torch.log(1 - q))
+                hits.append(float(ours[0] > ours[1]))
+        return distances, entropies, hits
 
     def compare(pairs, margin=0.0, smoothing=0.0):
         """
@@ -780,9 +810,23 @@ def rm(c, data):
             seen["full bin" if inside else "empty bin"] += 1
         return total
 
+    if c.teacher:
+        with torch.no_grad():
+            wanted = ask(data.train, fields)
+            held_out = ask(data.val[:c.eval_size or None], ["chosen", "rejected"])
+
     for iteration in range(c.max_iters + 1):
         record = {}
         log.append(record)
+        if c.teacher and (iteration % c.eval_interval == 0 or iteration == c.max_iters):
+            with torch.no_grad():
+                ours = [[score(row, field).item() for field in ("chosen", "rejected")]
+                        for row in data.val[:c.eval_size or None]]
+            same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
+            record |= {"eval/agreement": mean([float(x) for x in same]),
+                       "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
+            seen["agrees"] += sum(same)
+            seen["disagrees"] += len(same) - sum(same)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
                 losses, _, chances = compare(data.val[:c.eval_size or None])
@@ -796,12 +840,22 @@ def rm(c, data):
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()
         picked = prompts_of(c, iteration, c.batch_size, len(data.train))
-        losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
-                                           c.label_smoothing)
-        ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
-        record["loss/preference"] = mean([x.item() for x in losses])
-        record["loss/centring"] = mean([x.item() for x in squares])
-        record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
+        if c.teacher:
+            distances, entropies, hits = learn([data.train[i] for i in picked],
+                                               [wanted[i] for i in picked])
+            total = c.score_coef * sum(distances) + c.preference_coef * sum(entropies)
+            (total / len(distances)).backward()
+            record["loss/score"] = mean([x.item() for x in distances])
+            if entropies:
+                record |= {"loss/preference": mean([x.item() for x in entropies]),
+                           "train/accuracy": mean(hits)}
+        else:
+            losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
+                                               c.label_smoothing)
+            ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
+            record["loss/preference"] = mean([x.item() for x in losses])
+            record["loss/centring"] = mean([x.item() for x in squares])
+            record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
         record["reward_model/grad_norm"] = adam.clip(seen)
         record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
                                                   c.max_iters, c.lr_decay)

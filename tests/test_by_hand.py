@@ -82,6 +82,7 @@ def build(folder):
         setattr(world, name, os.path.join(folder, name))
         shifts = dict(reward=0.25, other=-0.5, second=0.1, third=-0.3)
         save_random(getattr(world, name), *what, seed, shifts.get(name))
+    world.teachers = f"{world.other},{world.third}"
     world.several = f"{world.reward},{world.second},{world.third}"
     with open(world.rules, "w", encoding="utf-8") as f:
         f.write(by_hand.RULES_FILE)
@@ -123,7 +124,8 @@ GRPO = SAMPLED | dict(
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
-PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0)
+PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, teacher="",
+                     score_coef=1.0, preference_coef=1.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
@@ -194,8 +196,16 @@ CASES = {
     "rm, again": ("rm.py", PAIRS | dict(
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
+    # two teachers, of which one reads the text in its own tokens; pairs, and single responses
+    "rm, taught": ("rm.py", PAIRS | dict(
+        init="tied", new_head=True, teacher_model="teachers", score_coef=0.7, preference_coef=1.3,
+        micro_batch_size=3, max_iters=3)),
+    "rm, responses": ("rm.py", PAIRS | dict(
+        init="policy", new_head=True, teacher_model="third", score_coef=0.5, eval_size=2,
+        max_iters=3, grad_clip=0.5, files=dict(train_path="sft_train"))),
 }
-RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2}  # these once more, on so many ranks
+RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "grpo": 2, "sft": 2, "rm": 2, "rm, again": 2,
+         "rm, taught": 2, "rm, responses": 2}  # these once more, on so many ranks
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. In bfloat16 they differ. There, with a policy that stays
@@ -213,20 +223,22 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
          "rm.py": dict(train_path="pairs_train", val_path="pairs_val",
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
-FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head")  # said in other words there
+FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init",
+               teacher="teacher_model")
+NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head", "teacher_model", "files")  # said in other words there
 
 
 def command(world, script, keys):
     """The arguments of a case's run."""
     given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=60)
-    given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
-    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in FILES[script].items()}
+    files = FILES[script] | keys.get("files", {})
+    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in files.items()}
     if "mix" in keys:
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
     given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
+    given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
     return [f"--{key}={value}" for key, value in given.items()]
 
 
@@ -237,7 +249,7 @@ def worked_out(world, script, keys):
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
     c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
-    train, val = list(FILES[script].values())[:2]
+    train, val = list((FILES[script] | keys.get("files", {})).values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
                            demonstrations=world.rows["sft_val"])
     return getattr(by_hand, script.removesuffix(".py"))(c, data)
@@ -299,7 +311,8 @@ BRANCHES = {
                 "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
-    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin"],
+    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin",
+              "teacher, tokenizer", "teacher, other_tokenizer", "agrees", "disagrees"],
 }
 
 
