@@ -89,6 +89,7 @@ seed = 1  # decides the new head and the order of the pairs [>= 0]
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
                    head_chunk=None)
 # -------------------------------------------------------------------------------------------------
+teachers = several_paths(teacher, "teacher") if teacher else []
 if teacher and (label_smoothing or centre_coef):
     raise BadConfig("label_smoothing and centre_coef change the loss of labels, and with a teacher "
                     "its scores are learned instead; leave them 0")
@@ -268,20 +269,20 @@ def evaluate():
 
 known = [margin_coef * row.get("margin", 0.0) for row in train_rows]
 if teacher:
-    paths, teacher_size, teacher_seconds = several_paths(teacher, "teacher"), 0, 0.0
+    teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
-    for path in paths:
+    for path in teachers:
         model = load(path, Place(place.stage), device, "scalar", weights_dtype, frozen_dtype, seed)
         reader, said = reader_of(model, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
         if said and master:
             print(said)
         teacher_size += sum(p.numel() for p in model.parameters())
         known = known + centred(all_scores(
-            ids_read(reader, train_rows, train_path, completions, model), model)) / len(paths)
+            ids_read(reader, train_rows, train_path, completions, model), model)) / len(teachers)
         if eval_pairs:
             groups = ids_read(reader, val_rows[:len(eval_pairs)], val_path, PAIR, model)
             began = time.time()
-            eval_known = eval_known + centred(all_scores(groups, model)) / len(paths)
+            eval_known = eval_known + centred(all_scores(groups, model)) / len(teachers)
             teacher_seconds += time.time() - began
         del model
     if known.std() < 1e-6:  # a rounding
