@@ -5,6 +5,8 @@ The three kinds of rows that the scripts learn from, made of whatever fields a r
     preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
     prompts for PPO, GRPO    {"prompt": ..., "answer": ..., whatever there is}   prompt_row
 
+and for PPO-ptx, beside demonstrations, text without any prompt: ptx_row.
+
 A prompt and its completions are either all strings or all lists of messages {"role", "content"}.
 The list of a completion goes on where the list of the prompt ends. It begins and ends with the
 assistant, and may hold several turns. If the prompt ends with the assistant, too, the completion
@@ -55,6 +57,20 @@ def sft_row(row):
     raise BadInput(f"field 'prompt' is missing; {names_in(row)}. Wanted prompt and completion, or "
                    "messages, conversations, or instruction and output; rename with fields, such "
                    "as question>prompt,answer>completion")
+
+
+def ptx_row(row):
+    """
+    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, of
+    which every token is learned: its prompt is "", which no demonstration has. Any other row is one
+    of sft_row. Raises BadInput.
+    """
+    if row.get("text") is None or row.get("completion") is not None:
+        return sft_row(row)
+    if not isinstance(row["text"], str):
+        raise BadInput(f"field 'text' must be a string, found {type(row['text']).__name__}")
+    check_text(row["text"], "text")
+    return {"prompt": "", "completion": row["text"]}
 
 
 def preference_row(row):

@@ -438,6 +438,7 @@ def ppo(c, data):
     log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
 
     for iteration in range(c.max_iters):
+        passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
@@ -461,6 +462,9 @@ def ppo(c, data):
             of_this_step = flat(ppo_losses(c, models, batch[i], kl_coef, tokens, seen)
                                 for i in minibatch)
             figures += of_this_step
+            if c.ptx:
+                ptx_losses += ptx(c, models.policy, data.ptx, passes)
+            passes += 1
             record["policy/grad_norm"] = policy_adam.clip(seen)
             record["val/grad_norm"] = value_adam.clip(seen)
             if too_far(c, of_this_step, seen):
@@ -474,6 +478,8 @@ def ppo(c, data):
         record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
         record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
                    "objective/kl_coef": kl_coef}
+        if c.ptx:
+            record["loss/ptx"] = mean(ptx_losses)
         if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
             error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
@@ -485,6 +491,25 @@ def ppo(c, data):
     if c.ema_decay:
         trained["ema_policy"] = ema
     return SimpleNamespace(log=log, models=trained, seen=seen)
+
+
+def ptx(c, policy, rows, step):
+    """
+    Add the gradient of PPO-ptx (InstructGPT, arXiv 2203.02155, eq. 2) to the policy's, in a backward
+    pass of its own: the mean of -log p over the tokens of the step's texts and demonstrations, times
+    ptx_coef. The first token of a text has nothing before it. Returns -log p of each token.
+    """
+    losses = []
+    for i in prompts_of(c, step, c.ptx_batch_size, len(rows)):
+        if "text" in rows[i]:
+            first, *rest = encode(rows[i]["text"], MARKERS["tokenizer"])
+            prompt, completion = [first], rest
+        else:
+            prompt, completion = (encode(rows[i][field], MARKERS["tokenizer"])
+                                  for field in ("prompt", "completion"))
+        losses += [-x for x in logprobs_of(policy, prompt, completion + [EOS], 1.0)[0]]
+    (c.ptx_coef * sum(losses) / len(losses)).backward()
+    return [x.item() for x in losses]
 
 
 def find_advantages(c, batch, kl_coef):
