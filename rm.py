@@ -134,7 +134,7 @@ def encode(rows, path, *fields):
 
 
 train_ids = encode(train_rows, train_path, *completions)
-val_pairs = encode(val_rows, val_path, "chosen", "rejected")
+val_pairs = encode(val_rows, val_path, *PAIR)
 eval_pairs = val_pairs[:eval_size or len(val_pairs)]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
