@@ -56,7 +56,9 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
 ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -139,10 +141,12 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
@@ -153,19 +157,19 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizer
-run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shifts=None),
           ema=ema)
 state = run.state
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
-center_scores_of([reward_model], run, policy, scorer, config, train_rows, train_prompts,
+center_scores_of(reward_models, None, run, policy, scorer, config, train_rows, train_prompts,
                  group_size)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------

@@ -314,6 +314,11 @@ def centring_loss(scores):
 # numbers that change from iteration to iteration
 
 
+def centred(x):
+    """x less its mean: 0 on average."""
+    return x - x.mean()
+
+
 def update_moments(moments, x):
     """
     [count, mean, sum of squared deviations from the mean] of all numbers so far: those in moments

@@ -58,7 +58,9 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
 ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
@@ -148,13 +150,15 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
                    value_model=value_model)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
@@ -169,7 +173,7 @@ optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_r
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
 run = Run(config, models, optimizers, tokenizer, prompts, device,
-          state=dict(kl_coef=kl_coef, score_shift=None, score_moments=[0, 0.0, 0.0]), ema=ema,
+          state=dict(kl_coef=kl_coef, score_shifts=None, score_moments=[0, 0.0, 0.0]), ema=ema,
           ptx_examples=ptx_examples)
 state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
@@ -180,11 +184,11 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 run.announce(passes=ppo_epochs)
 # a value model that starts as the reward model has the same zero
-center_scores_of([reward_model] + [value_model] * (value_init == "reward"), run, policy, scorer,
-                 config, train_rows, train_prompts)  # COLLECTIVE
+center_scores_of(reward_models, value_model if value_init == "reward" else None, run, policy,
+                 scorer, config, train_rows, train_prompts)  # COLLECTIVE
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
 # -------------------------------------------------------------------------------------------------

@@ -92,9 +92,10 @@ class Run:
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
-        reward_model = models.get("reward_model")
+        reward_models = [m for name, m in models.items() if name.startswith("reward_model")
+                         and not name.endswith("'s trunk")]
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
             ptx_examples)
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}

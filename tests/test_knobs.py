@@ -35,6 +35,7 @@ PPO = {
                     center_scores="always", cliprange_value=0.0, vf_coef=1.0,
                     target_kl=0.01, fields=SWAPPED, epochs=0.5, max_prompt_tokens=2),
                dict(value_init="policy", grad_clip=2.0, too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "adaptive": (dict(kl_estimator="k3", kl_coef=0.5, kl_coef_target=5.0, kl_horizon=50,
                       reward_clip=0.1, lr_decay="cosine", value_lr_decay="constant",
                       whiten_rewards="keep-mean", critic_warmup_iters=1,
@@ -55,6 +56,7 @@ GRPO = {
                     missing_eos_penalty=3.0, center_scores="always", baseline="others", scale_by="none",
                     fields=SWAPPED,
                     epochs=0.2, max_prompt_tokens=2), dict(too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "refills": (dict(max_refills=1, refill_by="odd", truncated="mask", aggregation="token-mean",
                      loss_type="cispo", kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
                 dict(reward_functions="ODD,reward_model")),
@@ -98,6 +100,7 @@ VALUE = ("value_init", "cliprange_value", "vf_coef", "value_learning_rate", "val
 SPLIT = {
     ("ppo.py", "world"): (3, "none", 1, False, 0),
     ("ppo.py", "scores"): (3, "params", 2, True, 0),
+    ("ppo.py", "ensemble"): (3, "params", 2, False, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
     ("ppo.py", "ptx"): (3, "none", 2, False, 5),
@@ -105,6 +108,7 @@ SPLIT = {
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
     ("grpo.py", "scores"): (2, "params", 64, False, 0),
+    ("grpo.py", "ensemble"): (3, "none", 1, False, 0),
     ("grpo.py", "refills"): (2, "none", 64, True, 5),
     ("grpo.py", "sequence"): (2, "none", 2, False, 0),
     ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
@@ -113,7 +117,8 @@ SPLIT = {
     ("grpo.py", "16 bits"): (2, "none", 64, False, 0),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
-THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence")}
+THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
+           ("ppo.py", "ensemble"), ("grpo.py", "ensemble")}
 STOP = """
 import os, signal
 import data
@@ -174,10 +179,11 @@ def turned(world, tmp_path_factory):
     texts = dict(ptx_path=world.texts)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
+    several = f"{world.reward},{world.second_reward}"
 
     def run(script, keys, ranks=1, code=""):
-        keys = {key: others[key] if value == "OTHER" else texts[key] if value == "TEXTS" else value
-                for key, value in keys.items()}
+        given = {"OTHER": others, "TEXTS": texts, "SEVERAL": dict(reward_path=several)}
+        keys = {key: given[value][key] if value in given else value for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
         return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)

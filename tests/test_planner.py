@@ -163,7 +163,7 @@ def runs(cases, folder):
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
         with mock.patch.object(kernels, "onednn_is_faster", lambda: False):  # as in DRIVER
-            plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
+            plans[name] = memory.predict(config, policy, [policy], P, ranks, "cpu", differ, padding, held_out)
         work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
     results = {}
     for ranks, calls in work.items():
@@ -305,9 +305,9 @@ def test_bad_input_ends_with_code_2():
 
 def test_a_prediction_takes_no_time():
     config, c = memory.read_config("ppo", ["--head_chunk=512"]), parse_config(memory.KNOWN["llama-3.1-70b"])
-    memory.predict(config, c, c)
+    memory.predict(config, c, [c])
     began = time.process_time()
-    memory.predict(config, c, c)
+    memory.predict(config, c, [c])
     assert time.process_time() - began < 0.05
 
 
@@ -357,7 +357,7 @@ def test_without_a_kl_there_is_no_reference(script):
     c, planned = parse_config(memory.KNOWN["pythia-1b"]), {}
     for kl_coef in ("0", "1e-9"):
         config = memory.read_config(script, [f"--kl_coef={kl_coef}", "--dtype=bfloat16"])
-        planned[kl_coef] = memory.predict(config, c, c)
+        planned[kl_coef] = memory.predict(config, c, [c])
     assert planned["1e-9"]["rows"].keys() - planned["0"]["rows"].keys() == {"ref_policy"}
     assert planned["1e-9"]["peak_mib"] - planned["0"]["peak_mib"] == pytest.approx(2 * 1.012e9 / 2**20, rel=1e-3)
 
@@ -367,7 +367,7 @@ def test_one_trunk_is_a_third_of_four_models():
     c = parse_config(llama(768, 12, 12, 12, 2048, vocab_size=32000))
     config = memory.read_config("ppo", ["--batch_size=4", "--max_new_tokens=24", "--micro_batch_size=4", "--head_chunk=64",
                                         "--gradient_checkpointing=True"])
-    full, trunk = (memory.predict(config | more, c, c, 24, device="cpu")["peak_mib"] for more in (
+    full, trunk = (memory.predict(config | more, c, [c], 24, device="cpu")["peak_mib"] for more in (
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
 
