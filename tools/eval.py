@@ -41,7 +41,8 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
+                     truncation_of)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -55,6 +56,9 @@ samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000
 greedy = True  # also one response to each prompt at temperature 0
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # of the samples [> 0]
+top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
@@ -169,7 +173,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
             with autocast:
                 batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, stop=launch.stop_asked)
+                                 uniforms, stop=launch.stop_asked,
+                                 truncation=truncation_of(config) if heat else None)
             if launch.stop_agreed():
                 if rank == 0:
                     print("stopped; nothing is written")
