@@ -82,9 +82,11 @@ def preference_row(row):
         chosen, rejected           whole dialogues: lists whose first messages are the same, or
                                    strings "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH)
 
-    The prompt of two whole dialogues is what they have in common.
+    The prompt of two whole dialogues is what they have in common. A number `margin`, by how much
+    the chosen one is better, is kept.
     """
     refuse_tools(row)
+    margin = {} if row.get("margin") in (None, "") else {"margin": margin_of(row)}
     for field in ("chosen", "rejected"):
         if row.get(field) is None:
             raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
@@ -102,7 +104,7 @@ def preference_row(row):
         row |= split_hh(row, names)
         if given is not None and str(given).strip() != row["prompt"].strip():
             raise BadInput("the prompt is not what chosen and rejected begin with")
-    return dialogue(row, "chosen", "rejected")
+    return dialogue(row, "chosen", "rejected") | margin
 
 
 def prompt_row(row):
@@ -370,6 +372,20 @@ def split_hh(row, names):
         raise BadInput("chosen and rejected have different prompts: a human speaks behind what "
                        "they share")
     return row
+
+
+def margin_of(row):
+    """The `margin` of a pair as a float. Raises BadInput unless it is a number from 0 on."""
+    margin = row["margin"]
+    try:
+        number = float(margin) if type(margin) in (int, float, str) else -1.0  # CSV has strings
+    except (ValueError, OverflowError):
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise BadInput(f"field 'margin' must be a number from 0 on, found {shorten(margin)}; it says "
+                       "by how much the chosen one is better. Leave it out with fields, such as "
+                       "margin>unused")
+    return number
 
 
 def answer_text(answer):

@@ -798,22 +798,42 @@ def rm(c, data):
         ids = encode(row["prompt"] + row[field], MARKERS["tokenizer"]) + [EOS]
         return scalars(model, ids)[-1]
 
-    def compare(pairs):
-        """Bradley-Terry (arXiv 2009.01325, section 3.4), and whether the chosen scores higher."""
-        losses, hits = [], []
+    def compare(pairs, margin=0.0, smoothing=0.0):
+        """
+        Of each pair: Bradley-Terry (arXiv 2009.01325, section 3.4) with a lead that is wanted
+        (Llama 2, 2307.09288, eq. 2) and labels that may be wrong (cDPO); the square that keeps
+        scores around 0 (2312.09244); how likely the chosen one is the better one.
+        """
+        losses, squares, chances = [], [], []
         for row in pairs:
             better, worse = score(row, "chosen"), score(row, "rejected")
-            losses.append(torch.log(1 + torch.exp(worse - better)))
-            hits.append(float(better > worse))
-        return losses, hits
+            lead = better - worse - margin * row.get("margin", 0.0)
+            wrong = torch.log(1 + torch.exp(lead))
+            losses.append((1 - smoothing) * torch.log(1 + torch.exp(-lead)) + smoothing * wrong)
+            squares.append((better + worse) ** 2)
+            chances.append(1 / (1 + math.exp((worse - better).item())))
+            seen["margin" if row.get("margin") and margin else "no margin"] += 1
+        return losses, squares, chances
+
+    def miscalibration(chances):
+        """Guo et al. (1706.04599, eq. 3), ten bins from 1/2 to 1."""
+        total = 0.0
+        for i in range(10):
+            low, high = 0.5 + i / 20, 0.5 + (i + 1) / 20
+            inside = [p for p in chances if low <= max(p, 1 - p) < high]
+            total += abs(sum(max(p, 1 - p) - (p > 0.5) for p in inside)) / len(chances)
+            seen["full bin" if inside else "empty bin"] += 1
+        return total
 
     for iteration in range(c.max_iters + 1):
         record = {}
         log.append(record)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
-                losses, hits = compare(data.val[:c.eval_size or None])
-            record |= {"eval/loss": mean([x.item() for x in losses]), "eval/accuracy": mean(hits)}
+                losses, _, chances = compare(data.val[:c.eval_size or None])
+            record |= {"eval/loss": mean([x.item() for x in losses]),
+                       "eval/accuracy": mean([float(p > 0.5) for p in chances]),
+                       "eval/calibration_error": miscalibration(chances)}
         if iteration == c.max_iters:
             with torch.no_grad():
                 scores = [score(row, "completion").item() for row in data.demonstrations]
@@ -821,10 +841,12 @@ def rm(c, data):
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()
         picked = prompts_of(c, iteration, c.batch_size, len(data.train))
-        losses, hits = compare([data.train[i] for i in picked])
-        (sum(losses) / len(losses)).backward()
+        losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
+                                           c.label_smoothing)
+        ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
         record["loss/preference"] = mean([x.item() for x in losses])
-        record["train/accuracy"] = mean(hits)
+        record["loss/centring"] = mean([x.item() for x in squares])
+        record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
         record["reward_model/grad_norm"] = adam.clip(seen)
         record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
                                                   c.max_iters, c.lr_decay)
