@@ -237,7 +237,7 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
             if i > 0:
                 logits = step(tokens[-1])  # (n, V)
             if truncation:
-                logits, kept = truncated(logits, temperature, vocab_size, truncation)
+                logits, kept = truncate(logits, temperature, vocab_size, truncation)
                 if "kept" in sampled:
                     sampled["kept"][number[:, 0], columns[:, i]] = as_bits(kept)
             token, logprob = sample(logits, uniform[:, i], temperature, vocab_size)
@@ -308,7 +308,7 @@ def truncation_of(config):
     return c if c["top_k"] > 0 or c["top_p"] < 1 or c["min_p"] > 0 else None
 
 
-def truncated(logits, temperature, vocab_size, truncation):
+def truncate(logits, temperature, vocab_size, truncation):
     """The logits (n, V), -inf where a token may not be sampled; and where it may, (n, V) bool."""
     kept = sampling_set(scaled_logits(logits, temperature or 1.0, vocab_size), **truncation)
     return logits.masked_fill(~kept, -torch.inf), kept
