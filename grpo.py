@@ -76,6 +76,9 @@ max_refills = 0  # DAPO: times that groups of equal scores give way to other pro
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) advantages
 missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]

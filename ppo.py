@@ -77,6 +77,9 @@ rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memo
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ends scores minus this instead, 0 = off [>= 0]

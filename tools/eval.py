@@ -73,6 +73,9 @@ reward_path = ""  # folder or hub name of a reward model, whose score is added; 
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
