@@ -71,12 +71,19 @@ batch_size = 512  # responses an iteration, over all ranks; a multiple of group_
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
+# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
+top_k = 0  # the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) advantages
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
 # no score_shift, which rm.py writes
@@ -180,7 +187,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
+                                 entropy=entropy_coef > 0, truncated=model is policy)
 
 
 def read_with_models(batch, minibatches, policy_reads=True):

@@ -73,10 +73,17 @@ too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | c
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
+# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
+top_k = 0  # the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
@@ -199,7 +206,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
+                                 entropy=entropy_coef > 0, truncated=model is policy)
 
 
 def values_of(mb):

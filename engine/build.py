@@ -69,7 +69,7 @@ def read_ptx(config, policy, tokenizer):
     rows = read_rows(path, ptx_row, config["fields"])
     longest = policy.config.max_positions
     return rows, *encode_examples(config, rows, path, tokenizer, ["completion"], longest,
-                                  "ptx_max_tokens")
+                                  config["ptx_max_tokens"], "ptx_max_tokens")
 
 
 def load_policy(config, device):

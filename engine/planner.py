@@ -36,7 +36,8 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
     models = models_of(config, policy, rewards, world_size, reward_ranks)
-    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
+    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
+                   policy.vocab_size)
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
     always = sum(r[row] for r in rows.values() for row in ROWS[:3])
@@ -56,7 +57,7 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
         n = min(config["rollout_batch_size"] or share, share)
         b = min(rows_at_once(config, run.P), share)
-        responses = batch + share * (9 * run.T + 5 * run.R) - missing
+        responses = batch + share * (9 * run.T + (5 + 2 * run.set_bytes) * run.R) - missing
         cache = kv_cache(models["policy"], run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
         phases["rollout"] = max(phases["rollout"],
@@ -184,8 +185,9 @@ def models_of(config, policy, rewards, world_size, reward_ranks=()):
     return models
 
 
-def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
+def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding, vocab_size):
     """The sizes of a run that the formulas need, under the letters of the header."""
+    whole = config.get("top_k", 0) == config.get("min_p", 0) == 0 and config.get("top_p", 1) == 1
     dtype = config["dtype"]
     mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
     minibatch = math.ceil(config["batch_size"] / config["num_minibatches"])
@@ -209,6 +211,7 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         entropy=config["entropy_coef"] > 0,
         head_chunk=config["head_chunk"],
         checkpointing=config["gradient_checkpointing"],
+        set_bytes=0 if whole else math.ceil(vocab_size / 8),
     )
 
 

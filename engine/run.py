@@ -245,14 +245,15 @@ class Run:
         A collective: add what the models say of each response token to the batch. columns: {name:
         (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
         log-probs must be the same, and where the reference is the policy as it is now (in iteration
-        0, and after a reset), the reference's, too; returns the sampler's gap, in nats.
+        0, and after a reset), the reference's, too (not with top_k, top_p or min_p, which truncate
+        the policy alone); returns the sampler's gap, in nats.
         """
         batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
         check_finite({name: batch[name] for name in columns}, self.iteration)
         if "old_logprobs" not in columns:
             return None
         others = dict(sampler_logprobs="the sampler")
-        if self.ref_is_policy and "ref_logprobs" in batch:
+        if self.ref_is_policy and "ref_logprobs" in batch and "kept" not in batch:
             others["ref_logprobs"] = "the reference"
         gaps = [self.must_agree(  # COLLECTIVE
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)

@@ -116,7 +116,7 @@ SAMPLED = ADAM | dict(
     reward_ensemble="mean", reward_ensemble_coef=1.0,
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
     missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0,
-    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+    top_k=0, top_p=1.0, min_p=0.0, cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
@@ -160,6 +160,10 @@ CASES = {
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
         ptx_coef=0.4, ptx_batch_size=4, target_kl=0.1, max_iters=2)),
+    # what may be sampled is truncated in all three ways
+    "ppo, truncated": ("ppo.py", PPO | SMALL | dict(
+        top_k=7, top_p=0.9, min_p=0.2, entropy_coef=0.05, mix=[(1.0, "letters")],
+        value_init="policy", max_iters=2)),
     # k3 in the loss, rules alone
     "ppo, rules": ("ppo.py", PPO | dict(
         kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
@@ -194,6 +198,9 @@ CASES = {
         kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
         group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
         seed=1)),
+    "grpo, truncated": ("grpo.py", GRPO | dict(
+        mix=[(1.0, "letters")], top_p=0.8, max_refills=1, batch_size=8, group_size=2, seed=2,
+        max_iters=2)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss_type="cispo", baseline="others", scale_by="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
@@ -234,7 +241,7 @@ CASES = {
 # these once more, on so many ranks
 RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2,
          "ppo, uncentered": 3, "grpo, centered": 2, "sft": 2, "rm": 2, "rm, again": 2,
-         "rm, taught": 2, "rm, responses": 2}
+         "rm, taught": 2, "rm, responses": 2, "ppo, truncated": 2, "grpo, truncated": 3}
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a

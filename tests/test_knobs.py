@@ -43,6 +43,7 @@ PPO = {
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
@@ -62,6 +63,7 @@ GRPO = {
                 dict(reward_functions="ODD,reward_model")),
     "sequence": (dict(importance="sequence", cliprange=0.02, cliprange_high=0.02, dual_clip=1.01,
                       kl_correction=True), dict(num_iterations=4, learning_rate=1e-2)),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
@@ -80,6 +82,7 @@ UNMOVING = {
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
     # in float64 these two change a rounding, or nothing: test_off_policy.py turns them
     "importance_cap": 0.0, "sampler_gap_limit": 0.0,
+    "code_seconds": 6, "code_memory_mib": 300, "code_output_kib": 32,  # test_sandbox.py turns these
     "compile": False,  # to compile takes long: test_compile.py turns it
     # this world has no chats: test_chats.py turns these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
@@ -103,6 +106,7 @@ SPLIT = {
     ("ppo.py", "ensemble"): (3, "params", 2, False, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
+    ("ppo.py", "truncated"): (3, "none", 2, False, 5),
     ("ppo.py", "ptx"): (3, "none", 2, False, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
@@ -112,6 +116,7 @@ SPLIT = {
     ("grpo.py", "refills"): (2, "none", 64, True, 5),
     ("grpo.py", "sequence"): (2, "none", 2, False, 0),
     ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
+    ("grpo.py", "truncated"): (2, "none", 2, False, 5),
     ("grpo.py", "adam"): (3, "optimizer", 64, False, 5),
     ("grpo.py", "optim"): (1, "none", 64, False, 0),
     ("grpo.py", "16 bits"): (2, "none", 64, False, 0),

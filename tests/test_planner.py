@@ -64,6 +64,10 @@ FAST = {
         ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
 }
 CAMPAIGN = FAST | {
+    "ppo, truncated": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(top_p=0.9)),
+    "ppo, truncated, long and many": ("ppo", 1, SMALL, 0, PPO | dict(top_p=0.9, batch_size=64, micro_batch_size=2)),
+    "grpo, truncated, a large vocabulary": ("grpo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, GRPO | dict(
+        micro_batch_size=1, max_new_tokens=16, top_k=50)),
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
         optim="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
     "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
