@@ -43,10 +43,10 @@ from engine.build import autocast, decoding_dtype
 from engine.checkpoint import load_batches
 from engine.placement import gather, held, no_grad_forwards
 from engine.together import together
-from errors import Lost, Stop
+from errors import BadConfig, Lost, Stop
 from loss import response_logprobs
 from parallel import is_shard, my_part
-from rewards import Scorer
+from rewards import Scorer, zero_is_known
 from rollout import sample_and_score, sample_share, score_batch
 
 
@@ -256,11 +256,18 @@ def serve(config, models, terms, tokenizers, data, device):
     model's; data: see Batches. An error in a job is told to those who wait for its result.
     """
     crew = launch.crew
+    reward_models = [model for name, model in models.items()
+                     if name.startswith("reward_model") and not name.endswith("'s trunk")]
+    if crew and "score" in crew.ranks and not all(
+            zero_is_known(m, config["center_scores"]) for m in reward_models):
+        raise BadConfig("the reward model's score_shift is not known, and trainers would have to "
+                        "find it (center_scores); leave score out of roles, or type "
+                        "--center_scores=never")
     if crew is None or crew.role == "train":
         return
     models = held(models)
     threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
-    scorer = Scorer(config, terms, models.get("reward_model"), *tokenizers, threads, device)
+    scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device)
     do = Generator(config, models, tokenizers[0], data, device) if crew.role == "generate" else \
         ScoringRank(config, models, scorer, data, device)
     iteration, trouble = 0, None
@@ -404,7 +411,7 @@ class ScoringRank:
                         parallel.beat()
                         logprobs, _ = response_logprobs(
                             self.ref_policy, mb, c["temperature"], self.scorer.tokenizer.vocab_size,
-                            c["head_chunk"])
+                            c["head_chunk"], entropy=False, truncated=False)
                         if whose < trainers:
                             columns[mb["index"], :logprobs.shape[1]] = logprobs
         return parallel.all_reduce_sum(dict(ref_logprobs=columns))["ref_logprobs"]  # COLLECTIVE
