@@ -329,7 +329,7 @@ def micro_batch(batch, rows):
     if len(rows) == 0:  # some columns: one of the prompt, one of the response
         used[T - R - 1:T - R + 1] = True
     columns = {T: used.nonzero().squeeze(1), R: used[T - R:].nonzero().squeeze(1)}  # by their width
-    mb = {name: x[rows][:, columns[x.shape[1]]] if x.dim() == 2 else x[rows]
+    mb = {name: x[rows][:, columns[x.shape[1]]] if x.dim() > 1 else x[rows]
           for name, x in batch.items()}
     return mb | dict(packed=pack_responses(mb))
 

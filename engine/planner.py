@@ -36,7 +36,8 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
     models = models_of(config, policy, rewards, world_size, reward_ranks)
-    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
+    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
+                   policy.vocab_size)
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
     always = sum(r[row] for r in rows.values() for row in ROWS[:3])
@@ -50,13 +51,13 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
 
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
     copy = decoding_copy(models["policy"], run)
-    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
+    stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
         n = min(config["rollout_batch_size"] or share, share)
         b = min(rows_at_once(config, run.P), share)
-        responses = batch + share * (9 * run.T + 5 * run.R) - missing
+        responses = batch + share * (9 * run.T + (5 + 2 * run.set_bytes) * run.R) - missing
         cache = kv_cache(models["policy"], run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
         phases["rollout"] = max(phases["rollout"],
@@ -66,7 +67,7 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
             logits = logits_forward(m, run, b * run.R)
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
-            _, passes, ends = gathered(m, False)
+            _, passes, ends = gathered(m, run, False)
             visiting = 0  # an offloaded model is on the GPU while it scores
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
@@ -159,8 +160,9 @@ def models_of(config, policy, rewards, world_size, reward_ranks=()):
     adapted = bool(place["policy"].lora)
     models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
 
-    # the reference: with LoRA it is the policy's frozen trunk; without a KL there is none
-    if not adapted and config["kl_coef"] > 0:
+    # the reference: with LoRA it is the policy's frozen trunk, unless ref_path names another;
+    # without a KL there is none
+    if (not adapted or config.get("ref_path")) and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
     parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
@@ -183,8 +185,9 @@ def models_of(config, policy, rewards, world_size, reward_ranks=()):
     return models
 
 
-def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
+def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding, vocab_size):
     """The sizes of a run that the formulas need, under the letters of the header."""
+    whole = config.get("top_k", 0) == config.get("min_p", 0) == 0 and config.get("top_p", 1) == 1
     dtype = config["dtype"]
     mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
     minibatch = math.ceil(config["batch_size"] / config["num_minibatches"])
@@ -208,6 +211,7 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         entropy=config["entropy_coef"] > 0,
         head_chunk=config["head_chunk"],
         checkpointing=config["gradient_checkpointing"],
+        set_bytes=0 if whole else math.ceil(vocab_size / 8),
     )
 
 

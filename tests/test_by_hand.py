@@ -35,12 +35,12 @@ TOLERANCE = 1e-9
 def save_random(folder, kind, tokenizer, seed, shift=None):
     """
     A random transformers model in float64, with a tokenizer beside it. kind: gpt2, or neox with the
-    head tied to the embedding. shift: the score_shift of a sequence-classification model; None: a
-    language model that says a few letters most of the time, and ends soon.
+    head tied to the embedding. shift: the score_shift of a sequence-classification model, "unsaid":
+    it has none; None: a language model that says a few letters most of the time, and ends soon.
     """
     kwargs = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     if shift is not None:
-        kwargs |= dict(num_labels=1, score_shift=shift)
+        kwargs |= dict(num_labels=1) | ({} if shift == "unsaid" else dict(score_shift=shift))
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=64,
                                          tie_word_embeddings=False, **kwargs)
@@ -78,9 +78,10 @@ def build(folder):
     for seed, (name, *what) in enumerate([
             ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
             ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer"),
+            ("uncentered", "gpt2", "tokenizer"), ("older", "gpt2", "tokenizer"),
             ("second", "neox", "tokenizer"), ("third", "gpt2", "tokenizer")], 1):
         setattr(world, name, os.path.join(folder, name))
-        shifts = dict(reward=0.25, other=-0.5, second=0.1, third=-0.3)
+        shifts = dict(reward=0.25, other=-0.5, uncentered="unsaid", second=0.1, third=-0.3)
         save_random(getattr(world, name), *what, seed, shifts.get(name))
     world.teachers = f"{world.other},{world.third}"
     world.several = f"{world.reward},{world.second},{world.third}"
@@ -114,12 +115,14 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     reward_ensemble="mean", reward_ensemble_coef=1.0,
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
-    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+    missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0,
+    top_k=0, top_p=1.0, min_p=0.0, cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
-    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant", ptx="")
+    whiten_rewards="none", critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
+    value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
@@ -157,11 +160,23 @@ CASES = {
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
         ptx_coef=0.4, ptx_batch_size=4, target_kl=0.1, max_iters=2)),
+    # what may be sampled is truncated in all three ways
+    "ppo, truncated": ("ppo.py", PPO | SMALL | dict(
+        top_k=7, top_p=0.9, min_p=0.2, entropy_coef=0.05, mix=[(1.0, "letters")],
+        value_init="policy", max_iters=2)),
     # k3 in the loss, rules alone
     "ppo, rules": ("ppo.py", PPO | dict(
         kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
         lam=1.0, cliprange=0.1, grad_clip=0.3, adam_eps=1e-3, beta1=0.8, num_minibatches=2,
         max_iters=2, micro_batch_size=7)),
+    # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
+    "ppo, uncentered": ("ppo.py", PPO | dict(
+        reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
+        missing_eos_penalty=1.0, missing_eos="subtract", whiten_rewards="keep-mean",
+        critic_warmup_iters=1, ema_decay=0.8)),
+    "ppo, centered": ("ppo.py", PPO | dict(
+        center_scores="always", whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2,
+        ref_model="older", ref_reset_iters=1)),
     "ppo, no reference": ("ppo.py", PPO | dict(
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
@@ -183,9 +198,18 @@ CASES = {
         kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
         group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
         seed=1)),
+    "grpo, truncated": ("grpo.py", GRPO | dict(
+        mix=[(1.0, "letters")], top_p=0.8, max_refills=1, batch_size=8, group_size=2, seed=2,
+        max_iters=2)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss_type="cispo", baseline="others", scale_by="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
+    "grpo, uncentered": ("grpo.py", GRPO | dict(
+        reward_model="uncentered", mix=[(1.0, "reward_model")], missing_eos_penalty=1.0,
+        missing_eos="subtract", max_new_tokens=3, max_iters=2)),
+    "grpo, centered": ("grpo.py", GRPO | dict(
+        center_scores="always", mix=[(1.0, "reward_model"), (0.5, "letters")],
+        missing_eos_penalty=1.0, ref_model="older", ref_reset_iters=2, kl_in="reward")),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
@@ -216,7 +240,8 @@ CASES = {
 }
 # these once more, on so many ranks
 RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2,
-         "sft": 2, "rm": 2, "rm, again": 2, "rm, taught": 2, "rm, responses": 2}
+         "ppo, uncentered": 3, "grpo, centered": 2, "sft": 2, "rm": 2, "rm, again": 2,
+         "rm, taught": 2, "rm, responses": 2, "ppo, truncated": 2, "grpo, truncated": 3}
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -243,9 +268,10 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
 FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init",
-               teacher="teacher_model")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head", "teacher_model", "files",
-           "ptx")  # said in other words there
+               ref_path="ref_model", teacher="teacher_model")
+# said in other words there
+NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
+           "files", "ptx", "ref_path")
 
 
 def command(world, script, keys):
@@ -270,7 +296,8 @@ def worked_out(world, script, keys):
     for key, name in FOLDERS.items():
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
-    c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
+    read = dict(other="other_tokenizer", uncentered="text")
+    c.reward_tokenizer = read.get(keys.get("reward_model"), "tokenizer")
     train, val = list((FILES[script] | keys.get("files", {})).values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
                            ptx=world.rows.get(keys.get("ptx")),
@@ -325,10 +352,12 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
     assert not wrong, "\n".join(wrong)
 
 BRANCHES = {
-    "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",
-               "score clipped below", "early stop", "long gradient", "short gradient",
+    "ppo.py": ["below", "above", "value clipped", "no end, replace", "no end, subtract", "centered",
+               "centered without some", "policy waits", "reset", "score clipped above", "score clipped below",
+               "early stop", "long gradient", "short gradient",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
-    "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
+    "grpo.py": ["below", "above", "dual", "weight below", "weight above",
+                "no end, replace", "no end, subtract", "centered", "centered without some", "reset",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",

@@ -64,6 +64,10 @@ FAST = {
         ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
 }
 CAMPAIGN = FAST | {
+    "ppo, truncated": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(top_p=0.9)),
+    "ppo, truncated, long and many": ("ppo", 1, SMALL, 0, PPO | dict(top_p=0.9, batch_size=64, micro_batch_size=2)),
+    "grpo, truncated, a large vocabulary": ("grpo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, GRPO | dict(
+        micro_batch_size=1, max_new_tokens=16, top_k=50)),
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
         optim="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
     "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
@@ -371,14 +375,6 @@ def test_one_trunk_is_a_third_of_four_models():
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
-        print("|---|---|---|---|---|---|")
-        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
-            print(line(each, *outcome))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
     """The copy that decodes on an AMD CPU, where packing is faster: predicted as it is."""
@@ -394,3 +390,11 @@ def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tie
     assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
     run.cuda = True
     assert formulas.decoding_copy(m, run) == 0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
+        print("|---|---|---|---|---|---|")
+        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
+            print(line(each, *outcome))

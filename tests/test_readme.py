@@ -243,9 +243,9 @@ def logs(tmp_path_factory):
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
-    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, reward_path=two,
-                              ptx_path=world.texts, **peak),
-                grpo=world.grpo("out", reward_functions=rewards, reward_path=two, max_refills=1, **peak),
+    both = peak | dict(reward_functions=rewards, reward_path=two, importance_cap=2)
+    runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
+                grpo=world.grpo("out", max_refills=1, **both),
                 sft=world.sft("out", **peak), rm=world.rm("out", **peak),
                 taught=world.rm("out", teacher=world.second_reward, max_iters=1),
                 alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))

@@ -41,7 +41,8 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
+                     truncation_of)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -55,6 +56,9 @@ samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000
 greedy = True  # also one response to each prompt at temperature 0
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # of the samples [> 0]
+top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
@@ -71,6 +75,9 @@ reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard devi
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
@@ -172,7 +179,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
             with autocast:
                 batch = generate(decoder, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, stop=launch.stop_asked)
+                                 uniforms, stop=launch.stop_asked,
+                                 truncation=truncation_of(config) if heat else None)
             if launch.stop_agreed():
                 if rank == 0:
                     print("stopped; nothing is written")
