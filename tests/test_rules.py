@@ -516,7 +516,7 @@ def test_a_function_of_the_users(tmp_path):
 @pytest.mark.parametrize("spec, message", [
     ("", "at least one reward"), ("  ", "at least one reward"), ("accuracy,", "beside a comma"), (",accuracy", "beside a comma"),
     ("2*", "missing after '2*'"), ("acuracy", "unknown reward 'acuracy'; did you mean 'accuracy'?"),
-    ("0.1*fromat", "did you mean 'format'?"), ("-length", "did you mean 'length'?"), ("qqq", "there are accuracy, math, format, "),
+    ("0.1*fromat", "did you mean 'format'?"), ("-length", "did you mean 'length'?"), ("qqq", "there are accuracy, math, "),
     ("two*accuracy", "the weight of 'accuracy' must be a finite number, found 'two'"),
     ("nan*accuracy", "finite number, found 'nan'"),
     ("inf*accuracy", "finite"), ("1e999*accuracy", "finite"), ("*accuracy", "finite number, found ''"),
@@ -624,7 +624,7 @@ def test_check_rows():
             dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
     rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
-    assert set(NEEDS) == {"accuracy", "countdown", "code"}
+    assert set(NEEDS) == {"accuracy", "math", "countdown", "code"}
     only = [r for r in rewards if r[1] not in NEEDS]
     check_rows(only, [dict(prompt="?")], "data.jsonl")
     for field, name in (("answer", "accuracy"), ("numbers", "countdown"), ("target", "countdown"), ("tests", "code")):
