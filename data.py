@@ -123,7 +123,8 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokeniz
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     contexts = {name: model.config.max_positions for name, model in models.items()}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
-        longest = contexts.pop("reward_model") - max_new_tokens
+        read = [name for name in contexts if name.startswith("reward_model")]  # one, or an ensemble
+        longest = min(contexts.pop(name) for name in read) - max_new_tokens
         limit = BESIDE.format("the context of the reward model, in whose tokenizer this is counted")
         encode_prompts(rows, reward_tokenizer, longest, path, limit,
                        "drop" if too_long == "drop" else "error", encode)

@@ -35,7 +35,7 @@ from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
-from engine.placement import decoding_copy, precisions  # noqa: E402
+from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.run_folder import today  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -70,7 +70,9 @@ chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: to
 k = ""  # of pass@k, majority@k and best@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
-reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
+reward_path = ""  # a reward model, whose score is added; A,B,C: an ensemble; empty = none
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 # who wins, and which of k samples is the best; empty = scores (the sum of all rewards), or without
 # rewards right_by, and no best of k
@@ -137,7 +139,7 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
                 micro_batch_tokens=0) | config
-reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
+reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
 
 
 def try_out():
@@ -161,11 +163,11 @@ records = []  # of this rank: a dict for each response
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
     check_tokenizer_fits(tokenizer, policy, path)
-    models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
+    models = in_memory(policy=policy, reward_model=reward_models)
     decoder = decoding_copy(policy, None, device)
-    reward_tokenizer = reader if reward_model else tokenizer
+    reward_tokenizer = reader if reward_models else tokenizer
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
-    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
+    scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
