@@ -85,9 +85,9 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 # more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
-# A reward model has one output a token and no logits, so it has no head_chunk
+# A reward model has one output a token and no logits, so it has neither head_chunk nor fp32_head
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
-                   head_chunk=None)
+                   head_chunk=None, fp32_head=None)
 # -------------------------------------------------------------------------------------------------
 teachers = several_paths(teacher, "teacher") if teacher else []
 if teacher and (label_smoothing or centre_coef):
