@@ -62,8 +62,14 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
-    rules = [name for _, name, _ in terms if name != "reward_model"]
-    if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
+    names = [name for _, name, _ in terms]
+    if "judge" in names and not c["judge_path"]:
+        raise BadConfig("reward_functions names judge, and judge_path is empty; type "
+                        "--judge_path=FOLDER, or --judge_path=ref_policy")
+    if "judge" in names and c["judge_path"] == "ref_policy" and not (c["kl_coef"] or c["lora"]):
+        raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no reference; "
+                        "give its folder, or type --kl_coef=1e-9")
+    if any(function for _, _, function in terms) and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
 

@@ -15,16 +15,20 @@ from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, 
                            optimizer_states, parameters, saving, sharded, stepping, update)
 
 
+QUESTION = 128  # tokens of a judge's template; those that are built in have 60 to 130
+
+
 def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
-            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0):
+            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0, judge=None):
     """
     The most that one rank of a run will hold.
 
-    config: the script's configuration. policy, reward: ModelConfigs. prompt_tokens: the longest
-    prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model has more
-    embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there are, where
-    eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under share_base
-    (0: like the policy's). Every response is taken to have full length.
+    config: the script's configuration. policy, reward, judge: ModelConfigs. prompt_tokens: the
+    longest prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model
+    has more embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there
+    are, where eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under
+    share_base (0: like the policy's). Every response is taken to have full length, and a judge's
+    template QUESTION tokens.
 
     Returns a dict. Raises BadConfig.
         peak_mib  of the whole run
@@ -33,7 +37,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
-    models = models_of(config, policy, reward, world_size, reward_rank)
+    models = models_of(config, policy, reward, world_size, reward_rank, judge)
     run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
@@ -47,6 +51,9 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
                   audit=batch + max(map(audit, models.values())))
 
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
+    asked = None  # the model that is the judge
+    if "judge" in rewards_of(config):
+        asked = next(name for name in ("judge", "ref_policy", "policy") if name in models)
     copy = decoding_copy(models["policy"], run)
     stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
@@ -62,6 +69,9 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         for name, m in models.items():
             layer = forward_only(m, run, b, run.T)
             logits = logits_forward(m, run, b * run.R)
+            if name == asked:  # it reads a template as well; of the logits it needs a few
+                layer = forward_only(m, run, b, run.T + QUESTION)
+                logits *= name != "judge"
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
             _, passes, ends = gathered(m, False)
@@ -113,19 +123,29 @@ def always_there(models, run, world_size):
 
 
 def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size,
-                  device):
+                  device, judge=None):
     """predict's peak_mib, for a script that has loaded its models and prompts (lists of ids)."""
     lengths = {len(p) for p in train_prompts + eval_prompts}
     rank = getattr(reward_model, "lora", {}).get("rank", 0)
     return predict(config, policy.config, reward_model and reward_model.config, max(lengths),
                    world_size, device.type, masked=len(lengths) > 1,
                    vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
-                   eval_rows=len(eval_prompts), reward_rank=rank)["peak_mib"]
+                   eval_rows=len(eval_prompts), reward_rank=rank,
+                   judge=judge and judge.config)["peak_mib"]
 
 
-def models_of(config, policy, reward, world_size, reward_rank=0):
-    """{name: Model} as the script loads them. policy, reward: ModelConfigs. Raises BadConfig."""
-    from engine.placement import placements  # here: torch is imported only when it is needed
+def rewards_of(config):
+    """The names of the rewards in the key reward_functions."""
+    return [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
+
+
+def models_of(config, policy, reward, world_size, reward_rank=0, judge=None):
+    """
+    {name: Model} as the script loads them. policy, reward, judge: ModelConfigs. Raises BadConfig.
+    """
+    # here: torch is imported only when it is needed
+    from engine.judging import judged_by_reference
+    from engine.placement import placements
 
     grpo, dtype = "group_size" in config, config["dtype"]
     value_init, one_trunk = config.get("value_init"), config["share_base"]
@@ -152,7 +172,11 @@ def models_of(config, policy, reward, world_size, reward_rank=0):
     if not adapted and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
-    parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
+    parts = rewards_of(config)
+    # the reference may be the judge; with LoRA the policy's trunk is, also where there is no KL
+    there = judged_by_reference(config) and (adapted or "ref_policy" in models)
+    if "judge" in parts and not there:
+        models["judge"] = make("judge", judge or policy, "lm")
     if "reward_model" in parts and one_trunk:
         models["reward_model"] = make("reward", policy, "scalar", "adapter")
         models["reward_model"].rank = reward_rank or place["policy"].lora["rank"]

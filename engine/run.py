@@ -16,6 +16,7 @@ from engine import launch
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
+from engine.judging import judged_by_reference
 from engine.planner import predicted_mib
 from engine.optimizers import overflowed
 from engine.placement import sharded
@@ -42,7 +43,8 @@ def ranks_agree(config, models, tokenizers):
     contents |= data_hashes(config["prompts_path"], config["eval_path"])
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
+        config | contents | weights
+        | {"the tokenizers": [t.whole_fingerprint for t in tokenizers if t is not None]})
 
 
 class Run:
@@ -69,6 +71,10 @@ class Run:
         sources = ["policy_path", "prompts_path"]
         if "reward_model" in models:
             sources.append("reward_path")
+        if "judge" in models and not judged_by_reference(config):
+            sources.append("judge_path")
+        sources += [key for key in ("judge_template", "judge_principles")
+                    if os.path.isfile(config[key])]
         must_match = [key for key in MUST_MATCH if key in config] + sources
         self.checkpoint, saved = open_run(  # COLLECTIVE
             self.out_dir, config, must_match, sources, token_ids=prompts[0])
@@ -81,7 +87,8 @@ class Run:
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
+            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            models.get("judge"))
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
