@@ -357,22 +357,26 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
 
 
 def judge_scores(batch, judge, micro_batch_size, count=0):
-    """
-    The judge's score of each response, (B,): the log-odds of its answers to the question of its
-    template (engine/judging.py), and of several principles the mean. One forward a principle, and
-    nothing is sampled.
+    """The judge's score of each response, (B,); see ask_judge. batch: see this file's header."""
+    questions = [(row, [completion]) for row, completion
+                 in zip(batch["rows"], batch["completions"], strict=True)]
+    return ask_judge(judge, questions, batch["tokens"].device, micro_batch_size, count)
 
-    batch: see this file's header. micro_batch_size, count: see score_sequences.
+
+def ask_judge(judge, questions, device, micro_batch_size, count=0):
+    """
+    A collective: what the judge says to this rank's n questions [(row, responses)], (n,): the
+    log-odds of its answers behind the template (engine/judging.py), in nats; of several principles
+    the mean. One forward a principle, and nothing is sampled. micro_batch_size, count: see
+    score_sequences.
     """
     scores = []
     for principle in judge.principles:
         def encode(principle=principle):
-            sequences = [judge.encode(row, [completion], principle) for row, completion
-                         in zip(batch["rows"], batch["completions"], strict=True)]
-            return right_pad(sequences, judge.tokenizer.pad_id)
+            ids = [judge.encode(row, responses, principle) for row, responses in questions]
+            return right_pad(ids, judge.tokenizer.pad_id)
 
         tokens, mask = together.together(encode)  # COLLECTIVE
-        device = batch["tokens"].device
         scores.append(score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size,
                                       count))
     return torch.stack(scores).mean(0)

@@ -109,8 +109,9 @@ def load_judge(config, device, policy, ref_policy, terms):
         return None
     path, model = config["judge_path"], None
     if judged_by_reference(config):
-        path = config["policy_path"]
-        model = ref_policy or getattr(policy, "base", None)
+        if policy is None:  # a tool, which has no reference
+            raise BadInput("judge_path = 'ref_policy' is for training; give the judge's folder")
+        path, model = config["policy_path"], ref_policy or getattr(policy, "base", None)
     tokenizer = load_tokenizer(path, dict(chat_date=config["chat_date"]))
     if model is None:
         model = load(path, places(config)["judge"], **settings(config, device))

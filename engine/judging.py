@@ -98,11 +98,7 @@ class Judge:
 
     def read_template(self, template):
         """(text, answers) of a built-in template or a file. Raises BadInput."""
-        text = TEMPLATES.get(template)
-        if text is None:
-            if not os.path.isfile(template):
-                raise BadInput(f"{self.name} is no file, and none of {', '.join(TEMPLATES)}")
-            text = read_text(template)
+        text = template_text(template)
         words, first, rest = ["A", "B"], *text.partition("\n")[::2]
         if first.startswith("answers:"):
             words, text = first.removeprefix("answers:").replace(",", " ").split(), rest
@@ -240,6 +236,15 @@ class Judge:
         if dropped:
             rows.keep(kept)
         return dropped
+
+
+def template_text(template):
+    """The text of a built-in template or of a file. Raises BadInput."""
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if not os.path.isfile(template):
+        raise BadInput(f"judge_template {template!r} is no file, and none of {', '.join(TEMPLATES)}")
+    return read_text(template)
 
 
 def log_odds(logits):

@@ -67,9 +67,13 @@ right_by = "accuracy"  # a response is right where this reward is 1, such as cod
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
+judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
-micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
+micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
@@ -97,10 +101,12 @@ if samples and not all(1 <= x <= samples for x in ks):
     raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}; raise --samples")
 
 terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
-if reward_path and "reward_model" not in [name for _, name, _ in terms]:
-    terms += reward_terms("reward_model")
-if not reward_path and "reward_model" in [name for _, name, _ in terms]:
-    raise BadConfig("reward_functions names reward_model; say which by --reward_path=FOLDER")
+for name, key, path in (("reward_model", "reward_path", reward_path),
+                        ("judge", "judge_path", judge_path)):
+    if path and name not in [term[1] for term in terms]:
+        terms += reward_terms(name)
+    if not path and name in [term[1] for term in terms]:
+        raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
 rewards = [name for _, name, _ in terms]
 if "scores" in rewards:
     raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
@@ -126,8 +132,11 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0) | config
+                micro_batch_tokens=0, policy_path="") | config
 reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
+judge = build.load_judge(settings, device, None, None, terms)
+if judge:
+    judge.check_rows(rows, prompts_path, max_new_tokens)
 
 
 def try_out():
@@ -154,7 +163,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
     reward_tokenizer = reader if reward_model else tokenizer
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
-    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
+    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
+                    judge)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
