@@ -13,6 +13,7 @@ import math
 
 import torch
 
+from kernels import linear, product, transposed_product
 from model import at_least_float32, autocast_dtype
 from packing import pack_responses, unpack
 
@@ -76,7 +77,7 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
 
 def logprobs_of_all(hidden, weight, temperature, vocab_size):
     """log p of every token of the vocabulary: hidden (n, d), weight (V, d) -> (n, V)."""
-    logits = torch.nn.functional.linear(hidden, weight)
+    logits = linear(hidden, weight)
     logits = scaled_logits(logits, temperature, vocab_size, overwrite=True)
     return logits.log_softmax(-1)
 
@@ -129,9 +130,9 @@ class Head(torch.autograd.Function):
             del of_all
             # logits = states @ matrix.T
             if hidden_needed:
-                grad_hidden[part] = gradient @ matrix
+                grad_hidden[part] = product(gradient, matrix)
             if weight_needed and grad_weight is None:
-                grad_weight = (gradient.t() @ states[part]).to(weight.dtype)
+                grad_weight = transposed_product(gradient, states[part]).to(weight.dtype)
             elif weight_needed:  # chunks are added up in the weight's own bits
                 grad_weight.addmm_(gradient.t().to(weight.dtype), hidden[part].to(weight.dtype))
             del gradient

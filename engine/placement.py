@@ -22,6 +22,7 @@ ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). On one rank
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import importlib.util
 import math
 import os
@@ -37,6 +38,7 @@ import parallel
 from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
 from errors import BadConfig, shorten
+from kernels import pack_weight, packing_pays
 from model import Transformer, freeze
 from parallel import is_shard, my_part
 
@@ -416,27 +418,44 @@ def reshard(trunk):
 
 def decoding_copy(policy, matrices, device):
     """
-    The model that the rollout decodes with. It is the policy itself, unless the weights of that are
-    sharded, or autocast would round them to the dtype `matrices` at every token: then it is a copy,
-    whole, and its matrices in that dtype. Delete it after the rollout. All ranks call this.
+    The model that the rollout decodes with. All ranks call this. It is the policy itself, unless
+    one of these makes a copy, which is to be deleted after the rollout:
+
+    - the weights are sharded: the copy has them whole;
+    - autocast would round the matrices to the dtype `matrices` at every token: the copy has them in
+      that dtype;
+    - on this CPU a product is faster with a packed matrix, see kernels.pack_weight.
     """
     trunk = trunk_of(policy)
+    matrix = trunk.layers[0].q.weight
+    packs = matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
 
     def needs_no_cast(p):
         return matrices is None or p.dim() != 2 or p.dtype == matrices
 
-    if not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
+    if not packs and not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
         return policy
+    # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
+    c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
     with torch.device("meta"):  # no memory yet
-        whole = freeze(Transformer(trunk.config, trunk.head))
+        whole = freeze(Transformer(c, trunk.head))
+
+    def put(name, t):
+        name, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
+        module = whole.get_submodule(name)
+        if packs and isinstance(module, nn.Linear) and kind == "weight":
+            t = pack_weight(t)
+        setattr(module, kind, nn.Parameter(t, requires_grad=False))
+
     for name, p in trunk.named_parameters():
         t = my_part(p.detach()).to(device)
         if matrices and p.dim() == 2:
             t = t.to(matrices)
         if is_shard(p):
             t = gather(t, p)
-        module, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
-        setattr(whole.get_submodule(module), kind, nn.Parameter(t, requires_grad=False))
+        put(name, t)
+        if name == "embed.weight" and trunk.config.tied and packs and trunk.head == "lm":
+            put("lm_head.weight", t)
     if not isinstance(policy, Adapted):
         return whole
     twin = copy.copy(policy)  # it has the policy's own adapters, on the copy of the trunk

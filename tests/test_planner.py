@@ -8,6 +8,8 @@ import re
 import sys
 import tempfile
 import time
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from test_configurator import CONFIGS, script_of
 from engine import memory as formulas
 from engine.adapters import Adapted
 from engine.hf_config import parse_config
+from engine.placement import decoding_copy
 from engine.pretrained import from_scratch
 from errors import BadConfig, BadInput
+import kernels
 from model import Transformer
 
 import tiny
@@ -92,8 +96,11 @@ DRIVER = """
 import json, os, runpy, sys
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+import kernels
 import parallel
 import engine.optimizers
+
+kernels.onednn_is_faster = lambda: False  # the tracker cannot look at packed matrices
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -150,7 +157,8 @@ def runs(cases, folder):
         config = memory.read_config(script, args)
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
-        plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
+        with mock.patch.object(kernels, "onednn_is_faster", lambda: False):  # as in DRIVER
+            plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
         work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
     results = {}
     for ranks, calls in work.items():
@@ -364,3 +372,20 @@ if __name__ == "__main__":
         print("|---|---|---|---|---|---|")
         for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
             print(line(each, *outcome))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
+    """The copy that decodes on an AMD CPU, where packing is faster: predicted as it is."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    policy = from_scratch(llama(32, 2, 4, 2, 56, vocab_size=97, tie_word_embeddings=tied))
+    copy = decoding_copy(policy, None, torch.device("cpu"))
+    packed = [p for p in copy.parameters() if p.is_mkldnn]
+    assert all(p.data_ptr() in {q.data_ptr() for q in policy.parameters()} for p in copy.parameters() if not p.is_mkldnn)
+    run = types.SimpleNamespace(cuda=False, autocast=False, a=4)
+    m = formulas.Model(policy.config, "lm", True, 4, 4)
+    assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
+    run.cuda = True
+    assert formulas.decoding_copy(m, run) == 0
