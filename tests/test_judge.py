@@ -274,6 +274,10 @@ def runs(tiny_world, tmp_path_factory):
                              ("sharded", "ref_policy", dict(zero_stage="3"))):
         args = w.grpo("out", **itself | dict(judge_path=path) | more)
         cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
+    evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
+                                        max_new_tokens=8, reward_functions="", out="eval", device_type="cpu"))
+    cases["eval-1"] = one_run("tools/eval.py", (evaluated, DUMP))
+    cases["eval-ref"] = one_run("tools/eval.py", [*evaluated, "--judge_path=ref_policy"])
     for name, (more, _) in FAIL.items():
         more = {key: f"{w.root}/{value}" if value in ("WORDS", "EMPTY") else value for key, value in more.items()}
         cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
@@ -301,10 +305,10 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
     w = tiny_world
     model, tokenizer = freeze(from_pretrained(w.judge, dtype=torch.float64)), load_tokenizer(w.judge)
     answers = {row["prompt"]: row["answer"] for path in (w.rl_train, w.rl_val) for row in map(json.loads, open(path))}
-    for script in ("grpo", "ppo"):
+    for script in ("grpo", "ppo", "eval"):
         folder, result = succeeded(runs, f"{script}-1")
         lines = [json.loads(line) for line in open(f"{folder}/scores-0.jsonl")]
-        assert len(lines) >= 21 and "judge " in result["stdout"][0]
+        assert len(lines) >= (21 if script != "eval" else 12) and "judge " in result["stdout"][0]
         for prompt, response, score in lines:
             odds = []
             for principle in ("brief", "kind"):
@@ -315,7 +319,7 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
                     p = model(torch.tensor([tokenizer.encode(text)]))[0, -1].softmax(-1)
                 y, n = (p[ord(c)] for c in "yn")
                 one, half, no = (p[ord(c)] for c in "123")
-                odds.append((y / n).log() if script == "grpo" else ((one + half / 2) / (no + half / 2)).log())
+                odds.append((y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log())
             assert sum(odds).item() / 2 == pytest.approx(score, abs=1e-9)
 
 
@@ -330,6 +334,11 @@ def test_the_reference_as_its_own_judge(runs):
              for name in ("folder", "ref", "no-kl", "lora")}
     assert len(set(first.values())) == 1
     assert tiny.distance(f"{runs[0]}/itself-ref/out/policy", f"{runs[0]}/itself-sharded/out/policy") < 1e-9
+
+
+def test_eval_knows_no_reference(runs):
+    result, = runs[1]["eval-ref"]
+    assert result["codes"] == [2] and "judge_path = 'ref_policy' is for training; give" in result["stderr"][0], result
 
 
 @pytest.mark.parametrize("name", FAIL)

@@ -36,7 +36,7 @@ from formats import read_rows  # noqa: E402
 from prepare import guess, think  # noqa: E402
 from rows import sft_row  # noqa: E402
 
-rows = 40000  # to train on; 1000 more are held out [>= 10]
+rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]
 seed = 1  # decides the rows [>= 0]
 config = configure(globals())
