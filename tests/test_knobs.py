@@ -43,6 +43,7 @@ PPO = {
                   value_init="policy", gamma=0.8, lam=0.5), SAVED),
     "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
               dict(reward_functions="judge,length", value_init="policy") | JUDGED),
+    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -100,6 +101,7 @@ SPLIT = {
     ("ppo.py", "scores"): (3, "params", 2, True, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
+    ("ppo.py", "ptx"): (3, "none", 2, False, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
     ("ppo.py", "judge"): (3, "params", 2, True, 0),
@@ -172,6 +174,7 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
+    texts = dict(ptx_path=world.texts)
     others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train, judge_path=world.other_judge,
                   judge_template=f"{world.root}/other_question.txt",
@@ -179,7 +182,8 @@ def turned(world, tmp_path_factory):
     firsts = world.judged()
 
     def run(script, keys, ranks=1, code=""):
-        keys = {key: dict(OTHER=others, FIRST=firsts)[value][key] if value in ("OTHER", "FIRST") else value
+        given = dict(OTHER=others, FIRST=firsts, TEXTS=texts)
+        keys = {key: given[value][key] if value in ("OTHER", "FIRST", "TEXTS") else value
                 for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))

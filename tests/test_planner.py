@@ -62,6 +62,8 @@ FAST = {
     "grpo, a judge": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="judge")),
     "grpo, the reference judges": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="ref_policy")),
     "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
+    "ppo, long texts beside it": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(
+        ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
 }
 CAMPAIGN = FAST | {
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
@@ -136,13 +138,15 @@ def build(folder, shape, more_embeddings):
     tokenizer = ByteTokenizer(dict(markers=[f"<{i}>" for i in range(1000)], eos="<eos>", pad="<pad>"))
     hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                       pad_token_id=tokenizer.pad_id)
-    path = {name: os.path.join(folder, name) for name in ("policy", "reward", "adapter", "judge", "prompts.jsonl")}
+    path = {name: os.path.join(folder, name)
+            for name in ("policy", "reward", "adapter", "judge", "prompts.jsonl", "texts.jsonl")}
     policy = from_scratch(hf, seed=1)
     save_model(path["policy"], policy, tokenizer)
     save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
     save_model(path["judge"], from_scratch(hf, seed=3), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
+    tiny.jsonl(path["texts.jsonl"], [dict(text="b" * (115 + i)) for i in range(16)])
     tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (18 + i % 9) + f"{i:02}") for i in range(64)])
     return path
 
@@ -157,6 +161,7 @@ def runs(cases, folder):
                     reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
         keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
         keys |= dict(judge_path=path["judge"]) if keys.get("judge_path") == "judge" else {}
+        keys |= dict(ptx_path=path["texts.jsonl"]) if "ptx_path" in keys else {}
         args = tiny.arguments(keys)
         config = memory.read_config(script, args)
         policy = memory.architecture(config["policy_path"], "", "")
