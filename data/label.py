@@ -190,13 +190,13 @@ for path, part in ((out, train), (f"{stem}_val{ending}", kept[len(train):])):
 print("left out: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
 if compares:
     n = len(places)
-    print(f"asked in both orders, it names the same answer in {places.count('both') / n:.1%} of {n} "
-          f"pairs, the first place in {places.count('first') / n:.1%}, the second in "
+    print(f"asked in both orders, it names the same answer in {places.count('both') / n:.1%} of "
+          f"{n} pairs, the first place in {places.count('first') / n:.1%}, the second in "
           f"{places.count('second') / n:.1%}; the first place is worth "
           f"{sum(biases) / n:+.3f} nats of log-odds")
 # known answers are for this line alone
 unlike = [right for right in checked if sorted(right) == [0.0, 1.0]]
 if unlike:
     share = sum(chosen for chosen, _ in unlike) / len(unlike)
-    print(f"by the rows' answers: of {len(unlike)} pairs with one right answer the judge has chosen "
-          f"it in {share:.1%}")
+    print(f"by the rows' answers: of {len(unlike)} pairs with one right answer the judge has "
+          f"chosen it in {share:.1%}")

@@ -69,7 +69,8 @@ def check_common(c, terms, world_size):
     if "judge" in names and c["judge_path"] == "ref_policy" and not (c["kl_coef"] or c["lora"]):
         raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no reference; "
                         "give its folder, or type --kl_coef=1e-9")
-    if any(function for _, _, function in terms) and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
+    rules = any(function for _, _, function in terms)
+    if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
 

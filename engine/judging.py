@@ -27,7 +27,8 @@ from errors import BadInput, shorten
 from formats import where_is
 from model import at_least_float32
 
-SHOWN = "Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n[Answer]\n{response}\n\n"
+SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
+         "[Answer]\n{response}\n\n")
 REPLY = "Reply with one letter and nothing else.\nThe letter is:"
 GRADES = ("perfect", "excellent", "very good", "good", "fair", "mediocre", "weak", "poor",
           "very poor", "useless")  # from 10 down to 1
@@ -37,7 +38,8 @@ TEMPLATES = dict(
     rubric="answers: A B C D E F G H I J\n" + SHOWN + "Grade the answer from 10 down to 1.\n"
            + "".join(f"{letter}: {10 - i}, {GRADES[i]}\n" for i, letter in enumerate("ABCDEFGHIJ"))
            + REPLY,
-    principle=SHOWN + "Does the answer keep to this principle?\n{principle}\nA: yes\nB: no\n" + REPLY,
+    principle=SHOWN + "Does the answer keep to this principle?\n{principle}\nA: yes\nB: no\n"
+              + REPLY,
     compare="Below are a question and two answers to it.\n\n[Question]\n{prompt}\n\n"
             "[First answer]\n{first}\n\n[Second answer]\n{second}\n\n"
             "Which answer is better?\nA: the first one\nB: the second one\n" + REPLY,
@@ -106,8 +108,8 @@ class Judge:
             raise BadInput(f"{self.name}: wanted two different answers or more in its first line, "
                            f"as 'answers: A B', found {shorten(first)}")
         if not text.strip():
-            raise BadInput(f"{self.name} is empty; write the question to the judge, with {{prompt}} "
-                           f"and {{{self.responses[0]}}} in it")
+            raise BadInput(f"{self.name} is empty; write the question to the judge, with "
+                           f"{{prompt}} and {{{self.responses[0]}}} in it")
         fields = {named for _, named in FIELD.findall(text)} - {""}
         known = (*KNOWN, *self.responses)
         for field in sorted(fields - set(known)):
@@ -126,8 +128,8 @@ class Judge:
         if bool(file) != ("principle" in self.fields):
             raise BadInput(f"{self.name} has no {{principle}} for those of judge_principles; type "
                            "--judge_template=principle" if file else
-                           f"{self.name} has the field {{principle}}; type --judge_principles=FILE, "
-                           "a text with one principle a line")
+                           f"{self.name} has the field {{principle}}; type "
+                           "--judge_principles=FILE, a text with one principle a line")
         if not file:
             return [""]
         if not os.path.isfile(file):
@@ -156,8 +158,8 @@ class Judge:
             if all(fit) and (same == len(ids) or self.chat and same > len(ids)):
                 return found, answered[0][len(ids):same]
         word = self.words[fit.index(False) if False in fit else 0]
-        raise BadInput(f"{self.name}: the answer {word!r} is not one token to the judge {self.path}; "
-                       "name others in the template's first line, as 'answers: A B'")
+        raise BadInput(f"{self.name}: the answer {word!r} is not one token to the judge "
+                       f"{self.path}; name others in the template's first line, as 'answers: A B'")
 
     def encode_answered(self, text, ids, word):
         """The ids of a question, which are `ids` alone, and of an answer behind it."""
@@ -167,7 +169,7 @@ class Judge:
                                             dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
-        return ids + self.tokenizer.encode(word)  # a turn that is there already is written otherwise
+        return ids + self.tokenizer.encode(word)  # a turn that is there is written otherwise
 
     def encode_text(self, text):
         """Ids of a filled template: a user's message in a chat, up to where the answer begins."""
@@ -187,8 +189,8 @@ class Judge:
             return ids
         least = len(self.encode_whole(row, [""] * len(responses), principle))
         if least > limit:
-            raise BadInput(f"the question to the judge has {least} tokens without the response, and "
-                           f"its context {limit}; shorten the prompt or the template")
+            raise BadInput(f"the question to the judge has {least} tokens without the response, "
+                           f"and its context {limit}; shorten the prompt or the template")
         while len(ids) > limit:
             share = (limit - least) / (len(ids) - least)
             responses = [text[:int(share * (len(text) - 1))] for text in responses]
@@ -243,7 +245,8 @@ def template_text(template):
     if template in TEMPLATES:
         return TEMPLATES[template]
     if not os.path.isfile(template):
-        raise BadInput(f"judge_template {template!r} is no file, and none of {', '.join(TEMPLATES)}")
+        raise BadInput(f"judge_template {template!r} is no file, and none of "
+                       f"{', '.join(TEMPLATES)}")
     return read_text(template)
 
 

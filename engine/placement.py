@@ -59,10 +59,10 @@ class Place:
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
     """
-    {name: Place} of policy, ref, reward, judge and, where there is one, value. trained: the names of the
-    trained models, ("policy", "value") or ("policy",). The other arguments are the keys of the run.
-    A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does not
-    allow:
+    {name: Place} of policy, ref, reward, judge and, where there is one, value. trained: the names
+    of the trained models, ("policy", "value") or ("policy",). The other arguments are the keys of
+    the run. A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does
+    not allow:
 
         key         policy                     value      ref         reward, judge
         zero_stage  0 to 3                     same       0 to 3 [a]  0 to 3
