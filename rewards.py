@@ -405,7 +405,7 @@ def alike_for_equal_texts(scores, batch):
 
 def reward_terms(spec):
     """[(weight, name, function)] of the key reward_functions; a model's function is None."""
-    return parse_rewards(spec, RULES | {"reward_model": None, "judge": None}, ".")
+    return parse_rewards(spec, RULES | {"judge": None, "reward_model": None}, ".")
 
 
 class Scorer:

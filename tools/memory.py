@@ -380,7 +380,7 @@ def main(argv):
 
     def plan(settings):
         return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out,
-                       reward_rank, judge)
+                       reward_rank, judge=judge)
 
     tokens = config["micro_batch_tokens"]
     limit = options["gpu_gb"] or 80 * options["compare"]
