@@ -40,10 +40,11 @@ from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
-from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
+from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
+                  response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
-from rewards import Scorer, alike_for_equal_texts, reward_terms
-from rollout import sample_and_score
+from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
+from rollout import center_scores_of, sample_and_score
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -54,6 +55,8 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
+ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
@@ -78,7 +81,11 @@ refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: 
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 # 3) advantages
-missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
+# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
+# no score_shift, which rm.py writes
+center_scores = "auto"  # [auto | always | never]
+missing_eos_penalty = 0.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
+missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
@@ -100,6 +107,10 @@ cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
+# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizer: AdamW
 max_iters = 500  # iterations [>= 1]
@@ -129,7 +140,9 @@ train_rows, eval_rows = (build.read_prompts(path, terms, fields)
 policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen
-ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
+ref_policy = None
+if kl_coef > 0:
+    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
 # the reward model: frozen. One number for a whole response; none where rules alone score
 reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
@@ -148,8 +161,10 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
-run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
-state = run.state  # what the loop carries on, beside weights and optimizer
+# state: what the loop carries from one iteration to the next, beside weights and optimizer
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
+          ema=ema)
+state = run.state
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
@@ -160,6 +175,8 @@ relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written o
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
+center_scores_of([reward_model], run, policy, scorer, config, train_rows, train_prompts,
+                 group_size)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -197,11 +214,10 @@ def read_with_models(batch, minibatches, policy_reads=True):
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: missing EOS, clip. A response that
-    never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    What the settings make of the scores (B,), in this order: missing EOS, clip. finished (B,):
+    which responses have ended.
     """
-    if missing_eos_penalty > 0:
-        scores = torch.where(finished, scores, -missing_eos_penalty)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -261,6 +277,7 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
     if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
@@ -347,6 +364,7 @@ for iteration in range(run.start, max_iters + 1):
                 if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
                     pg_losses, pg_clipped = relative_loss(
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if ref_policy:

@@ -188,17 +188,19 @@ def masked_mean(x, mask):
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
-def masked_whiten(x, mask):
+def masked_whiten(x, mask, keep_mean=False):
     """
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
+    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). keep_mean: the mean
+    is added again, unscaled (shift_mean=False of N+, for rewards).
 
     Give it the batch of all ranks: if each rank whitened its own share, each would train on another
     objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
+    white = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, white + mean if keep_mean else white, 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,6 +225,23 @@ def gap_limit(dtype, temperature):
     are of logits / temperature, so the logits' rounding errors are divided by it, too.
     """
     return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
+
+
+def importance_weights(mb, cap):
+    """
+    What each token's policy loss is multiplied by, (b, R), where the sampler's probabilities q are
+    not quite those p of the training forward, as in 16 bits: min(p / q, cap), which has no gradient
+    (truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training", 2025; rollout correction in verl). The ratio of PPO is another one: of
+    the policy as it is trained to p, both by the training forward (decoupled PPO, arXiv
+    2505.24298). cap = 0 is no correction: 1.
+
+    mb: old_logprobs, log p, and sampler_logprobs, log q, (b, R) each. Where q is 0.2 and p is 0.3 a
+    token counts 1.5 times; with a cap of 1.2, 1.2 times.
+    """
+    if cap == 0:
+        return 1.0
+    return (mb["old_logprobs"] - mb["sampler_logprobs"]).detach().exp().clamp(max=cap)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ response_mask, sampler_logprobs, finished), and `seconds`: how long the rules ma
 
 Which rewards a run uses, and with which weights, is in engine/reward_mix.py; when two answers are
 the same in engine/answers.py; how programs are run in engine/sandbox.py. What a script does to a
-score afterwards is in the script: for example, missing_eos_penalty = 1 gives every response that
-did not end with EOS the score -1, in the place of its own score.
+score afterwards is in the script's shape_scores: for example, missing_eos_penalty = 1 gives every
+response that did not end with EOS the score -1, in the place of its own score.
 """
+import copy
 import math
 import os
 import re
@@ -400,6 +401,42 @@ def alike_for_equal_texts(scores, batch):
 
 
 # --------------------------------------------------------------------------------------------------
+# what becomes of a score
+
+
+def punish_missing_eos(scores, finished, penalty, how):
+    """
+    The scores (B,), where responses that never ended, finished (B,), pay the penalty; 0 is none.
+
+    how = "replace": their score is -penalty, whatever the text is (N+ detail 23). "subtract": it is
+    the score of the text minus the penalty, as in TRL's PPOTrainer.
+    """
+    if penalty == 0:
+        return scores
+    punished = scores - penalty if how == "subtract" else torch.full_like(scores, -penalty)
+    return torch.where(finished, scores, punished)
+
+
+def zero_is_known(reward_model, center_scores):
+    """
+    Whether a reward model's scores stay where they are: as the key center_scores says, or because
+    its config.json has a score_shift. None is no reward model.
+    """
+    said = reward_model is not None and "score_shift" in reward_model.config.hf
+    return reward_model is None or center_scores == "never" or said and center_scores == "auto"
+
+
+def centering_shift(scores, finished):
+    """
+    What to add to a reward model's scores (B,) so that these are 0 on average: a number. Only
+    responses that ended count, finished (B,), if there are any: at another token than EOS the score
+    means little (N+ detail 13).
+    """
+    counted = scores[finished] if finished.any() else scores
+    return -counted.double().mean().item()
+
+
+# --------------------------------------------------------------------------------------------------
 # the rewards of a run
 
 
@@ -427,6 +464,12 @@ class Scorer:
         self.timeout, self.config = config["reward_timeout"], config
         self.autocast = autocast(config, device)
         self.said = set()  # what need not be said again
+
+    def learned_alone(self):
+        """A Scorer like this one, of the reward model without the rules."""
+        alone = copy.copy(self)
+        alone.terms, alone.names, alone.rules = [(1.0, "reward_model", None)], ["reward_model"], []
+        return alone
 
     def start(self, part, fraction):
         """

@@ -29,6 +29,7 @@ import torch
 
 import parallel
 from cache import KVCache
+from data import batch_rows
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.graphs import Replayed
@@ -37,6 +38,7 @@ from errors import BadInput, Lost, Stop
 from loss import logprobs_from_logits, scaled_logits
 from model import autocast_dtype
 from packing import pack_prompts
+from rewards import centering_shift, zero_is_known
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -419,6 +421,34 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
     audit.check_finite(dict(scores=there), iteration)
     return batch
+
+
+def center_scores_of(models, run, policy, scorer, config, rows, prompts, group_size=1):
+    """
+    A collective: give a learned score its zero, where the reward model's folder does not say it
+    (rewards.zero_is_known). Pairs only say by how much scores differ, so a reward model of others
+    may score 15 on average. Then the score -1 of a response that never ends would be by far the
+    worst there is, or the best, and a new value model would begin 15 off.
+
+    models: the reward model (None: there is none), and a value model that starts as it. All get the
+    score_shift after which the responses of iteration 0 score 0 on average. They are sampled here
+    once for that alone: so an evaluation before iteration 0 has the same zero as all others, and
+    whether there is one changes nothing in the run. state["score_shift"] keeps the shift.
+    """
+    if zero_is_known(models[0], config["center_scores"]):
+        return
+    if run.state["score_shift"] is None:
+        picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
+        batch = sample_and_score(  # COLLECTIVE
+            run, policy, scorer.learned_alone(), config, [rows[i] for i in picked],
+            [prompts[i] for i in picked], "rollout", 0, group_size=group_size)
+        shift = centering_shift(batch["scores"], batch["finished"])
+        run.state["score_shift"] = models[0].config.score_shift + shift
+        if parallel.rank_and_size()[0] == 0:
+            print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
+                  "shifted so that this is 0 (center_scores)", flush=True)
+    for model in models:
+        model.config.score_shift = run.state["score_shift"]
 
 
 def decode_responses(tokenizer, part):

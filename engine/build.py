@@ -3,6 +3,8 @@ The four models, built as the keys want them: one function a model. What LoRA (`
 for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
 in the building is decided here, so that the scripts need no switch for it.
 """
+import dataclasses
+
 import parallel
 from errors import BadInput, say
 from engine.adapters import Adapted, load_adapted, load_adapter
@@ -81,12 +83,25 @@ def load_policy(config, device):
     return policy, tokenizer
 
 
-def load_ref_policy(config, device, policy):
-    """The SFT model, frozen. With LoRA that is the policy without its adapter: no second copy."""
-    place = places(config)
-    if place["policy"].lora:
+def load_ref_policy(config, device, policy, tokenizer):
+    """
+    The SFT model, frozen: that of ref_path, or the policy's. With LoRA the latter is the policy
+    without its adapter: no second copy. Raises BadInput where ref_path is another architecture, or
+    reads other tokens.
+    """
+    place, path = places(config), config["ref_path"] or config["policy_path"]
+    if place["policy"].lora and not config["ref_path"]:
         return policy.base
-    return load(config["policy_path"], place["ref"], **settings(config, device))
+    ref_policy = load(path, place["ref"], **settings(config, device))
+    shapes, wanted = (dataclasses.replace(model.config, hf=None) for model in (ref_policy, policy))
+    if shapes != wanted:
+        raise BadInput(f"ref_path {path!r} is not of the policy's architecture, so the two cannot "
+                       "be compared as one model that has moved; give the model that policy_path "
+                       "began as")
+    if load_tokenizer(path).vocabulary != tokenizer.vocabulary:
+        raise BadInput(f"ref_path {path!r} has another tokenizer than the policy, so its log-probs "
+                       "would be of other tokens; give the model that policy_path began as")
+    return ref_policy
 
 
 def load_reward_model(config, device, policy, tokenizer, terms):
@@ -126,7 +141,8 @@ def load_judge(config, device, policy, ref_policy, terms):
     if judged_by_reference(config):
         if policy is None:  # a tool, which has no reference
             raise BadInput("judge_path = 'ref_policy' is for training; give the judge's folder")
-        path, model = config["policy_path"], ref_policy or getattr(policy, "base", None)
+        path = config["ref_path"] or config["policy_path"]
+        model = ref_policy or getattr(policy, "base", None)
     tokenizer = load_tokenizer(path, dict(chat_date=config["chat_date"]))
     if model is None:
         model = load(path, places(config)["judge"], **settings(config, device))

@@ -279,5 +279,9 @@ def as_text(messages):
 
 
 def judged_by_reference(config):
-    """Whether the judge is the reference policy, whose weights are there already."""
-    return config["judge_path"] in ("ref_policy", config["policy_path"])
+    """
+    Whether the judge is the reference policy, whose weights are there already. One that is reset
+    now and then is no judge: a judge stays as it is.
+    """
+    reference = config.get("ref_path") or config["policy_path"]
+    return config["judge_path"] in ("ref_policy", reference) and not config.get("ref_reset_iters")

@@ -56,7 +56,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     if "judge" in rewards_of(config):
         asked = next(name for name in ("judge", "ref_policy", "policy") if name in models)
     copy = decoding_copy(models["policy"], run)
-    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
+    stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
@@ -75,7 +75,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
                 logits *= name != "judge"
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
-            _, passes, ends = gathered(m, False)
+            _, passes, ends = gathered(m, run, False)
             visiting = 0  # an offloaded model is on the GPU while it scores
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
@@ -176,8 +176,9 @@ def models_of(config, policy, reward, world_size, reward_rank=0, judge=None):
     adapted = bool(place["policy"].lora)
     models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
 
-    # the reference: with LoRA it is the policy's frozen trunk; without a KL there is none
-    if not adapted and config["kl_coef"] > 0:
+    # the reference: with LoRA it is the policy's frozen trunk, unless ref_path names another;
+    # without a KL there is none
+    if (not adapted or config.get("ref_path")) and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
     parts = rewards_of(config)

@@ -13,7 +13,7 @@ import torch
 
 from engine.adapters import Adapted
 from engine.limits import product_rate
-from loss import masked_sum
+from loss import importance_weights, masked_sum
 
 # --------------------------------------------------------------------------------------------------
 # figures
@@ -100,6 +100,18 @@ def add_up(sums, mask, tensors):
     """
     for name, x in tensors.items():
         sums[name] += torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
+
+
+def importance_of(batch, cap):
+    """
+    The figures of truncated importance sampling, over the batch's response tokens: the mean of
+    loss.importance_weights, and at which share of them the cap was reached. {} with cap = 0.
+    """
+    if cap == 0:
+        return {}
+    weights = importance_weights(batch, cap)[batch["response_mask"]]  # (tokens,)
+    return {"policy/importance": weights.mean().item(),
+            "policy/importance_capped": (weights == cap).double().mean().item()}
 
 
 def hash_of(tokens):

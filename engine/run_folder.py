@@ -226,7 +226,7 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
                        "choose another --out_dir") from e
 
     for key in must_match:
-        if before.get(key) != config[key]:
+        if (before.get(key) or "") != (config[key] or ""):  # a key may be newer than the run
             raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
                            f"{config[key]!r}; choose another --out_dir, or delete the old run")
 

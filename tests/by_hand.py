@@ -16,6 +16,7 @@ so that their tokens can be sampled again rather than taken from them. Any other
 noise would be as right, but both sides must know it.
 """
 import bisect
+import copy
 import hashlib
 import itertools
 import json
@@ -32,6 +33,7 @@ import transformers
 # The tokenizer: a byte is a token; then come two markers, EOS and padding.
 # The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
 MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
+MARKERS["text"] = MARKERS["tokenizer"]  # what others' reward models read, whatever their tokenizer
 EOS, PAD, TOKENS, VOCABULARY = 258, 259, 260, 264
 ENDS = (EOS, 257)  # generation_config.json names a second token that ends a response
 
@@ -139,8 +141,9 @@ def scalar_model(folder, seed=None):
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        shift = json.load(f)["score_shift"]
-    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
+        said = json.load(f).get("score_shift")
+    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=said or 0.0,
+                           zero_is_said=said is not None)
 
 
 def with_new_head(trunk, seed):
@@ -368,13 +371,32 @@ def sometimes(batch):
 """
 
 
+def center(c, models, rows, picked, seen):
+    """
+    The reward model's zero, where it does not say it, or shall not: the mean score of the responses
+    that end, among those to the first iteration's prompts. picked: [(slot, row, which), ...].
+    """
+    if models.reward is None or c.center_scores == "never":
+        return
+    if c.center_scores == "auto" and models.reward.zero_is_said:
+        return
+    batch = [respond(c, models, rows[i], "rollout", 0, slot, which) for slot, i, which in picked]
+    ended = [r.each["reward_model"] for r in batch if r.finished]
+    models.reward.shift -= mean(ended)
+    seen["centered"] += 1
+    seen["centered without some"] += 0 < len(ended) < len(batch)
+    if getattr(c, "value_init", None) == "reward":
+        models.value.shift = models.reward.shift
+
+
 def finish_scores(c, batch, seen, deviation=1.0):
-    """What is done to a score: divided; replaced if the response never ended; clipped."""
+    """What is done to a score: divided; less or replaced if the response never ended; clipped."""
     for r in batch:
         r.score = r.score / deviation
         if c.missing_eos_penalty and not r.finished:
-            r.score = -c.missing_eos_penalty
-            seen["no end"] += 1
+            kept = r.score if c.missing_eos == "subtract" else 0.0
+            r.score = kept - c.missing_eos_penalty
+            seen[f"no end, {c.missing_eos}"] += 1
         if c.reward_clip and abs(r.score) > c.reward_clip:
             seen["score clipped above" if r.score > 0 else "score clipped below"] += 1
             r.score = math.copysign(c.reward_clip, r.score)
@@ -416,7 +438,7 @@ def reward_model_of(c):
 def ppo(c, data):
     """A run of ppo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None)
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
         values_own = [models.value.head]
@@ -428,8 +450,13 @@ def ppo(c, data):
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
     log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
+    picked = prompts_of(c, 0, c.batch_size, len(data.train))
+    center(c, models, data.train, [(slot, i, 0) for slot, i in enumerate(picked)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
@@ -461,9 +488,12 @@ def ppo(c, data):
             record["val/grad_norm"] = value_adam.clip(seen)
             if too_far(c, of_this_step, seen):
                 break
-            policy_adam.step(policy_lr)
             value_adam.step(value_lr)
             steps += 1
+            if iteration < c.critic_warmup_iters:
+                seen["policy waits"] += 1
+                continue
+            policy_adam.step(policy_lr)
             if c.ema_decay:
                 average_into(ema, models.policy, c.ema_decay)
 
@@ -517,6 +547,14 @@ def find_advantages(c, batch, kl_coef):
         r.rewards = [-kl_coef * kl if c.kl_in == "reward" else 0.0 for kl in kls]
         penalties.append(sum(r.rewards))
         r.rewards[-1] += r.score
+    earned = mean([sum(r.rewards) for r in batch])
+    if c.whiten_rewards != "none":
+        every = flat(r.rewards for r in batch)
+        middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        stays = middle if c.whiten_rewards == "keep-mean" else 0.0
+        for r in batch:
+            r.rewards = [(x - middle) / deviation + stays for x in r.rewards]
+    for r in batch:
         r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
     every = flat(r.advantages for r in batch)
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
@@ -526,7 +564,7 @@ def find_advantages(c, batch, kl_coef):
     errors = [x - v for x, v in zip(returns, flat(r.values for r in batch), strict=True)]
     explained = 1 - statistics.variance(errors) / statistics.variance(returns)
     return {"objective/non_score_reward": mean(penalties),
-            "objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
+            "objective/rlhf_reward": earned,
             "val/explained_variance": explained}
 
 
@@ -572,13 +610,19 @@ def too_far(c, figures, seen):
 def grpo(c, data):
     """A run of grpo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None,
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None,
                              value=None)
     adam = AdamW(models.policy.parameters(), c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
     log, seen = [], Counter()
+    picked = prompts_of(c, 0, c.batch_size // c.group_size, len(data.train))
+    center(c, models, data.train, [(slot, i, which) for slot, i in enumerate(picked)
+                                   for which in range(c.group_size)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         first, groups = sample_groups(c, models, data.train, iteration, seen)

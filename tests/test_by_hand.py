@@ -35,12 +35,12 @@ TOLERANCE = 1e-9
 def save_random(folder, kind, tokenizer, seed, shift=None):
     """
     A random transformers model in float64, with a tokenizer beside it. kind: gpt2, or neox with the
-    head tied to the embedding. shift: the score_shift of a sequence-classification model; None: a
-    language model that says a few letters most of the time, and ends soon.
+    head tied to the embedding. shift: the score_shift of a sequence-classification model, "unsaid":
+    it has none; None: a language model that says a few letters most of the time, and ends soon.
     """
     kwargs = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     if shift is not None:
-        kwargs |= dict(num_labels=1, score_shift=shift)
+        kwargs |= dict(num_labels=1) | ({} if shift == "unsaid" else dict(score_shift=shift))
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=64,
                                          tie_word_embeddings=False, **kwargs)
@@ -77,9 +77,11 @@ def build(folder):
     world = SimpleNamespace(root=folder, rules=os.path.join(folder, "rules.py"), rows={})
     for seed, (name, *what) in enumerate([
             ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
-            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer")], 1):
+            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer"),
+            ("uncentered", "gpt2", "tokenizer"), ("older", "gpt2", "tokenizer")], 1):
         setattr(world, name, os.path.join(folder, name))
-        save_random(getattr(world, name), *what, seed, {"reward": 0.25, "other": -0.5}.get(name))
+        shifts = dict(reward=0.25, other=-0.5, uncentered="unsaid")
+        save_random(getattr(world, name), *what, seed, shifts.get(name))
     with open(world.rules, "w", encoding="utf-8") as f:
         f.write(by_hand.RULES_FILE)
     texts = [dict(text=text) for text in PROMPTS[1:6]]
@@ -109,12 +111,14 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
 SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
+    missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0,
     cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
-    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant", ptx="")
+    whiten_rewards="none", critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
+    value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
@@ -155,6 +159,14 @@ CASES = {
         kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
         lam=1.0, cliprange=0.1, grad_clip=0.3, adam_eps=1e-3, beta1=0.8, num_minibatches=2,
         max_iters=2, micro_batch_size=7)),
+    # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
+    "ppo, uncentered": ("ppo.py", PPO | dict(
+        reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
+        missing_eos_penalty=1.0, missing_eos="subtract", whiten_rewards="keep-mean",
+        critic_warmup_iters=1, ema_decay=0.8)),
+    "ppo, centered": ("ppo.py", PPO | dict(
+        center_scores="always", whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2,
+        ref_model="older", ref_reset_iters=1)),
     "ppo, no reference": ("ppo.py", PPO | dict(
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
@@ -179,6 +191,12 @@ CASES = {
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss_type="cispo", baseline="others", scale_by="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
+    "grpo, uncentered": ("grpo.py", GRPO | dict(
+        reward_model="uncentered", mix=[(1.0, "reward_model")], missing_eos_penalty=1.0,
+        missing_eos="subtract", max_new_tokens=3, max_iters=2)),
+    "grpo, centered": ("grpo.py", GRPO | dict(
+        center_scores="always", mix=[(1.0, "reward_model"), (0.5, "letters")],
+        missing_eos_penalty=1.0, ref_model="older", ref_reset_iters=2, kl_in="reward")),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
@@ -196,8 +214,8 @@ CASES = {
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
 }
 # these once more, on so many ranks
-RANKS = {"ppo, shared": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2, "sft": 2, "rm": 2,
-         "rm, again": 2}
+RANKS = {"ppo, shared": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2, "ppo, uncentered": 3,
+         "grpo, centered": 2, "sft": 2, "rm": 2, "rm, again": 2}
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -223,8 +241,10 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
          "rm.py": dict(train_path="pairs_train", val_path="pairs_val",
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
-FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head", "ptx")  # said in other words there
+FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init",
+               ref_path="ref_model")
+# said in other words there
+NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "ptx", "ref_path")
 
 
 def command(world, script, keys):
@@ -248,7 +268,8 @@ def worked_out(world, script, keys):
     for key, name in FOLDERS.items():
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
-    c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
+    read = dict(other="other_tokenizer", uncentered="text")
+    c.reward_tokenizer = read.get(keys.get("reward_model"), "tokenizer")
     train, val = list(FILES[script].values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
                            ptx=world.rows.get(keys.get("ptx")),
@@ -303,10 +324,12 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
     assert not wrong, "\n".join(wrong)
 
 BRANCHES = {
-    "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",
-               "score clipped below", "early stop", "long gradient", "short gradient",
+    "ppo.py": ["below", "above", "value clipped", "no end, replace", "no end, subtract", "centered",
+               "centered without some", "policy waits", "reset", "score clipped above", "score clipped below",
+               "early stop", "long gradient", "short gradient",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
-    "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
+    "grpo.py": ["below", "above", "dual", "weight below", "weight above",
+                "no end, replace", "no end, subtract", "centered", "centered without some", "reset",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",

@@ -245,6 +245,7 @@ rewards.Scorer.score = dumped
 FAIL = dict(
     no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
     no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "judge_path = 'ref_policy', but with kl_coef = 0 there is no ref"),
+    moving=(dict(judge_path="ref_policy", ref_reset_iters=1), "judge_path = 'ref_policy' with ref_reset_iters: the judge would"),
     nowhere=(dict(judge_path="nowhere"), "nowhere: no such folder"),
     chat=(dict(judge_format="chat"), "has no chat template; type --judge_format=plain"),
     words=(dict(judge_template="WORDS", judge_principles=""), "the answer 'yes' is not one token"),
@@ -271,7 +272,7 @@ def runs(tiny_world, tmp_path_factory):
         cases[f"ppo-{ranks}"] = one_run("ppo.py", *[(w.ppo("out", **ppo | more), DUMP)] * ranks)
     for name, path, more in (("folder", w.policy, {}), ("ref", "ref_policy", {}), ("lora", "ref_policy", dict(lora="2")),
                              ("no-kl", w.policy, dict(kl_coef=0.0)), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
-                             ("sharded", "ref_policy", dict(zero_stage="3"))):
+                             ("sharded", "ref_policy", dict(zero_stage="3")), ("reset", w.policy, dict(ref_reset_iters=1))):
         args = w.grpo("out", **itself | dict(judge_path=path) | more)
         cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
     evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
@@ -325,8 +326,8 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
 
 def test_the_reference_as_its_own_judge(runs):
     """No second copy of its weights, with a KL or with LoRA; and the scores of a copy."""
-    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl"):
-        models = ["policy", "judge" if name.endswith("no-kl") else "ref_policy"]
+    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl", "reset"):
+        models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * (name[-2:] in ("kl", "et"))
         folder, result = succeeded(runs, f"itself-{name}")
         said = [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line]
         assert said == models, name

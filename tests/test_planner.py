@@ -375,14 +375,6 @@ def test_one_trunk_is_a_third_of_four_models():
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
-        print("|---|---|---|---|---|---|")
-        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
-            print(line(each, *outcome))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
     """The copy that decodes on an AMD CPU, where packing is faster: predicted as it is."""
@@ -398,3 +390,11 @@ def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tie
     assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
     run.cuda = True
     assert formulas.decoding_copy(m, run) == 0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
+        print("|---|---|---|---|---|---|")
+        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
+            print(line(each, *outcome))

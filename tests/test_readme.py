@@ -238,12 +238,13 @@ def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
-    rewards = f"{world.rule('some')},0*{world.rule('odd')}"
+    rewards = f"{world.rule('some')},0*{world.rule('odd')},0*reward_model"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
-    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, ptx_path=world.texts, **peak),
-                grpo=world.grpo("out", reward_functions=rewards, max_refills=1, **peak),
+    both = peak | dict(reward_functions=rewards, importance_cap=2)
+    runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
+                grpo=world.grpo("out", max_refills=1, **both),
                 sft=world.sft("out", **peak), rm=world.rm("out", **peak),
                 alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
     results = forked(folder, {name: [one_run("grpo.py" if name == "alone" else f"{name}.py", arguments)]
