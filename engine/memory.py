@@ -191,8 +191,11 @@ def moving_average(m):
 
 
 def batch_tensors(run):
-    """B (9 T + 45 R): the scored responses of all ranks, which every rank holds."""
-    return run.batch_size * (9 * run.T + 45 * run.R)
+    """
+    B (9 T + 45 R): the scored responses of all ranks, which every rank holds. Where top_k, top_p or
+    min_p truncate what is sampled, B R V / 8 more: which tokens could be.
+    """
+    return run.batch_size * (9 * run.T + 45 * run.R + run.set_bytes * run.R)
 
 
 # --------------------------------------------------------------------------------------------------

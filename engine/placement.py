@@ -369,11 +369,14 @@ def sharded(model):
 def in_memory(**models):
     """
     {name: model} of all models that own memory: those given, without the None among them, each
-    under its first name; and the trunk of an Adapted under the name "NAME's trunk", where it is not
-    given itself.
+    under its first name; of a list each one, as "NAME", "NAME 2" and so on; and the trunk of an
+    Adapted under the name "NAME's trunk", where it is not given itself.
     """
-    names = {id(model): name for name, model in reversed(models.items()) if model is not None}
-    models = {name: model for name, model in models.items() if names.get(id(model)) == name}
+    lists = {name: model if isinstance(model, list) else [model] for name, model in models.items()}
+    models = {f"{name} {number}" if number > 1 else name: model for name, given in lists.items()
+              for number, model in enumerate(given, 1) if model is not None}
+    first = {id(model): name for name, model in reversed(models.items())}
+    models = {name: model for name, model in models.items() if first[id(model)] == name}
     for name, model in list(models.items()):
         if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base
