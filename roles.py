@@ -247,13 +247,14 @@ class Batches:
 # the generators' and scorers' side
 
 
-def serve(config, models, terms, tokenizers, data, device):
+def serve(config, models, terms, tokenizers, data, device, judge=None):
     """
     Do the jobs that the trainers give, until they say that the run is over; this function then ends
     the process. On a trainer it returns at once.
 
-    models: {name: model} of the run; tokenizers: the policy's and the reward
-    model's; data: see Batches. An error in a job is told to those who wait for its result.
+    models: {name: model} of the run; tokenizers: the policy's and the reward model's; data: see
+    Batches; judge: a Judge or None. An error in a job is told to those who wait for its result.
+    Raises BadConfig, on all ranks, where scorers would have to learn a zero of their scores.
     """
     crew = launch.crew
     reward_models = [model for name, model in models.items()
@@ -267,7 +268,7 @@ def serve(config, models, terms, tokenizers, data, device):
         return
     models = held(models)
     threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
-    scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device)
+    scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device, judge)
     do = Generator(config, models, tokenizers[0], data, device) if crew.role == "generate" else \
         ScoringRank(config, models, scorer, data, device)
     iteration, trouble = 0, None
@@ -426,7 +427,7 @@ def trained_weights(policy, matrices=None):
     weights, adapted = {}, hasattr(policy, "base")
     for name, p in policy.named_parameters():
         t = my_part(p.detach())
-        if matrices and t.dim() == 2 and not adapted:
+        if matrices and t.dim() == 2 and not adapted and not policy.config.stays_wide(name):
             t = t.to(matrices)
         weights[name] = gather(t, p) if is_shard(p) else t
     return weights

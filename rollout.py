@@ -460,7 +460,7 @@ def add_up(batch, scorer, iteration):
     where what models have said is not finite.
     """
     batch["index"] = torch.arange(len(batch["tokens"]), device=batch["tokens"].device)
-    read = ("sampler_logprobs", "reward/reward_model")
+    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies

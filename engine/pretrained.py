@@ -27,7 +27,7 @@ from model import Transformer, freeze
 
 
 def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None,
-                    prepare=None, outline=False):
+                    prepare=None, fp32_head=False, outline=False):
     """
     The Transformer in a Hugging Face directory, or of that name on the hub. A directory with only
     an adapter is its base model with the adapter merged into the weights.
@@ -36,13 +36,15 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     plain language model it draws a new scalar head from seed, and sets model.new_head.
     dtype: of the weights. matrices: another dtype for the matrices, or None.
     prepare: a function that gets the model before it takes any memory, for example to shard it.
-    outline: read no weights; the model has its config and its shapes, but takes no memory.
+    fp32_head: the key of that name. outline: read no weights; the model has its config and its
+    shapes, but takes no memory.
     Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the
     architecture is unknown.
     """
     *adapters, folder = model_folders(path)
     file = os.path.join(folder, "config.json")
     config = parse_config(read_json(file), file)
+    config.fp32_head = fp32_head
     # raises, if one is missing, before the model is made
     found = find_tensors(path, folder, config, head)
     loras = [read_lora(adapter, config, head) for adapter in reversed(adapters)]
@@ -50,7 +52,7 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     with torch.device("meta"):  # parameters without memory
         model = Transformer(config, head).to(dtype)
         for name, p in model.named_parameters():
-            if matrices and p.dim() == 2 and name != "score.weight":  # see model.scalar_output
+            if matrices and p.dim() == 2 and not config.stays_wide(name, head):
                 p.data = p.data.to(matrices)
     if outline:
         heads = ["score.weight" in lora.tensors for lora in loras]
