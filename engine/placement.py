@@ -59,12 +59,12 @@ class Place:
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
     """
-    {name: Place} of policy, ref, reward and, where there is one, value. trained: the names of the
-    trained models, ("policy", "value") or ("policy",). The other arguments are the keys of the run.
-    A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does not
-    allow:
+    {name: Place} of policy, ref, reward, judge and, where there is one, value. trained: the names
+    of the trained models, ("policy", "value") or ("policy",). The other arguments are the keys of
+    the run. A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does
+    not allow:
 
-        key         policy                     value      ref         reward
+        key         policy                     value      ref         reward, judge
         zero_stage  0 to 3                     same       0 to 3 [a]  0 to 3
         offload     optimizer, or params [b]   same [c]   params [d]  params [e]
         lora        RANK:ALPHA:TARGETS         same [c]   -           -
@@ -83,7 +83,7 @@ def placements(trained, zero_stage, offload, lora, optim, share_base=False, valu
     for the trained models; and value_init="shared" leaves the value model out of that and of
     lora="16".
     """
-    names = ("policy", "ref", "reward", *trained[1:])
+    names = ("policy", "ref", "reward", "judge", *trained[1:])
     with_adapter = trained[:1] if value_init == "shared" else trained
     stages = parse_compound("zero_stage", zero_stage, names, parse_stage, "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
@@ -235,13 +235,14 @@ def precisions(dtype, master_weights, device):
 
 
 def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False,
-         recompute=False, compiled=False):
+         recompute=False, compiled=False, fp32_head=False):
     """
     A model as its Place says: read by from_pretrained, sharded before it takes any memory, and
     with adapters where there is LoRA (an Adapted on a frozen Transformer).
 
     dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
-    the backward pass computes the layers again. compiled: the key compile. Raises BadInput.
+    the backward pass computes the layers again. compiled, fp32_head: the keys compile, fp32_head.
+    Raises BadInput.
     """
     adapted = trained and place.lora is not None
     frozen = not trained or adapted
@@ -255,7 +256,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
             shard(model, place, device, None if frozen else matrices)
 
     model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
-                            matrices if frozen else None, prepare)
+                            matrices if frozen else None, prepare, fp32_head)
     model.recompute(recompute and trained)
     compile_layers(model, compiled, device)
     if model.head == "scalar" and split:
@@ -368,13 +369,15 @@ def sharded(model):
 
 def in_memory(**models):
     """
-    {name: model} of all models that own memory: those given, without the None among them; of a list
-    each one, as "NAME", "NAME 2" and so on; and the trunk of an Adapted under the name "NAME's
-    trunk", where it is not given itself.
+    {name: model} of all models that own memory: those given, without the None among them, each
+    under its first name; of a list each one, as "NAME", "NAME 2" and so on; and the trunk of an
+    Adapted under the name "NAME's trunk", where it is not given itself.
     """
     lists = {name: model if isinstance(model, list) else [model] for name, model in models.items()}
     models = {f"{name} {number}" if number > 1 else name: model for name, given in lists.items()
               for number, model in enumerate(given, 1) if model is not None}
+    first = {id(model): name for name, model in reversed(models.items())}
+    models = {name: model for name, model in models.items() if first[id(model)] == name}
     for name, model in list(models.items()):
         if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base
@@ -444,10 +447,12 @@ def decoding_copy(policy, matrices, device):
     matrix = trunk.layers[0].q.weight
     packs = matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
 
-    def needs_no_cast(p):
-        return matrices is None or p.dim() != 2 or p.dtype == matrices
+    def to_cast(name, p):
+        return (matrices is not None and p.dim() == 2 and p.dtype != matrices
+                and not trunk.config.stays_wide(name))
 
-    if not packs and not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
+    casts = any(to_cast(name, p) for name, p in trunk.named_parameters())
+    if not packs and not sharded(policy) and not casts:
         return policy
     # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
     c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
@@ -463,7 +468,7 @@ def decoding_copy(policy, matrices, device):
 
     for name, p in trunk.named_parameters():
         t = my_part(p.detach()).to(device)
-        if matrices and p.dim() == 2:
+        if to_cast(name, p):
             t = t.to(matrices)
         if is_shard(p):
             t = gather(t, p)

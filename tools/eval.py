@@ -75,6 +75,10 @@ reward_path = ""  # a reward model, whose score is added; A,B,C: an ensemble; em
 reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
+judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 # who wins, and which of k samples is the best; empty = scores (the sum of all rewards), or without
 # rewards right_by, and no best of k
 compare_by = ""
@@ -82,7 +86,7 @@ reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
 code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
-micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
+micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
@@ -110,10 +114,12 @@ if samples and not all(1 <= x <= samples for x in ks):
     raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}; raise --samples")
 
 terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
-if reward_path and "reward_model" not in [name for _, name, _ in terms]:
-    terms += reward_terms("reward_model")
-if not reward_path and "reward_model" in [name for _, name, _ in terms]:
-    raise BadConfig("reward_functions names reward_model; say which by --reward_path=FOLDER")
+for name, key, path in (("reward_model", "reward_path", reward_path),
+                        ("judge", "judge_path", judge_path)):
+    if path and name not in [term[1] for term in terms]:
+        terms += reward_terms(name)
+    if not path and name in [term[1] for term in terms]:
+        raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
 rewards = [name for _, name, _ in terms]
 if "scores" in rewards:
     raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
@@ -141,8 +147,11 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0) | config
+                micro_batch_tokens=0, policy_path="") | config
 reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
+judge = build.load_judge(settings, device, None, None, terms)
+if judge:
+    judge.check_rows(rows, prompts_path, max_new_tokens)
 
 
 def try_out():
@@ -170,7 +179,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     decoder = decoding_copy(policy, None, device)
     reward_tokenizer = reader if reward_models else tokenizer
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
-    scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device)
+    scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
+                    judge)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
