@@ -82,6 +82,7 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py

@@ -16,7 +16,7 @@ from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
 from rows import prompt_row, ptx_row
 from model import freeze
@@ -80,6 +80,7 @@ def load_policy(config, device):
     """
     path = config["policy_path"]
     tokenizer = load_tokenizer(path, config)
+    add_ends(tokenizer, config["extra_eos_ids"])
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
