@@ -342,17 +342,27 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
                                micro_batch_size, count, prompts=prompt_width(batch))
 
+    return text_scores(batch["rows"], batch["completions"], batch["finished"].tolist(),
+                       reward_model, reward_tokenizer, micro_batch_size, count,
+                       batch["tokens"].device)
+
+
+def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size, count,
+                device):
+    """
+    A collective: the reward model's score, (B,), of completions to the prompts of data rows, both
+    as text. finished: whether EOS, or the end of the turn, stands behind each. micro_batch_size,
+    count: see score_sequences.
+    """
     def encode():
         sequences = []
-        for row, completion, finished in zip(batch["rows"], batch["completions"],
-                                             batch["finished"].tolist(), strict=True):
-            ids = reward_tokenizer.encode_response(row["prompt"], completion, finished)
+        for row, completion, ended in zip(rows, completions, finished, strict=True):
+            ids = reward_tokenizer.encode_response(row["prompt"], completion, ended)
             sequences.append(ids[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
     # If encoding fails on one rank, together tells the others, before they wait for its forwards.
     tokens, mask = together.together(encode)  # COLLECTIVE
-    device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
                            count, reward_tokenizer.skipped_id)
 
@@ -457,6 +467,8 @@ class Scorer:
         """
         A collective: the scores of this rank's b responses, (b,) each: by each reward, as
         "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+        With subtract_demonstration also the reward model's scores of the rows' demonstrations, as
+        "reward/demonstration".
 
         mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
         how many responses all ranks have together.
@@ -474,6 +486,11 @@ class Scorer:
                 scores["reward_model"] = reward_model_scores(
                     mine, self.reward_model, self.reward_tokenizer, self.tokenizer,
                     at_once, forwards)
+                if self.config.get("subtract_demonstration"):
+                    demonstrations = [row["completion"] for row in mine["rows"]]
+                    scores["demonstration"] = text_scores(  # COLLECTIVE
+                        mine["rows"], demonstrations, [True] * len(demonstrations),
+                        self.reward_model, self.reward_tokenizer, at_once, forwards, self.device)
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
         said["accuracy"] = accuracy(mine).to(self.device)
@@ -489,6 +506,8 @@ class Scorer:
         if self.reward_model is not None:
             learned = batch["reward/reward_model"]
             batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
+            if "reward/demonstration" in batch:
+                batch["reward/reward_model"] -= batch["reward/demonstration"]
             if len(learned) > 1 and (learned == learned[0]).all():
                 self.say_once("the reward model gives all responses of this batch the score "
                               f"{learned[0]:.4g}: nothing can be learned from it")

@@ -442,7 +442,10 @@ def center_scores_of(models, run, policy, scorer, config, rows, prompts, group_s
         batch = sample_and_score(  # COLLECTIVE
             run, policy, scorer.learned_alone(), config, [rows[i] for i in picked],
             [prompts[i] for i in picked], "rollout", 0, group_size=group_size)
-        shift = centering_shift(batch["scores"], batch["finished"])
+        scores = batch["reward/reward_model"]
+        if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+            scores = batch["reward/demonstration"]
+        shift = centering_shift(scores, batch["finished"] | ("reward/demonstration" in batch))
         run.state["score_shift"] = models[0].config.score_shift + shift
         if parallel.rank_and_size()[0] == 0:
             print(f"the reward model scores {-shift:.3f} on average at first; its scores are "

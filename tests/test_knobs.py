@@ -42,7 +42,8 @@ PPO = {
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
-    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
+    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
+                 subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
@@ -171,7 +172,7 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
-    texts = dict(ptx_path=world.texts)
+    texts = dict(ptx_path=world.texts, prompts_path=world.sft_train)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
 
