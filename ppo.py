@@ -81,7 +81,7 @@ scale_scores = "none"  # running: divide scores by their deviation so far [none 
 # no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
 # learned scores less those of the rows' demonstrations, the field "completion" (N+ detail 15)
-subtract_demonstration = False  # what they were paid to write is then 0
+subtract_demonstration = False  # a response as good as its demonstration then scores 0
 missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
 missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
