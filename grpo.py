@@ -56,7 +56,9 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
 ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -69,12 +71,19 @@ batch_size = 512  # responses an iteration, over all ranks; a multiple of group_
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
+# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
+top_k = 0  # the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) advantages
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
 # no score_shift, which rm.py writes
@@ -139,10 +148,12 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
@@ -153,19 +164,19 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizer
-run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shifts=None),
           ema=ema)
 state = run.state
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
-center_scores_of([reward_model], run, policy, scorer, config, train_rows, train_prompts,
+center_scores_of(reward_models, None, run, policy, scorer, config, train_rows, train_prompts,
                  group_size)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
@@ -176,7 +187,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
+                                 entropy=entropy_coef > 0, truncated=model is policy)
 
 
 def read_with_models(batch, minibatches, policy_reads=True):

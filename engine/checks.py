@@ -78,10 +78,21 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
+    check_ensemble(c, terms)
     rules = [name for _, name, _ in terms if name != "reward_model"]
     if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
+
+
+def check_ensemble(c, terms):
+    """Raise BadConfig where keys of an ensemble are given, and one reward model alone, or none."""
+    if c["reward_ensemble"] == "mean" and c["reward_ensemble_coef"] == 1.0:
+        return  # as they are by default
+    if not uses_reward_model(terms) or "," not in c["reward_path"]:
+        raise BadConfig(f"reward_ensemble = {c['reward_ensemble']!r} with reward_ensemble_coef = "
+                        f"{c['reward_ensemble_coef']:g} is for several reward models; type "
+                        "--reward_path=A,B,C")
 
 
 def uses_reward_model(terms):

@@ -191,8 +191,11 @@ def moving_average(m):
 
 
 def batch_tensors(run):
-    """B (9 T + 45 R): the scored responses of all ranks, which every rank holds."""
-    return run.batch_size * (9 * run.T + 45 * run.R)
+    """
+    B (9 T + 45 R): the scored responses of all ranks, which every rank holds. Where top_k, top_p or
+    min_p truncate what is sampled, B R V / 8 more: which tokens could be.
+    """
+    return run.batch_size * (9 * run.T + 45 * run.R + run.set_bytes * run.R)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,7 +349,7 @@ def kept_by_layer(m, run):
 
     shapes = layer_shapes(c)
     del shapes["down"]
-    casts = cast_weights(m, run, shapes.values())
+    casts = 0 if gathered_in_16_bits(m, run) else cast_weights(m, run, shapes.values())
     rows = N * (products * run.a + residual + norms) + 4 * M * c.n_heads
     return rows + heads_kept(m, run, N, M, run.b) + casts
 
@@ -419,7 +422,7 @@ def update(m, run):
         at the embedding  N d s + V d e, tied 3 V d e
     and for a sharded model what is gathered from all ranks at that moment.
     """
-    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, True)
+    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, run, True)
     N, _ = tokens_of(run, run.b)
     embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
     waiting = embedding if m.head == "lm" and m.c.tied else 0
@@ -439,7 +442,12 @@ def stepping(m):
 # between the phases: gathering of shards, the audit, saving
 
 
-def gathered(m, backward):
+def gathered_in_16_bits(m, run):
+    """Whether a trained model's layers are rounded before they are gathered: placement.shard."""
+    return sharded(m) and m.trained and m.own == "model" and run.autocast and m.e > run.a
+
+
+def gathered(m, run, backward):
     """
     Of a sharded model, the bytes gathered from all ranks, (stays, passes, ends):
         stays   until the pass is over: head and last norm (tied: the embedding); at stage 2 all
@@ -449,7 +457,8 @@ def gathered(m, backward):
     """
     if not sharded(m):
         return 0, 0, 0
-    layer = sum(math.prod(shape) * (m.e if len(shape) > 1 else m.wide)
+    e = run.a if gathered_in_16_bits(m, run) else m.e
+    layer = sum(math.prod(shape) * (e if len(shape) > 1 else m.wide)
                 for shape in layer_shapes(m.c).values())
     root = {name: math.prod(shape) * m.e for name, shape in root_shapes(m.c, m.head).items()}
     embed = 0 if m.c.tied else root["embed"]

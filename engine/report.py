@@ -46,6 +46,8 @@ def summarize(batch, prefix, reward_names=()):
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
+    if "reward_model_std" in batch:  # an ensemble: how far its models are apart
+        figures["reward_model_std"] = batch["reward_model_std"].mean()
     return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
 
 

@@ -92,9 +92,10 @@ class Run:
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
-        reward_model = models.get("reward_model")
+        reward_models = [m for name, m in models.items() if name.startswith("reward_model")
+                         and not name.endswith("'s trunk")]
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
             ptx_examples)
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
@@ -244,14 +245,15 @@ class Run:
         A collective: add what the models say of each response token to the batch. columns: {name:
         (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
         log-probs must be the same, and where the reference is the policy as it is now (in iteration
-        0, and after a reset), the reference's, too; returns the sampler's gap, in nats.
+        0, and after a reset), the reference's, too (not with top_k, top_p or min_p, which truncate
+        the policy alone); returns the sampler's gap, in nats.
         """
         batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
         check_finite({name: batch[name] for name in columns}, self.iteration)
         if "old_logprobs" not in columns:
             return None
         others = dict(sampler_logprobs="the sampler")
-        if self.ref_is_policy and "ref_logprobs" in batch:
+        if self.ref_is_policy and "ref_logprobs" in batch and "kept" not in batch:
             others["ref_logprobs"] = "the reference"
         gaps = [self.must_agree(  # COLLECTIVE
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
