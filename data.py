@@ -121,7 +121,9 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokeniz
     prompt even where the policy's is cut. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt"], tokenizer, path)
-    contexts = {name: model.config.max_positions for name, model in models.items()}
+    # a judge reads text, and has looked at the rows itself
+    contexts = {name: model.config.max_positions for name, model in models.items()
+                if name != "judge"}
     if reward_tokenizer.fingerprint != tokenizer.fingerprint:
         read = [name for name in contexts if name.startswith("reward_model")]  # one, or an ensemble
         longest = min(contexts.pop(name) for name in read) - max_new_tokens

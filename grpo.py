@@ -17,6 +17,7 @@ One iteration: take batch_size / group_size prompts;
     policy         logprobs (B, R)         yes       policy_path, the SFT model
     ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
     reward_model   scores (B,)             no        reward_path, where reward_functions names it
+    judge          scores (B,)             no        judge_path, where reward_functions names it
 
 B responses of an iteration, those to a prompt side by side; P prompt length, R response length,
 T = P + R. Masks are True where it counts. It has the sections of ppo.py, in the same order.
@@ -60,6 +61,10 @@ reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C:
 reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
+judge_template = "yes_no"  # the question: yes_no, rubric, principle, or a file; docs/feedback.md
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -153,13 +158,17 @@ if kl_coef > 0:
 reward_models, reward_tokenizer = build.load_reward_models(
     config, device, policy, tokenizer, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models)
+# the judge: frozen. A language model that is asked; none where reward_functions has no judge
+judge = build.load_judge(config, device, policy, ref_policy, terms)
+
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
+                   judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
+prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 train_prompts, eval_prompts = prompts
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
-ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
+ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
@@ -171,7 +180,8 @@ state = run.state
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
+                judge)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"

@@ -19,6 +19,7 @@ One iteration: take batch_size prompts;
     policy         logprobs (B, R)         yes       policy_path, the SFT model
     ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
     reward_model   scores (B,)             no        reward_path; or rules instead, or beside it
+    judge          scores (B,)             no        judge_path, where reward_functions names it
     value_model    values (B, R)           yes       reward model or policy (value_init)
 
 B responses of an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
@@ -62,6 +63,10 @@ reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C:
 reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
+judge_template = "yes_no"  # the question: yes_no, rubric, principle, or a file; docs/feedback.md
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -164,18 +169,21 @@ if kl_coef > 0:
 reward_models, reward_tokenizer = build.load_reward_models(
     config, device, policy, tokenizer, terms)
 
+# the judge: frozen. A language model that is asked; none where reward_functions has no judge
+judge = build.load_judge(config, device, policy, ref_policy, terms)
+
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
-                   value_model=value_model)
+                   value_model=value_model, judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
+prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 train_prompts, eval_prompts = prompts
 ptx_rows, ptx_examples = build.read_ptx(config, policy, tokenizer)  # none without a ptx_path
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
-ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
+ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
@@ -193,7 +201,8 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
+                judge)
 run.announce(passes=ppo_epochs)
 # a value model that starts as the reward model has the same zero
 center_scores_of(reward_models, value_model if value_init == "reward" else None, run, policy,

@@ -1,6 +1,6 @@
 """
 Responses -> scores, one number for each response. First the rules, which read a response's text;
-then the reward model, which reads its tokens.
+then the reward model, which reads its tokens, and the judge, a language model that is asked.
 
 A rule is a function reward(batch) -> scores (B,): a tensor, an array or a list. The batch is a dict
 of lists with an entry for each response. For two responses of the toy:
@@ -339,7 +339,7 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
     that is not this one, as transformers does with pad_token_id; at the first if all are.
     prompts: how many columns have prompts in them; rows with the same one share it.
     """
-    dtype = torch.promote_types(reward_model.score.weight.dtype, torch.float32)
+    dtype = torch.promote_types(next(reward_model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
     counted = attention_mask if skipped_id is None else attention_mask & (tokens != skipped_id)
     read = torch.zeros_like(attention_mask)  # (B, T)
@@ -398,6 +398,32 @@ def text_scores(rows, completions, finished, reward_model, reward_tokenizer, mic
     tokens, mask = together.together(encode)  # COLLECTIVE
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
                            count, reward_tokenizer.skipped_id)
+
+
+def judge_scores(batch, judge, micro_batch_size, count=0):
+    """The judge's score of each response, (B,); see ask_judge. batch: see this file's header."""
+    questions = [(row, [completion]) for row, completion
+                 in zip(batch["rows"], batch["completions"], strict=True)]
+    return ask_judge(judge, questions, batch["tokens"].device, micro_batch_size, count)
+
+
+def ask_judge(judge, questions, device, micro_batch_size, count=0):
+    """
+    A collective: what the judge says to this rank's n questions [(row, responses)], (n,): the
+    log-odds of its answers behind the template (engine/judging.py), in nats; of several principles
+    the mean. One forward a principle, and nothing is sampled. micro_batch_size, count: see
+    score_sequences.
+    """
+    scores = []
+    for principle in judge.principles:
+        def encode(principle=principle):
+            ids = [judge.encode(row, responses, principle) for row, responses in questions]
+            return right_pad(ids, judge.tokenizer.pad_id)
+
+        tokens, mask = together.together(encode)  # COLLECTIVE
+        scores.append(score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size,
+                                      count))
+    return torch.stack(scores).mean(0)
 
 
 def ensemble_score(scores, how, coef):
@@ -477,23 +503,24 @@ def centering_shift(scores, finished):
 
 
 def reward_terms(spec):
-    """[(weight, name, function)] of the key reward_functions; the reward model's function: None."""
-    return parse_rewards(spec, RULES | {"reward_model": None}, ".")
+    """[(weight, name, function)] of the key reward_functions; a model's function is None."""
+    return parse_rewards(spec, RULES | {"judge": None, "reward_model": None}, ".")
 
 
 class Scorer:
     """
     All that scores a run's responses: the rules, which work in a thread while the next responses
-    are sampled, and the reward model, if there is one, or an ensemble of them.
+    are sampled, and the models: the reward model, or an ensemble of them, and the judge.
 
-    terms: [(weight, name, function)] from parse_rewards; the reward model's function is None.
+    terms: [(weight, name, function)] from parse_rewards; a model's function is None.
     tokenizers: the policy's and the reward models'. threads: an executor for the rules.
     """
 
-    def __init__(self, config, terms, reward_models, tokenizer, reward_tokenizer, threads, device):
+    def __init__(self, config, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
+                 judge=None):
         self.terms, self.names = terms, [name for _, name, _ in terms]
-        self.rules = [term for term in terms if term[1] != "reward_model"]
-        self.reward_models = reward_models
+        self.rules = [term for term in terms if term[2]]
+        self.reward_models, self.judge = reward_models, judge
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.threads, self.device = threads, device
         self.timeout, self.config = config["reward_timeout"], config
@@ -505,7 +532,7 @@ class Scorer:
     def of_one(self, reward_model):
         """A Scorer like this one, of this reward model alone, without the rules."""
         alone = copy.copy(self)
-        alone.reward_models = [reward_model]
+        alone.reward_models, alone.judge = [reward_model], None
         alone.terms, alone.names, alone.rules = [(1.0, "reward_model", None)], ["reward_model"], []
         return alone
 
@@ -531,14 +558,14 @@ class Scorer:
         """
         # first the rules, so that one that fails ends all ranks before they wait for a forward
         scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
+        # every rank runs the same number of forwards, for the models may be sharded
+        # with micro_batch_tokens, as many rows as surely have no more tokens
+        at_once = self.config["micro_batch_size"]
+        if self.config["micro_batch_tokens"]:
+            at_once = max(self.config["micro_batch_tokens"] // mine["tokens"].shape[1], 1)
+        forwards = parallel.most_micro_batches(rows, at_once)
         apart = {}
         if self.reward_models:
-            # every rank runs the same number of forwards, for the model may be sharded
-            # with micro_batch_tokens, as many rows as surely have no more tokens
-            at_once = self.config["micro_batch_size"]
-            if self.config["micro_batch_tokens"]:
-                at_once = max(self.config["micro_batch_tokens"] // mine["tokens"].shape[1], 1)
-            forwards = parallel.most_micro_batches(rows, at_once)
             each, shown = [], []  # (b,) of each model; one after the other is on the device
             demonstrations = [row.get("completion") for row in mine["rows"]]
             for reward_model in self.reward_models:
@@ -556,6 +583,9 @@ class Scorer:
                 scores["demonstration"] = ensemble_score(torch.stack(shown), *how)
             if len(each) > 1:
                 apart = dict(reward_model_std=spread(each))
+        if self.judge:
+            with self.autocast, no_grad_forwards([self.judge.model], self.device):
+                scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
         said |= {name: x.to(like) for name, x in apart.items()}
@@ -569,14 +599,14 @@ class Scorer:
         NaN does not apply to the response (its function gave None) and adds nothing. Where no
         reward applies, but such of weight 0, the score is NaN: the response has none.
         """
-        if self.reward_models:
-            learned = batch["reward/reward_model"]
-            batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
-            if "reward/demonstration" in batch:
+        for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
+            learned = batch[f"reward/{name}"]
+            batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
+            if name == "reward_model" and "reward/demonstration" in batch:
                 batch["reward/reward_model"] -= batch["reward/demonstration"]
             if len(learned) > 1 and (learned == learned[0]).all():
-                self.say_once("the reward model gives all responses of this batch the score "
-                              f"{learned[0]:.4g}: nothing can be learned from it")
+                self.say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
+                              f"score {learned[0]:.4g}: nothing can be learned from it", name)
         for name in self.names:
             none = int(batch[f"reward/{name}"].isnan().sum())
             if none:
@@ -587,7 +617,7 @@ class Scorer:
         counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
         batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
 
-    def say_once(self, message, key="reward_model"):
+    def say_once(self, message, key):
         """Print a line on rank 0, unless one of the same key was printed before."""
         if key not in self.said and parallel.rank_and_size()[0] == 0:
             print(message, flush=True)

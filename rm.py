@@ -179,8 +179,8 @@ if master:
     times = max_iters * batch_size / len(train_rows)
     print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
-    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} pairs held "
-          f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
+    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
+          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------

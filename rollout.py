@@ -438,7 +438,7 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
     batch["index"] = torch.arange(len(wanted), device=run.device)
-    read = ("sampler_logprobs", "reward/reward_model")  # what models have said
+    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")  # what models have said
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies

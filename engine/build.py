@@ -6,11 +6,12 @@ in the building is decided here, so that the scripts need no switch for it.
 import dataclasses
 
 import parallel
-from errors import BadInput
+from errors import BadInput, say
 from engine.adapters import Adapted, load_adapted, load_adapter
 from engine.checks import uses_reward_model
 from engine.encoded import encode_examples
 from engine.hf_files import several_paths
+from engine.judging import Judge, judged_by_reference
 from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
@@ -52,7 +53,7 @@ def read_prompts(path, terms, fields="", demonstrations=False):
     are wanted; none, if path is "". Raises BadInput.
     """
     rows = read_rows(path, prompt_row, fields) if path else Rows()
-    rules, first = [term for term in terms if term[1] != "reward_model"], 0
+    rules, first = [term for term in terms if term[2]], 0
     for file, _, count in rows.parts:
         check_rows(rules, rows[first:first + count], file)
         first += count
@@ -154,6 +155,30 @@ def load_reward_model(config, device, policy, tokenizer, path):
     if said and parallel.rank_and_size()[0] == 0:
         print(said, flush=True)
     return reward_model, reader
+
+
+def load_judge(config, device, policy, ref_policy, terms):
+    """
+    The judge, frozen, a Judge; None where no reward is called so. Where its folder is the frozen
+    reference's (or the trunk's under the policy's adapter) it is that model: no second copy. Raises
+    BadInput.
+    """
+    if "judge" not in [name for _, name, _ in terms]:
+        return None
+    path, model = config["judge_path"], None
+    if judged_by_reference(config):
+        if policy is None:  # a tool, which has no reference
+            raise BadInput("judge_path = 'ref_policy' is for training; give the judge's folder")
+        path = config["ref_path"] or config["policy_path"]
+        model = ref_policy or getattr(policy, "base", None)
+    tokenizer = load_tokenizer(path, dict(chat_date=config["chat_date"]))
+    if model is None:
+        model = load(path, places(config)["judge"], **settings(config, device))
+    check_tokenizer_fits(tokenizer, model, path)
+    judge = Judge(model, tokenizer, path, config["judge_template"], config["judge_principles"],
+                  config["judge_format"])
+    say(judge.in_words)
+    return judge
 
 
 def load_value_model(config, device, policy, tokenizer, reward_tokenizer):

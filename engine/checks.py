@@ -79,7 +79,8 @@ def check_common(c, terms, world_size):
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
     check_ensemble(c, terms)
-    rules = [name for _, name, _ in terms if name != "reward_model"]
+    check_judge(c, [name for _, name, _ in terms])
+    rules = [term for term in terms if term[2]]
     if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
@@ -93,6 +94,21 @@ def check_ensemble(c, terms):
         raise BadConfig(f"reward_ensemble = {c['reward_ensemble']!r} with reward_ensemble_coef = "
                         f"{c['reward_ensemble_coef']:g} is for several reward models; type "
                         "--reward_path=A,B,C")
+
+
+def check_judge(c, names):
+    """Raise BadConfig where a reward is the judge and judge_path names none that stays."""
+    if "judge" not in names:
+        return
+    if not c["judge_path"]:
+        raise BadConfig("reward_functions names judge, and judge_path is empty; type "
+                        "--judge_path=FOLDER, or --judge_path=ref_policy")
+    if c["judge_path"] == "ref_policy" and not (c["kl_coef"] or c["lora"]):
+        raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no reference; "
+                        "give its folder, or type --kl_coef=1e-9")
+    if c["judge_path"] == "ref_policy" and c["ref_reset_iters"]:
+        raise BadConfig("judge_path = 'ref_policy' with ref_reset_iters: the judge would change "
+                        f"with the reference; type --judge_path={c['policy_path']}")
 
 
 def uses_reward_model(terms):

@@ -40,11 +40,14 @@ shared = None  # (rows, path, tokenizer, field) of the processes that encode
 # what the scripts call
 
 
-def encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer):
+def encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge=None):
     """
     For ppo.py and grpo.py: the token ids of each row's prompt; see data.encode_for_all. Rows that
-    are dropped are taken out of `rows`, too.
+    are dropped are taken out of `rows`, too. The rows must also suit the judge, if there is one.
     """
+    if judge:
+        judge.check_rows(rows, path, config["max_new_tokens"], config["too_long"] == "drop")
+
     def encode(rows, path, tokenizer):
         return [ids for ids, _ in encode_all(rows, path, tokenizer, None, folder_of(config))]
 

@@ -47,8 +47,8 @@ timeout = 600  # seconds after which waiting for a lost rank is an error [1..100
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
-# policy, ref, reward, value in ppo.py; policy, ref, reward in grpo.py; policy in sft.py; reward in
-# rm.py. engine/placement.py says what can be combined
+# policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
+# reward in rm.py. engine/placement.py says what can be combined
 zero_stage = ""  # 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
 offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
 lora = ""  # RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model

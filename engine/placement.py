@@ -59,12 +59,12 @@ class Place:
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None):
     """
-    {name: Place} of policy, ref, reward and, where there is one, value. trained: the names of the
-    trained models, ("policy", "value") or ("policy",). The other arguments are the keys of the run.
-    A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does not
-    allow:
+    {name: Place} of policy, ref, reward, judge and, where there is one, value. trained: the names
+    of the trained models, ("policy", "value") or ("policy",). The other arguments are the keys of
+    the run. A key is "" or a list such as "policy=3,ref=0". Raises BadConfig on what the table does
+    not allow:
 
-        key         policy                     value      ref         reward
+        key         policy                     value      ref         reward, judge
         zero_stage  0 to 3                     same       0 to 3 [a]  0 to 3
         offload     optimizer, or params [b]   same [c]   params [d]  params [e]
         lora        RANK:ALPHA:TARGETS         same [c]   -           -
@@ -83,7 +83,7 @@ def placements(trained, zero_stage, offload, lora, optim, share_base=False, valu
     for the trained models; and value_init="shared" leaves the value model out of that and of
     lora="16".
     """
-    names = ("policy", "ref", "reward", *trained[1:])
+    names = ("policy", "ref", "reward", "judge", *trained[1:])
     with_adapter = trained[:1] if value_init == "shared" else trained
     stages = parse_compound("zero_stage", zero_stage, names, parse_stage, "0, 1, 2 or 3")
     stages.setdefault("ref", stages.get("policy", 0))
@@ -369,13 +369,15 @@ def sharded(model):
 
 def in_memory(**models):
     """
-    {name: model} of all models that own memory: those given, without the None among them; of a list
-    each one, as "NAME", "NAME 2" and so on; and the trunk of an Adapted under the name "NAME's
-    trunk", where it is not given itself.
+    {name: model} of all models that own memory: those given, without the None among them, each
+    under its first name; of a list each one, as "NAME", "NAME 2" and so on; and the trunk of an
+    Adapted under the name "NAME's trunk", where it is not given itself.
     """
     lists = {name: model if isinstance(model, list) else [model] for name, model in models.items()}
     models = {f"{name} {number}" if number > 1 else name: model for name, given in lists.items()
               for number, model in enumerate(given, 1) if model is not None}
+    first = {id(model): name for name, model in reversed(models.items())}
+    models = {name: model for name, model in models.items() if first[id(model)] == name}
     for name, model in list(models.items()):
         if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base

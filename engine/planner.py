@@ -16,18 +16,23 @@ from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, 
                            optimizer_states, parameters, saving, sharded, stepping, update)
 
 
+QUESTION = 128  # tokens of a judge's template; those that are built in have 60 to 130
+
+
 def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device="cuda",
-            masked=True, vocab_padding=False, eval_rows=0, reward_ranks=(), ptx_tokens=0):
+            masked=True, vocab_padding=False, eval_rows=0, reward_ranks=(), ptx_tokens=0,
+            judge=None):
     """
     The most that one rank of a run will hold.
 
-    config: the script's configuration. policy: its ModelConfig; rewards: that of the reward model,
-    or those of an ensemble. prompt_tokens: the longest prompt, P. masked: whether prompts differ in
-    length. vocab_padding: whether the model has more embeddings than the tokenizer has tokens.
-    eval_rows: how many held-out prompts there are, where eval_size = 0 takes them all.
+    config: the script's configuration. policy, judge: ModelConfigs; rewards: that of the reward
+    model, or those of an ensemble. prompt_tokens: the longest prompt, P. masked: whether prompts
+    differ in length. vocab_padding: whether the model has more embeddings than the tokenizer has
+    tokens. eval_rows: how many held-out prompts there are, where eval_size = 0 takes them all.
     reward_ranks: the ranks of reward_path's adapters under share_base (none given, or 0: like the
     policy's). ptx_tokens: the longest demonstration of PPO-ptx (0: ptx_max_tokens, or else as long
-    as prompt and response). Every response is taken to have full length.
+    as prompt and response). Every response is taken to have full length, and a judge's template
+    QUESTION tokens.
 
     Returns a dict. Raises BadConfig.
         peak_mib  of the whole run
@@ -36,7 +41,7 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
-    models = models_of(config, policy, rewards, world_size, reward_ranks)
+    models = models_of(config, policy, rewards, world_size, reward_ranks, judge)
     run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
                    policy.vocab_size)
     batch = batch_tensors(run)
@@ -51,6 +56,9 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
                   audit=batch + max(map(audit, models.values())))
 
     # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
+    asked = None  # the model that is the judge
+    if "judge" in rewards_of(config):
+        asked = next(name for name in ("judge", "ref_policy", "policy") if name in models)
     copy = decoding_copy(models["policy"], run)
     stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
@@ -66,6 +74,9 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         for name, m in models.items():
             layer = forward_only(m, run, b, run.T)
             logits = logits_forward(m, run, b * run.R)
+            if name == asked:  # it reads a template as well; of the logits it needs a few
+                layer = forward_only(m, run, b, run.T + QUESTION)
+                logits *= name != "judge"
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
             _, passes, ends = gathered(m, run, False)
@@ -120,7 +131,7 @@ def always_there(models, run, world_size):
 
 
 def predicted_mib(config, policy, reward_models, tokenizer, train_prompts, eval_prompts, world_size,
-                  device, ptx_examples=()):
+                  device, ptx_examples=(), judge=None):
     """
     predict's peak_mib, for a script that has loaded its models, prompts (lists of ids) and
     demonstrations of PPO-ptx (pairs of ids and trained).
@@ -132,13 +143,20 @@ def predicted_mib(config, policy, reward_models, tokenizer, train_prompts, eval_
     return predict(config, policy.config, rewards, max(lengths), world_size, device.type,
                    masked=len(lengths) > 1,
                    vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
-                   eval_rows=len(eval_prompts), reward_ranks=ranks,
-                   ptx_tokens=longest)["peak_mib"]
+                   eval_rows=len(eval_prompts), reward_ranks=ranks, ptx_tokens=longest,
+                   judge=judge and judge.config)["peak_mib"]
 
 
-def models_of(config, policy, rewards, world_size, reward_ranks=()):
+def rewards_of(config):
+    """The names of the rewards in the key reward_functions."""
+    return [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
+
+
+def models_of(config, policy, rewards, world_size, reward_ranks=(), judge=None):
     """{name: Model} as the script loads them. For the arguments see predict. Raises BadConfig."""
-    from engine.placement import placements  # here: torch is imported only when it is needed
+    # here: torch is imported only when it is needed
+    from engine.judging import judged_by_reference
+    from engine.placement import placements
 
     grpo, dtype = "group_size" in config, config["dtype"]
     policy = dataclasses.replace(policy, fp32_head=config.get("fp32_head", False))
@@ -167,7 +185,11 @@ def models_of(config, policy, rewards, world_size, reward_ranks=()):
     if (not adapted or config.get("ref_path")) and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
-    parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
+    parts = rewards_of(config)
+    # the reference may be the judge; with LoRA the policy's trunk is, also where there is no KL
+    there = judged_by_reference(config) and (adapted or "ref_policy" in models)
+    if "judge" in parts and not there:
+        models["judge"] = make("judge", judge or policy, "lm")
     for i, reward in enumerate(rewards if "reward_model" in parts else ()):
         name = f"reward_model {i + 1}" if i else "reward_model"
         if one_trunk:

@@ -12,7 +12,7 @@ calls the rewards. The rewards themselves are in rewards.py. A function of the u
 
     def brevity(batch): ...                                 quartet's: see rewards.py
     def brevity(prompts, completions, answer, **columns)    TRL's: see arguments_of
-    async def judge(...)                                    either of them, awaited
+    async def grader(...)                                   either of them, awaited
 """
 import asyncio
 import difflib

@@ -17,6 +17,7 @@ from engine import launch
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
+from engine.judging import judged_by_reference
 from engine.planner import predicted_mib
 from engine.optimizers import overflowed
 from engine.placement import copy_weights, sharded
@@ -43,7 +44,8 @@ def ranks_agree(config, models, tokenizers):
     contents |= data_hashes(config["prompts_path"], config["eval_path"], config.get("ptx_path"))
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
-        config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
+        config | contents | weights
+        | {"the tokenizers": [t.whole_fingerprint for t in tokenizers if t is not None]})
 
 
 class Run:
@@ -72,6 +74,10 @@ class Run:
         sources = ["policy_path", "prompts_path"]
         if "reward_model" in models:
             sources.append("reward_path")
+        if "judge" in models and not judged_by_reference(config):
+            sources.append("judge_path")
+        sources += [key for key in ("judge_template", "judge_principles")
+                    if os.path.isfile(config[key])]
         if config["ref_path"]:
             sources.append("ref_path")
         if config.get("ptx_path"):
@@ -96,7 +102,7 @@ class Run:
                          and not name.endswith("'s trunk")]
         self.predicted = predicted_mib(
             config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
-            ptx_examples)
+            ptx_examples, models.get("judge"))
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)

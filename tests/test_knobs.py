@@ -24,6 +24,7 @@ from tiny import alike, in_a_row, measured, one_run
 HELD = dict(dtype="float64", max_iters=2, micro_batch_size=64)
 SWAPPED = "answer>prompt,prompt>answer"
 SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first iteration is looked at, too
+JUDGED = dict.fromkeys(("judge_path", "judge_template", "judge_principles"), "FIRST")
 # Name -> (keys that are turned together, what else is set so that each of them matters). Without any
 # one of its keys, a group's run must end in another policy.
 PPO = {
@@ -43,6 +44,8 @@ PPO = {
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
+    "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
+              dict(reward_functions="judge,length", value_init="policy") | JUDGED),
     "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
                  subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
@@ -69,6 +72,8 @@ GRPO = {
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
                   grad_clip=0.05, ref_reset_iters=1), SAVED | dict(num_minibatches=1)),
+    "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
+              dict(reward_functions="judge,0.1*length") | JUDGED),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
@@ -85,8 +90,9 @@ UNMOVING = {
     "importance_cap": 0.0, "sampler_gap_limit": 0.0,
     "code_seconds": 6, "code_memory_mib": 300, "code_output_kib": 32,  # test_sandbox.py turns these
     "compile": False,  # to compile takes long: test_compile.py turns it
-    # this world has no chats: test_chats.py turns these
-    "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
+    # this world has no chats: test_chats.py and test_judge.py turn these
+    "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31",
+    "judge_format": "plain"}
 ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "cuda_graphs",
             "gradient_checkpointing")
 GROUPS = [("ppo.py", name) for name in PPO] + [("grpo.py", name) for name in GRPO]
@@ -111,6 +117,8 @@ SPLIT = {
     ("ppo.py", "ptx"): (3, "none", 2, False, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
+    ("ppo.py", "judge"): (3, "params", 2, True, 0),
+    ("grpo.py", "judge"): (2, "none", 64, False, 0),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
     ("grpo.py", "scores"): (2, "params", 64, False, 0),
     ("grpo.py", "ensemble"): (3, "none", 1, False, 0),
@@ -160,7 +168,7 @@ def split(script, group):
     """The keys of SPLIT."""
     stage, offload, micro, again, chunk = SPLIT[script, group]
     trained = ("policy", "value") if script == "ppo.py" else ("policy",)
-    models = {"none": (), "optimizer": trained, "params": (*trained, "ref", "reward")}[offload]
+    models = {"none": (), "optimizer": trained, "params": (*trained, "ref", "reward", "judge")}[offload]
     return dict(zero_stage=str(stage), offload=",".join(f"{model}={offload}" for model in models),
                 micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk,
                 rollout_batch_size=3)
@@ -184,11 +192,13 @@ def turned(world, tmp_path_factory):
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
     texts = dict(ptx_path=world.texts, prompts_path=world.sft_train)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
-                  prompts_path=world.rl_val, eval_path=world.rl_train)
-    several = f"{world.reward},{world.second_reward}"
+                  prompts_path=world.rl_val, eval_path=world.rl_train, judge_path=world.other_judge,
+                  judge_template=f"{world.root}/other_question.txt",
+                  judge_principles=f"{world.root}/other_principles.txt")
+    firsts, several = world.judged(), f"{world.reward},{world.second_reward}"
 
     def run(script, keys, ranks=1, code=""):
-        given = {"OTHER": others, "TEXTS": texts, "SEVERAL": dict(reward_path=several)}
+        given = {"OTHER": others, "FIRST": firsts, "TEXTS": texts, "SEVERAL": dict(reward_path=several)}
         keys = {key: given[value][key] if value in given else value for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))

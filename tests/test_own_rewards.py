@@ -99,13 +99,13 @@ def test_async_rewards_are_awaited_together():
     events = {}
 
     def waits_for(mine, other):
-        async def judge(batch):
+        async def grader(batch):
             for name in (mine, other):
                 events.setdefault(name, asyncio.Event())  # belongs to the loop that it was made in
             events[mine].set()
             await asyncio.wait_for(events[other].wait(), 5)
             return [len(text) for text in batch["completions"]]
-        return judge
+        return grader
 
     async def trl_judge(completions, **columns):
         await asyncio.sleep(0)
@@ -154,7 +154,7 @@ class Judge:
         seen.update(kwargs, completions=completions, completion_ids=completion_ids)
         return [float(len(ids)) for ids in completion_ids]
 
-judge = Judge()
+grader = Judge()
 part = functools.partial(some, extra=3)
 
 def wants(completions, trainer_state):
@@ -170,7 +170,7 @@ def ours_too(data, *args, scale=2.0):
 
 def test_trls_signature(tmp_path):
     (tmp_path / "mine.py").write_text(TRL)
-    names = ["bare", "some", "few", "judge", "part", "ours", "ours_too"]
+    names = ["bare", "some", "few", "grader", "part", "ours", "ours_too"]
     rewards = parse_rewards(",".join(f"mine.py:{name}" for name in names), RULES, str(tmp_path))
     seen = rewards[0][2].__globals__["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2), dict(prompt=CHAT, answer="333")]
@@ -187,7 +187,7 @@ def test_trls_signature(tmp_path):
         if not reward[1].startswith("ours"):
             assert {k: x for k, x in seen.items() if k not in ("extra",)} == expected, reward[1]
     assert {k: x.tolist() for k, x in given.items()} == dict(
-        bare=[1, 0, 3], some=[0, 0, 0], few=[1, 1, 1], judge=[1, 2, 3], part=[0, 0, 0], ours=[1, 1, 1], ours_too=[2, 2, 2])
+        bare=[1, 0, 3], some=[0, 0, 0], few=[1, 1, 1], grader=[1, 2, 3], part=[0, 0, 0], ours=[1, 1, 1], ours_too=[2, 2, 2])
     with pytest.raises(BadInput, match="^rows.jsonl: the reward 'few' has a parameter 'level', and no row has such a field; "
                                        "the fields are 'prompt', 'answer'$"):
         check_rows(rewards[2:3], rows[2:], "rows.jsonl")
@@ -212,7 +212,7 @@ JUDGE = """
 import json
 import urllib.request
 
-def judge(batch):
+def grader(batch):
     body = json.dumps(batch["completions"]).encode()
     with urllib.request.urlopen(URL, body, timeout=5) as answer:
         return json.load(answer)
@@ -220,7 +220,7 @@ def judge(batch):
 
 
 class Server:
-    """A judge on this machine, which gives each text its length; `answers` are the statuses of the next answers, then 200."""
+    """A grader on this machine, which gives each text its length; `answers` are the statuses of the next answers, then 200."""
 
     def __init__(self):
         server = self
@@ -256,18 +256,18 @@ def server():
 def test_a_server_that_fails_is_asked_again(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reward_mix, "PAUSES", (0.01, 0.02, 0.03))
     (tmp_path / "mine.py").write_text(JUDGE + f"URL = {server.url!r}\n")
-    rewards = parse_rewards("mine.py:judge", RULES, str(tmp_path))
+    rewards = parse_rewards("mine.py:grader", RULES, str(tmp_path))
     others = []
     rewards.append((1.0, "other", lambda batch: others.append(1) or [0, 0, 0]))
     server.answers = [503, 0, 429]
-    assert call_rewards(rewards, BATCH)["judge"].tolist() == [1, 2, 3]
+    assert call_rewards(rewards, BATCH)["grader"].tolist() == [1, 2, 3]
     assert server.asked == 4 and len(others) == 1  # what answered is not asked again
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3
-    assert said[0].startswith("reward 'judge': HTTPError: HTTP Error 503") and said[0].endswith("again in 0.01 s")
+    assert said[0].startswith("reward 'grader': HTTPError: HTTP Error 503") and said[0].endswith("again in 0.01 s")
     for answers, asked, error in (([500] * 9, 4, "HTTP Error 500"), ([401], 1, "HTTP Error 401")):
         server.asked, server.answers = 0, answers
-        with pytest.raises(Stop, match=f"^reward 'judge' failed at {tmp_path}/mine.py, line [0-9]+: HTTPError: {error}"):
+        with pytest.raises(Stop, match=f"^reward 'grader' failed at {tmp_path}/mine.py, line [0-9]+: HTTPError: {error}"):
             call_rewards(rewards, BATCH)
         assert server.asked == asked
     monkeypatch.setattr(reward_mix, "PAUSES", (0.01, 60))
@@ -312,7 +312,7 @@ import urllib.error
 def sometimes(prompts, completions, **columns):  # a response of an even length, and every prompt that begins with 1, has no score
     return [None if len(text) % 2 == 0 or prompt[0] == "1" else len(text) / 8 for prompt, text in zip(prompts, completions)]
 
-async def judge(completions, answer, **columns):
+async def grader(completions, answer, **columns):
     await asyncio.sleep(0)
     return [float(text[:1] == truth[:1]) for text, truth in zip(completions, answer)]
 
@@ -328,7 +328,7 @@ def down(batch):  # the server is gone in the third call: the first evaluation a
 
 
 def test_runs(tmp_path):
-    """Scores that are missing, in GRPO and in PPO. A judge that is down saves the run, which then goes on as if nothing was."""
+    """Scores that are missing, in GRPO and in PPO. A grader that is down saves the run, which then goes on as if nothing was."""
     (tmp_path / "world").mkdir()
     world = tiny.build(str(tmp_path / "world"))
     (tmp_path / "mine.py").write_text(MINE)
@@ -338,7 +338,7 @@ def test_runs(tmp_path):
     code = "from engine import reward_mix\nreward_mix.PAUSES = (0.01,)"
     jobs = {
         "none": tiny.one_run("grpo.py", world.grpo("out", reward_functions=f"{mine}:sometimes")),
-        "mix": tiny.one_run("grpo.py", world.grpo("out", reward_functions=f"{mine}:sometimes,0.5*{mine}:judge")),
+        "mix": tiny.one_run("grpo.py", world.grpo("out", reward_functions=f"{mine}:sometimes,0.5*{mine}:grader")),
         "ppo": tiny.one_run("ppo.py", world.ppo("out", reward_functions=f"{mine}:sometimes", value_init="policy",
                                                 missing_eos_penalty=0, scale_scores="running")),
         "down": tiny.one_run("grpo.py", (down, code)),

@@ -59,6 +59,8 @@ FAST = {
     "grpo, qwen tied, chunks, recomputed, bf16": (
         "grpo", 1, llama(64, 3, 4, 2, 176, model_type="qwen2", tie_word_embeddings=True), 30,
         GRPO | SHORT | dict(dtype="bfloat16", head_chunk=32, gradient_checkpointing=True)),
+    "grpo, a judge": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="judge")),
+    "grpo, the reference judges": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="ref_policy")),
     "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
     "ppo, long texts beside it": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(
         ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
@@ -142,10 +144,11 @@ def build(folder, shape, more_embeddings):
     hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                       pad_token_id=tokenizer.pad_id)
     path = {name: os.path.join(folder, name)
-            for name in ("policy", "reward", "adapter", "prompts.jsonl", "texts.jsonl")}
+            for name in ("policy", "reward", "adapter", "judge", "prompts.jsonl", "texts.jsonl")}
     policy = from_scratch(hf, seed=1)
     save_model(path["policy"], policy, tokenizer)
     save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
+    save_model(path["judge"], from_scratch(hf, seed=3), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
     tiny.jsonl(path["texts.jsonl"], [dict(text="b" * (115 + i)) for i in range(16)])
@@ -162,6 +165,7 @@ def runs(cases, folder):
                     eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device_type="cpu",
                     reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
         keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
+        keys |= dict(judge_path=path["judge"]) if keys.get("judge_path") == "judge" else {}
         keys |= dict(ptx_path=path["texts.jsonl"]) if "ptx_path" in keys else {}
         args = tiny.arguments(keys)
         config = memory.read_config(script, args)

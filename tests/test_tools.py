@@ -114,6 +114,12 @@ def test_quickstart_refuses_a_seed_that_is_none():
     assert done.returncode == 2 and "the seed must be a number" in done.stderr
 
 
+@pytest.mark.parametrize("arguments, said", [(["one"], "the seed must be a number"), (["1", "both"], "wanted labels or reward")])
+def test_judge_refuses_what_it_does_not_know(arguments, said):
+    done = subprocess.run(["bash", "runs/judge.sh", *arguments], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_machine_without_venv_is_told_so(tmp_path):
     """A python3 whose venv module is missing, as on a bare Debian: one line that says what to install."""
     fake = tmp_path / "python3"

@@ -818,20 +818,21 @@ def test_the_moving_average_by_hand(dtype):
 # ---------------------------------------------------------------------------------------------------------------------
 # the keys
 
-ALL = ("policy", "ref", "reward", "value")
+ALL = ("policy", "ref", "reward", "judge", "value")
 P = placement.Place
 PLACES = [  # zero_stage, offload, lora, optimizer, share_base, value_init -> places that are not as usual
     (("", "", "", "adamw"), {}),
     (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
     (("policy=3", "", "", "adamw"), dict(policy=P(3), ref=P(3))),  # the reference follows
     (("policy=3,ref=0", "", "", "adamw"), dict(policy=P(3))), (("ref=3", "", "", "adamw"), dict(ref=P(3))),
-    ((" 1 , value = 2 ", "", "", "adamw"), dict(policy=P(1), ref=P(1), reward=P(1), value=P(2))),
+    ((" 1 , value = 2 ", "", "", "adamw"), dict(policy=P(1), ref=P(1), reward=P(1), judge=P(1), value=P(2))),
     (("", "policy=optimizer,reward=params", "", "adamw"), dict(policy=P(0, "optimizer"), reward=P(0, "params"))),
     (("value=2", "value=params", "", "adamw"), dict(value=P(2, "params"))),
     (("", "", "16", "adamw"), {n: P(lora=dict(rank=16, alpha=32.0)) for n in ("policy", "value")}),
     (("", "", "policy=4:1,value=8:3:q+v", "adamw"), dict(policy=P(lora=dict(rank=4, alpha=1.0)), value=P(
         lora=dict(rank=8, alpha=3.0, targets="q,v")))),
-    (("1", "", "", "policy=adafactor"), dict(policy=P(1, optimizer="adafactor"), ref=P(1), reward=P(1), value=P(1))),
+    (("1", "", "", "policy=adafactor"), {n: P(1) for n in ALL} | dict(policy=P(1, optimizer="adafactor"))),
+    (("judge=3", "judge=params", "", "adamw"), dict(judge=P(3, "params"))),
     (("", "", "2", "adamw", True, "policy"), {n: P(lora=dict(rank=2, alpha=4.0)) for n in ("policy", "value")}),
     (("", "", "policy=2", "adamw", True, "shared"), dict(policy=P(lora=dict(rank=2, alpha=4.0)))),
 ]
@@ -844,7 +845,7 @@ def test_places_by_hand(keys, places):
 
 def test_places_without_a_value_model():
     assert placement.placements(("policy",), "3", "reward=params", "2", "adamw") == dict(
-        policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"))
+        policy=P(3, lora=dict(rank=2, alpha=4.0)), ref=P(3), reward=P(3, "params"), judge=P(3))
     with pytest.raises(BadConfig, match="value"):
         placement.placements(("policy",), "value=3", "", "", "adamw")
 

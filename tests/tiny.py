@@ -131,6 +131,11 @@ class World:
             learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
 
+    def judged(self, **keys):
+        """The keys of a run whose reward is the judge."""
+        return dict(reward_functions="judge", judge_path=self.judge, judge_template=f"{self.root}/question.txt",
+                    judge_principles=f"{self.root}/principles.txt") | keys
+
     def rule(self, name):
         """How the key `rewards` names a function of RULES, below."""
         return os.path.join(self.root, f"rules.py:{name}")
@@ -184,6 +189,15 @@ def build(folder):
         model = from_scratch(config | dict(n_positions=context), head="scalar", seed=seed)
         model.config.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
+
+    for name, seed in (("judge", 3), ("other_judge", 4)):  # with a tokenizer of its own, and room for a question
+        model = from_scratch(config | dict(n_positions=80), seed=seed)
+        save_model(os.path.join(folder, name), model, tokenizers["other_tokenizer"])
+    for name, text in (("question.txt", "answers: y n\nGood by {principle}? {prompt}{response} "),
+                       ("other_question.txt", "answers: 1, 2, 3\n{principle}: {response}, to {prompt} ({answer})\n"),
+                       ("principles.txt", "brief\n\nkind\n"), ("other_principles.txt", "right\n")):
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+            f.write(text)
 
     rng = random.Random(0)  # numbers of one to three digits: the prompts differ in length, so that padding matters
     problems = [(rng.randrange(10 ** rng.randint(1, 3)), rng.randrange(10 ** rng.randint(1, 3))) for _ in range(200)]

@@ -14,6 +14,7 @@ Config files and --key=value are those of the script. These options are the tool
     --script=ppo         ppo or grpo; otherwise the keys tell, or the name of the config file
     --policy-config=     a config.json, or a name from below, if the policy's folder is not here
     --reward-config=     the same for the reward model
+    --judge-config=      the same for the judge
     --prompt-tokens=512  the longest prompt; otherwise prompts are measured, if data and tokenizer
                          are here
 
@@ -40,11 +41,11 @@ sys.path.insert(0, ROOT)
 
 from configurator import read_arguments, read_keys, run_config_file  # noqa: E402
 from engine.memory import ROWS  # noqa: E402
-from engine.planner import predict  # noqa: E402
+from engine.planner import predict, rewards_of  # noqa: E402
 from errors import BadConfig, BadInput, report_and_exit  # noqa: E402
 
 OPTIONS = dict(world_size=1, gpu_gb=0.0, compare=False, script="", policy_config="",
-               reward_config="", prompt_tokens=0)
+               reward_config="", judge_config="", prompt_tokens=0)
 FORMULAS = {  # of each row of the table, in short
     "parameters": "elements x bytes",
     "gradients": "trained elements x bytes",
@@ -335,7 +336,9 @@ def main(argv):
     options, rest = split_arguments(argv)
     script = which_script(rest, options["script"])
     config, world_size = read_config(script, rest), options["world_size"]
-    from engine.hf_files import read_json, several_paths  # here: --help need not wait for torch
+    # here: --help need not wait for torch
+    from engine.hf_files import read_json, several_paths
+    from engine.judging import judged_by_reference
     from engine.placement import precisions
 
     device = config["device_type"]
@@ -347,6 +350,9 @@ def main(argv):
 
     # the models; under share_base a reward model is an adapter on the policy's trunk
     policy = architecture(config["policy_path"], options["policy_config"], "--policy-config")
+    judge = policy
+    if "judge" in rewards_of(config) and not judged_by_reference(config):
+        judge = architecture(config["judge_path"], options["judge_config"], "--judge-config")
     learned, share_base = "reward_model" in config["reward_functions"], config["share_base"]
     paths = several_paths(config["reward_path"], "reward_path") if learned else [config["reward_path"]]
     rewards, reward_ranks = [], []
@@ -378,7 +384,7 @@ def main(argv):
 
     def plan(settings):
         return predict(settings, policy, rewards, P, world_size, device, differ, padding, held_out,
-                       reward_ranks)
+                       reward_ranks, judge=judge)
 
     tokens = config["micro_batch_tokens"]
     limit = options["gpu_gb"] or 80 * options["compare"]

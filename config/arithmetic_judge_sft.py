@@ -1,0 +1,16 @@
+"""
+SFT of a judge for the built-in addition task: it reads a problem and an answer, and says A (right)
+or B (wrong). It begins as the SFT model, which knows the sums already, and learns to see slips.
+
+    python data/arithmetic/judge.py                # after config/arithmetic_sft.py
+    python sft.py config/arithmetic_judge_sft.py
+"""
+out_dir = "out/arithmetic_judge"
+init_from = "out/arithmetic_sft/policy"
+train_path = "data/arithmetic/judge_train.jsonl"
+val_path = "data/arithmetic/judge_val.jsonl"
+eval_size = 1000
+max_iters = 500
+batch_size = 128
+micro_batch_size = 128
+learning_rate = 2e-3

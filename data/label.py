@@ -1,0 +1,202 @@
+r"""
+Preference pairs that a judge makes, for rm.py. A policy answers each prompt several times, two
+answers are a pair, and a language model says which of them is better.
+
+    python data/label.py --policy_path=my/sft --judge_path=Qwen/Qwen2.5-7B-Instruct \
+        --prompts_path=data/mine/prompts.jsonl --out=data/mine/labels.jsonl
+
+A judge that compares likes the place of an answer, often the first. So it is asked in both orders,
+and a pair is kept where it names the same answer both times. How much it likes a place is printed.
+A template of your own with {first} and {second} compares, too; one with {response}, such as yes_no,
+grades each answer by itself: then the better grade wins, and there is no order.
+
+Writes OUT, JSONL with "prompt", "chosen", "rejected" and "confidence": the probability, from 0.5 to
+1, that the judge gives to the chosen one. With held_out also OUT's name with _val. The same command
+writes the same pairs.
+"""
+import json
+import math
+import os
+import sys
+
+# Python looks for modules in this file's folder, data/; ours are in the folder above it.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch  # noqa: E402
+
+from configurator import configure  # noqa: E402
+from data import encode_for_all  # noqa: E402
+from engine.judging import Judge, template_text  # noqa: E402
+from engine.placement import precisions  # noqa: E402
+from engine.pretrained import from_pretrained  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from errors import BadConfig, BadInput  # noqa: E402
+from formats import read_rows  # noqa: E402
+from model import freeze  # noqa: E402
+from rewards import accuracy, ask_judge  # noqa: E402
+from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rows import prompt_row  # noqa: E402
+
+# --------------------------------------------------------------------------------------------------
+# what is asked
+policy_path = "out/arithmetic_sft/policy"  # whose answers are compared
+judge_path = ""  # folder or hub name of the language model that compares them
+judge_template = "compare"  # the question: compare, yes_no, rubric, principle, or a file
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+prompts_path = "data/arithmetic/rl_train.jsonl"  # JSONL with "prompt"
+fields = ""  # the data's names for ours: "question>prompt"
+too_long = "error"  # a prompt that does not fit [error | drop]
+# what is written
+out = "out/labels.jsonl"  # an older file is replaced
+pairs = 0  # so many pairs are enough; 0 = those of all prompts [>= 0]
+held_out = 0  # so many pairs more, to OUT's name with _val [>= 0]
+min_confidence = 0.5  # pairs with less are left out [0.5..1]
+# sampling
+samples = 2  # answers to each prompt; 2 are a pair, 4 two pairs [2..1000]
+max_new_tokens = 48  # longest answer; one that does not end is left out [1..1000000]
+temperature = 1.0  # of the answers [> 0]
+batch_size = 256  # answers that decode at once [2..1000000]
+micro_batch_size = 64  # answers that the judge reads at once [>= 1]
+seed = 1  # decides the answers [>= 0]
+chat_template = ""  # a Jinja file in the place of the policy's own chat template
+template_kwargs = ""  # what the policy's template is told, such as enable_thinking=False
+system_prompt = ""  # the system message of chats that have none
+chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
+# device
+device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
+dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
+config = configure(globals())
+# --------------------------------------------------------------------------------------------------
+# the policy, the judge, the prompts
+
+if not judge_path:
+    raise BadConfig("judge_path is empty; type --judge_path=FOLDER")
+if samples % 2:
+    raise BadConfig(f"samples = {samples}: wanted an even number, for two are a pair")
+device = device_type
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.device(device)
+autocast, weights_dtype, matrices = precisions(dtype, True, device)
+
+
+def load(path):
+    """A frozen language model."""
+    return freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
+
+
+compares = "{first}" in template_text(judge_template)
+tokenizer = load_tokenizer(policy_path, config)
+policy = load(policy_path)
+check_tokenizer_fits(tokenizer, policy, policy_path)
+judge_tokenizer = load_tokenizer(judge_path, dict(chat_date=chat_date))
+model = load(judge_path)
+check_tokenizer_fits(judge_tokenizer, model, judge_path)
+judge = Judge(model, judge_tokenizer, judge_path, judge_template, judge_principles, judge_format,
+              ("first", "second") if compares else ("response",))
+print(judge.in_words)
+rows = read_rows(prompts_path, prompt_row, fields)
+judge.check_rows(rows, prompts_path, max_new_tokens, too_long == "drop")
+prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy), tokenizer,
+                         tokenizer, too_long=too_long)
+try:  # now, and not after hours
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    open(f"{out}.tmp", "w", encoding="utf-8").close()
+except OSError as e:
+    raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+
+# --------------------------------------------------------------------------------------------------
+# answers, and what the judge says of them
+
+
+def ask(questions):
+    """The judge's log-odds for each of [(row, responses)], a list."""
+    with torch.no_grad(), autocast:
+        return ask_judge(judge, questions, device, micro_batch_size).tolist()
+
+
+def answer(numbers):
+    """[(text, whether it ended)] of `samples` answers to each prompt of these numbers."""
+    which = [(i, sample) for i in numbers for sample in range(samples)]
+    uniforms = response_uniforms(seed, "label", 0, [i for i, _ in which], max_new_tokens,
+                                 [sample for _, sample in which])
+    with torch.no_grad(), autocast:
+        batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
+                         tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms)
+    return list(zip(decode_responses(tokenizer, batch), batch["finished"].tolist(), strict=True))
+
+
+wanted = pairs + held_out if pairs else math.inf
+counts = dict.fromkeys(("cut off or empty", "the same text", "no answer both times",
+                        "too little confidence"), 0)
+kept, biases, places, checked = [], [], [], []
+at_once = max(batch_size // samples, 1)
+for first in range(0, len(rows), at_once):
+    numbers = range(first, min(first + at_once, len(rows)))
+    answers = answer(numbers)
+    found = []  # [(row, one answer, the other one)]
+    for j in range(0, len(answers), 2):
+        (one, ended), (other, other_ended) = answers[j:j + 2]
+        if not (ended and other_ended and one.strip() and other.strip()):
+            counts["cut off or empty"] += 1
+        elif one == other:
+            counts["the same text"] += 1
+        else:
+            found.append((rows[numbers[j // samples]], one, other))
+    if compares:  # log-odds that the one that is shown first is better, in both orders
+        forth = ask([(row, [one, other]) for row, one, other in found])
+        back = ask([(row, [other, one]) for row, one, other in found])
+    else:
+        forth = ask([(row, [one]) for row, one, _ in found])
+        back = ask([(row, [other]) for row, _, other in found])
+    for (row, one, other), f, b in zip(found, forth, back, strict=True):
+        margin = f - b  # log-odds that `one` is better
+        if compares:
+            margin = (f - b) / 2
+            biases.append((f + b) / 2)
+            places.append("both" if f * b < 0 else "first" if f + b > 0 else "second")
+        confidence = 1 / (1 + math.exp(-min(abs(margin), 500)))
+        if margin == 0 or compares and f * b >= 0:
+            counts["no answer both times"] += 1
+        elif confidence < min_confidence:
+            counts["too little confidence"] += 1
+        else:
+            chosen, rejected = (one, other) if margin > 0 else (other, one)
+            kept.append(dict(prompt=row["prompt"], chosen=chosen, rejected=rejected,
+                             confidence=confidence))
+            right = accuracy(dict(rows=[row, row], completions=[chosen, rejected])).tolist()
+            checked.append(right)
+    print(f"{len(kept)} pairs of {numbers[-1] + 1} prompts", flush=True)
+    if len(kept) >= wanted:
+        break
+if len(kept) <= held_out:
+    left_out = ", ".join(f"{name} {n}" for name, n in counts.items() if n)
+    raise BadInput(f"only {len(kept)} pairs are left, for held_out = {held_out} and training; left "
+                   f"out: {left_out or 'none'}; give more prompts, or another judge")
+
+# --------------------------------------------------------------------------------------------------
+# what is written and printed
+
+kept = kept[:min(wanted, len(kept))]
+train = kept[:len(kept) - held_out]
+stem, ending = os.path.splitext(out)
+for path, part in ((out, train), (f"{stem}_val{ending}", kept[len(train):])):
+    if part:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(pair) + "\n" for pair in part)
+        os.replace(f"{path}.tmp", path)
+        print(f"{path}: {len(part)} pairs")
+print("left out: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
+if compares:
+    n = len(places)
+    print(f"asked in both orders, it names the same answer in {places.count('both') / n:.1%} of "
+          f"{n} pairs, the first place in {places.count('first') / n:.1%}, the second in "
+          f"{places.count('second') / n:.1%}; the first place is worth "
+          f"{sum(biases) / n:+.3f} nats of log-odds")
+# known answers are for this line alone
+unlike = [right for right in checked if sorted(right) == [0.0, 1.0]]
+if unlike:
+    share = sum(chosen for chosen, _ in unlike) / len(unlike)
+    print(f"by the rows' answers: of {len(unlike)} pairs with one right answer the judge has "
+          f"chosen it in {share:.1%}")

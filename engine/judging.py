@@ -1,0 +1,287 @@
+"""
+How a language model judges: what it is asked about a prompt and a response, and which tokens are
+its answers. What becomes of their logits is in rewards.py.
+
+The question is a template, a text with fields in braces. {prompt} and {response} are filled in, and
+where the template names them {answer}, the row's, and {principle}, one line of a file of them. Its
+first line may name the answers, best first; without such a line they are A and B:
+
+    answers: A B C
+    Question: {prompt}
+    Answer: {response}
+    Is it right? A: yes. B: in parts. C: no.
+
+A judge of pairs (data/label.py) reads {first} and {second} in the place of {response}.
+"""
+import hashlib
+import json
+import os
+import re
+
+import torch
+
+from data import naming
+from engine.hf_files import read_text
+from engine.reading import as_dialogue
+from errors import BadInput, shorten
+from formats import where_is
+from model import at_least_float32
+
+SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
+         "[Answer]\n{response}\n\n")
+REPLY = "Reply with one letter and nothing else.\nThe letter is:"
+GRADES = ("perfect", "excellent", "very good", "good", "fair", "mediocre", "weak", "poor",
+          "very poor", "useless")  # from 10 down to 1
+TEMPLATES = dict(
+    yes_no=SHOWN + "Is this a good answer to the question?\nA: yes\nB: no\n" + REPLY,
+    # the grades have letters, since "10" is two tokens to many tokenizers
+    rubric="answers: A B C D E F G H I J\n" + SHOWN + "Grade the answer from 10 down to 1.\n"
+           + "".join(f"{letter}: {10 - i}, {GRADES[i]}\n" for i, letter in enumerate("ABCDEFGHIJ"))
+           + REPLY,
+    principle=SHOWN + "Does the answer keep to this principle?\n{principle}\nA: yes\nB: no\n"
+              + REPLY,
+    compare="Below are a question and two answers to it.\n\n[Question]\n{prompt}\n\n"
+            "[First answer]\n{first}\n\n[Second answer]\n{second}\n\n"
+            "Which answer is better?\nA: the first one\nB: the second one\n" + REPLY,
+)
+FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")  # {{name}} is the letters {name}
+KNOWN = "prompt", "answer", "principle"  # the fields of every template, beside those of responses
+
+
+class Judge:
+    """
+    A frozen language model that answers the question of a template with one of a few tokens. It
+    is called like a reward model: its scalar at a token is the log-odds of the answers behind it.
+    answers: the ids of their tokens, best first; principles: at least one, which may be "".
+    """
+
+    def __init__(self, model, tokenizer, path, judge_template="yes_no", judge_principles="",
+                 judge_format="auto", responses=("response",)):
+        """
+        path: the model's, for messages. The next three arguments are keys of ppo.py. responses:
+        the fields that the template must have for what is judged. Raises BadInput.
+        """
+        self.model, self.config, self.parameters = model, model.config, model.parameters
+        self.tokenizer, self.path, self.responses = tokenizer, path, responses
+        self.name = f"judge_template {judge_template!r}"
+        if judge_format == "chat" and not tokenizer.template:
+            raise BadInput(f"judge_format = 'chat', but the tokenizer of {path} has no chat "
+                           "template; type --judge_format=plain")
+        self.chat = bool(tokenizer.template) and judge_format != "plain"
+        self.text, self.words = self.read_template(judge_template)
+        self.principles = self.read_principles(judge_principles)
+        self.opening = []  # ids behind each question
+        self.answers, self.opening = self.find_answers()
+
+    def __call__(self, tokens, packed):
+        """Packed questions (1, N), whose last tokens are read -> scores (1, n)."""
+        states = at_least_float32(self.model.trunk(tokens, packed=packed))  # (1, n, d)
+        # the answers' logits alone, and under autocast in float32 too: not a product of matrices
+        rows = at_least_float32(self.model.lm_head_weight()[self.answers])  # (K, d)
+        return log_odds((states[..., None, :] * rows).sum(-1))
+
+    @property
+    def whole_fingerprint(self):
+        """Differs where a response is judged in another way."""
+        settings = [self.tokenizer.whole_fingerprint, self.text, self.words, self.principles,
+                    self.chat]
+        return hashlib.blake2b(json.dumps(settings).encode()).hexdigest()
+
+    @property
+    def in_words(self):
+        """A line that says how it judges."""
+        how = "in its own chat template" if self.chat else "as plain text"
+        count = f", {len(self.principles)} principles" if len(self.principles) > 1 else ""
+        answers = ", ".join(f"{word} (token {i})"
+                            for word, i in zip(self.words, self.answers, strict=True))
+        return f"judge {self.path}: it reads {self.name} {how}{count}; its answers: {answers}"
+
+    # the template
+
+    def read_template(self, template):
+        """(text, answers) of a built-in template or a file. Raises BadInput."""
+        text = template_text(template)
+        words, first, rest = ["A", "B"], *text.partition("\n")[::2]
+        if first.startswith("answers:"):
+            words, text = first.removeprefix("answers:").replace(",", " ").split(), rest
+        if len(set(words)) < max(len(words), 2):
+            raise BadInput(f"{self.name}: wanted two different answers or more in its first line, "
+                           f"as 'answers: A B', found {shorten(first)}")
+        if not text.strip():
+            raise BadInput(f"{self.name} is empty; write the question to the judge, with "
+                           f"{{prompt}} and {{{self.responses[0]}}} in it")
+        fields = {named for _, named in FIELD.findall(text)} - {""}
+        known = (*KNOWN, *self.responses)
+        for field in sorted(fields - set(known)):
+            raise BadInput(f"{self.name} has the unknown field {{{field}}}; there are "
+                           f"{', '.join(f'{{{x}}}' for x in known)}, and {{{{{field}}}}} writes "
+                           "the braces themselves")
+        for field in self.responses:
+            if field not in fields:
+                raise BadInput(f"{self.name} has no {{{field}}}, so the judge would not see what "
+                               "it judges; put it where the text belongs")
+        self.fields = fields
+        return text.strip(), words
+
+    def read_principles(self, file):
+        """The lines of a file that are not blank; [""] without one. Raises BadInput."""
+        if bool(file) != ("principle" in self.fields):
+            raise BadInput(f"{self.name} has no {{principle}} for those of judge_principles; type "
+                           "--judge_template=principle" if file else
+                           f"{self.name} has the field {{principle}}; type "
+                           "--judge_principles=FILE, a text with one principle a line")
+        if not file:
+            return [""]
+        if not os.path.isfile(file):
+            raise BadInput(f"judge_principles {file!r} is no file")
+        principles = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+        if not principles:
+            raise BadInput(f"judge_principles {file!r} is empty; write one principle a line")
+        return principles
+
+    # text -> ids
+
+    def find_answers(self):
+        """
+        (ids of the answers' tokens, ids of what a chat template writes between the question and
+        each of them, as Qwen3's empty thoughts). Behind plain text an answer has a blank in front
+        of it where it is one token then. Raises BadInput.
+        """
+        text = fill(self.text, dict.fromkeys(self.fields, "x"))
+        ids = self.encode_text(text)
+        for blank in ("",) if self.chat else (" ", ""):
+            answered = [self.encode_answered(text, ids, blank + word) for word in self.words]
+            same = len(os.path.commonprefix(answered))
+            found = [more[same] if len(more) > same else None for more in answered]
+            fit = [i is not None and self.tokenizer.decode([i]).strip() == word
+                   for i, word in zip(found, self.words, strict=True)]
+            if all(fit) and (same == len(ids) or self.chat and same > len(ids)):
+                return found, answered[0][len(ids):same]
+        word = self.words[fit.index(False) if False in fit else 0]
+        raise BadInput(f"{self.name}: the answer {word!r} is not one token to the judge "
+                       f"{self.path}; name others in the template's first line, as 'answers: A B'")
+
+    def encode_answered(self, text, ids, word):
+        """The ids of a question, which are `ids` alone, and of an answer behind it."""
+        if not self.chat:
+            return self.encode_text(text + word)
+        more = self.tokenizer.encode_whole([dict(role="user", content=text),
+                                            dict(role="assistant", content=word)])
+        if more[:len(ids)] == ids:
+            return more
+        return ids + self.tokenizer.encode(word)  # a turn that is there is written otherwise
+
+    def encode_text(self, text):
+        """Ids of a filled template: a user's message in a chat, up to where the answer begins."""
+        if self.chat:
+            return self.tokenizer.encode_chat([dict(role="user", content=text)]) + self.opening
+        return self.tokenizer.encode_prompt(text) + self.opening
+
+    def encode(self, row, responses, principle=""):
+        """
+        The ids of the question about one response (or two) to the prompt of a row of data. Where
+        they are more than the judge's context, the responses lose their ends: one odd response
+        must not stop a run. Raises BadInput where the rest alone is longer.
+        """
+        ids = self.encode_whole(row, responses, principle)
+        limit = self.model.config.max_positions
+        if len(ids) <= limit:
+            return ids
+        least = len(self.encode_whole(row, [""] * len(responses), principle))
+        if least > limit:
+            raise BadInput(f"the question to the judge has {least} tokens without the response, "
+                           f"and its context {limit}; shorten the prompt or the template")
+        while len(ids) > limit:
+            share = (limit - least) / (len(ids) - least)
+            responses = [text[:int(share * (len(text) - 1))] for text in responses]
+            ids = self.encode_whole(row, responses, principle)
+        return ids
+
+    def encode_whole(self, row, responses, principle=""):
+        """encode, of however many tokens."""
+        dialogues = [as_dialogue(row["prompt"], text) for text in responses]
+        asked = row["prompt"]
+        if not isinstance(asked, str):
+            asked = as_text(dialogues[0][:-1])
+        texts = [dialogue[-1]["content"] for dialogue in dialogues]
+        return self.encode_text(fill(self.text, dict(
+            prompt=asked, principle=principle, answer=str(row.get("answer")),
+            **dict(zip(self.responses, texts, strict=True)))))
+
+    def check_rows(self, rows, path, new_tokens, drop=False):
+        """
+        Raise BadInput, with file and row, unless each row has the `answer` that the template shows,
+        and its prompt leaves room for responses of new_tokens of the judge's tokens. drop: rows
+        whose prompt is too long are taken out of `rows`. Returns how many were.
+        """
+        limit, kept = self.model.config.max_positions - new_tokens * len(self.responses), []
+        principle = max(self.principles, key=len)
+        empty = [""] * len(self.responses)
+        more = len(self.encode_whole(dict(prompt="", answer=""), empty, principle))
+        for number, row in enumerate(rows):
+            if "answer" in self.fields and row.get("answer") is None:
+                raise BadInput("{}, row {}: ".format(*where_is(rows, path, number))
+                               + f"{self.name} shows the field 'answer', and the row has none")
+            # a token is a byte or more: what is short enough in bytes need not be encoded
+            length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
+            if length > limit:
+                with naming(*where_is(rows, path, number)):
+                    length = len(self.encode_whole(row, empty, principle))
+            if length <= limit:
+                kept.append(number)
+            elif not drop:
+                raise BadInput("{}, row {}: ".format(*where_is(rows, path, number))
+                               + f"the question to the judge has {length} tokens without the "
+                               f"response; up to {limit} fit beside max_new_tokens into its "
+                               "context. Shorten or drop the row, or type --too_long=drop")
+        dropped = len(rows) - len(kept)
+        if dropped:
+            rows.keep(kept)
+        return dropped
+
+
+def template_text(template):
+    """The text of a built-in template or of a file. Raises BadInput."""
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if not os.path.isfile(template):
+        raise BadInput(f"judge_template {template!r} is no file, and none of "
+                       f"{', '.join(TEMPLATES)}")
+    return read_text(template)
+
+
+def log_odds(logits):
+    """
+    What a judge thinks of a response, in nats: logits (..., K) of K answers, best first -> (...).
+    Of two answers it is log p(A) - log p(B). Of more, answer k of 0 .. K - 1 speaks for the
+    response with the weight 1 - k / (K - 1), and against it with the rest:
+
+        log(sum of weight p) - log(sum of (1 - weight) p)
+
+    With the grades 10, 9 .. 1 that is logit((g - 1) / 9) of the expected grade g: 0 at 5.5, and
+    without a largest and a smallest value, as with two answers.
+    """
+    weights = torch.linspace(1, 0, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    good, bad = (logits + w.log() for w in (weights, 1 - weights))  # (..., K); log 0 is -inf
+    return good.logsumexp(-1) - bad.logsumexp(-1)
+
+
+def fill(text, fields):
+    """A template with {field: its text} in its braces."""
+    return FIELD.sub(lambda found: f"{{{found[1]}}}" if found[1] else fields[found[2]], text)
+
+
+def as_text(messages):
+    """A dialogue as the text of a prompt: one message alone, several behind their roles."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def judged_by_reference(config):
+    """
+    Whether the judge is the reference policy, whose weights are there already. One that is reset
+    now and then is no judge: a judge stays as it is.
+    """
+    reference = config.get("ref_path") or config["policy_path"]
+    return config["judge_path"] in ("ref_policy", reference) and not config.get("ref_reset_iters")

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Feedback from a language model, on the first toy: a judge is trained, and takes the place of the
+# checker. After `bash runs/quickstart.sh SEED`, whose SFT model is the policy here, too.
+#   bash runs/judge.sh [seed] [labels | reward]
+# labels: judge -> pairs -> reward model -> PPO, to compare with quickstart.sh's PPO.
+# reward: judge -> GRPO, with the judge as the reward.
+# Every step is a command that you could type yourself; it is printed before it runs.
+seed="${1:-1}" way="${2:-labels}"
+case "$seed" in
+    *[!0-9]*) echo "judge.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;;
+esac
+case "$way" in
+    labels | reward) ;;
+    *) echo "judge.sh: wanted labels or reward, given '$way'" >&2; exit 2 ;;
+esac
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+# Small operations are slow when two threads share a core: two threads, each on a core of its own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
+export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+if [ ! -d out/arithmetic_sft/policy ]; then
+    echo "judge.sh: there is no out/arithmetic_sft/policy; first: bash runs/quickstart.sh $seed" >&2
+    exit 2
+fi
+
+step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+
+# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
+# with another seed the run would be refused.
+for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do
+    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
+done
+step data/arithmetic/judge.py --seed="$seed"
+step sft.py config/arithmetic_judge_sft.py --seed="$seed"
+if [ "$way" = reward ]; then
+    step grpo.py config/arithmetic_judge_grpo.py --seed="$seed"
+    step tools/plot.py --runs=out/arithmetic_judge_grpo --out=out/arithmetic_judge_grpo.png
+else
+    step data/label.py --judge_path=out/arithmetic_judge/policy \
+        --judge_template=data/arithmetic/judge.txt --min_confidence=0.9 --pairs=2000 \
+        --held_out=200 --out=data/arithmetic/labels_train.jsonl --seed="$seed"
+    step rm.py config/arithmetic_rm.py --train_path=data/arithmetic/labels_train.jsonl \
+        --val_path=data/arithmetic/labels_train_val.jsonl --out_dir=out/arithmetic_judge_rm \
+        --seed="$seed"
+    step ppo.py config/arithmetic_ppo.py --reward_path=out/arithmetic_judge_rm/reward_model \
+        --out_dir=out/arithmetic_judge_ppo --seed="$seed"
+    step tools/plot.py --runs=out/arithmetic_judge_ppo --out=out/arithmetic_judge_ppo.png
+fi

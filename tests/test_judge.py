@@ -1,0 +1,350 @@
+"""
+The reward "judge": its scores against transformers on the same text, its templates and what is wrong with them, and runs with it
+on any number of ranks.
+"""
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.judging import TEMPLATES, Judge, log_odds
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+from errors import BadInput
+from formats import Rows
+from model import freeze
+from rewards import judge_scores
+
+import models_of_the_world as world
+import tiny
+from tiny import forked, one_run
+
+rng = random.Random(1)
+WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "Sure!", "caf\u00e9", "\n", "{prompt}", "helpful", "user"]
+PAIRS = [tuple(" ".join(rng.choices(WORDS, k=rng.randint(*n))) for n in ((1, 9), (0, 30))) for _ in range(8)]
+
+
+def batch_of(pairs, **fields):
+    return dict(rows=[dict(prompt=prompt) | fields for prompt, _ in pairs], completions=[response for _, response in pairs],
+                tokens=torch.zeros(len(pairs), 1, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{name: a language model of each family}"""
+    root = tmp_path_factory.mktemp("world")
+    return {name: world.make(root / name, name, context=1024) for name in world.FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tiny_world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("tiny")))
+
+
+def judge_of(folder, template="yes_no", principles="", format="auto", responses=("response",)):
+    model, tokenizer = freeze(from_pretrained(folder)), load_tokenizer(folder)
+    return Judge(model, tokenizer, folder, str(template), str(principles), format, responses)
+
+
+def theirs(folder, texts, letters, chat, **kwargs):
+    """What transformers says of the next token, (texts, letters): the log-probs of these letters. It reads one text at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for text in texts:
+        if chat:
+            turn = [dict(role="user", content=text)]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **kwargs)
+        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        if chat and folder.endswith("mistral"):  # its template writes a blank in front of an answer, here a token
+            ids.append(tokenizer.convert_tokens_to_ids("\u2581"))
+        blank = " " if letters == ["is", "the"] else ""  # these tokenizers have few words, and no letter with a blank
+        tokens = [tokenizer(blank + letter, add_special_tokens=False)["input_ids"] for letter in letters]
+        assert {len(each) for each in tokens} == {1}
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        rows.append(logprobs[[i for i, in tokens]])
+    return torch.stack(rows)
+
+
+def answers_of(name, folder, count, tmp_path):
+    """(template, answers): letters and a built-in one; for the tiny Mistral, with few tokens of one letter, words and a file."""
+    template = {2: "yes_no", 10: "rubric"}[count]
+    if name != "mistral":
+        return template, "ABCDEFGHIJ"[:count]
+    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+    words = sorted(token[1:] for token in vocabulary if token[0] == "\u2581" and token[1:].isalpha())[:count]
+    (tmp_path / "words.txt").write_text(f"answers: {' '.join(words)}\n{TEMPLATES[template].removeprefix(LETTERS)}")
+    return tmp_path / "words.txt", words
+
+
+LETTERS = "answers: A B C D E F G H I J\n"
+
+
+def filled(template, prompt, response, **more):
+    """A built-in template by hand: fields that stand in a response stay as they are."""
+    head, _, tail = TEMPLATES[template].removeprefix(LETTERS).partition("{response}")
+    for name, text in more.items():
+        head, tail = head.replace(f"{{{name}}}", text), tail.replace(f"{{{name}}}", text)
+    return head.replace("{prompt}", prompt) + response + tail
+
+
+# scores
+
+
+@pytest.mark.parametrize("name", world.FAMILIES)
+def test_scores_as_transformers(name, folders, tmp_path):
+    """yes_no in the chat template and as plain text; rubric, whose ten answers make one number."""
+    folder, has_chat = folders[name], name in world.CHATS
+    kwargs = dict(enable_thinking=False) if name == "qwen3" else {}
+    for format in ("auto", "plain"):
+        chat = has_chat and format == "auto"
+        template, letters = answers_of(name, folder, 2, tmp_path)
+        judge = judge_of(folder, template, format=format)
+        texts = [filled("yes_no", *pair) for pair in PAIRS]
+        want = theirs(folder, texts, letters, chat, **kwargs)
+        want = want[:, 0] - want[:, 1]
+        for size in (1, 3, 100):
+            got = judge_scores(batch_of(PAIRS), judge, size)
+            assert (got - want).abs().max() < 1e-4 < 0.01 < want.std()
+    template, letters = answers_of(name, folder, 10, tmp_path)
+    judge = judge_of(folder, template)
+    logprobs = theirs(folder, [filled("rubric", *pair) for pair in PAIRS], letters, has_chat, **kwargs)
+    grades = (logprobs.softmax(-1) * torch.arange(10, 0, -1)).sum(-1)  # expected, from 1 to 10
+    want = ((grades - 1) / (10 - grades)).log()
+    assert (judge_scores(batch_of(PAIRS), judge, 3) - want).abs().max() < 1e-4
+
+
+def test_plain_answers_have_a_blank_where_that_is_one_token(folders, tmp_path):
+    (tmp_path / "words.txt").write_text("answers: is the\n" + TEMPLATES["yes_no"])
+    judge = judge_of(folders["gpt2"], tmp_path / "words.txt")
+    assert judge.tokenizer.decode(judge.answers) == " is the"
+    want = theirs(folders["gpt2"], [filled("yes_no", *pair) for pair in PAIRS], ["is", "the"], False)
+    assert (judge_scores(batch_of(PAIRS), judge, 3) - (want[:, 0] - want[:, 1])).abs().max() < 1e-4
+
+
+def test_log_odds_by_hand():
+    p = torch.tensor([0.5, 0.3, 0.2]).double()
+    want = math.log(0.5 + 0.15) - math.log(0.2 + 0.15)
+    assert log_odds(p.log()) == pytest.approx(want) and log_odds(p.log() + 7) == pytest.approx(want)
+    assert log_odds(p.log().flip(0)) == pytest.approx(-want)
+    assert log_odds(torch.tensor([[3.0, 1.0], [-2.0, 500.0]])).tolist() == [2.0, -502.0]
+
+
+def test_the_score_of_several_principles_is_their_mean(folders, tmp_path):
+    (tmp_path / "principles.txt").write_text("Be brief.\n\n  Do no harm. \n")
+    judge = judge_of(folders["llama3.2"], "principle", tmp_path / "principles.txt")
+    assert judge.principles == ["Be brief.", "Do no harm."] and "2 principles" in judge.in_words
+    each = []
+    for line in judge.principles:
+        logprobs = theirs(folders["llama3.2"], [filled("principle", *pair, principle=line) for pair in PAIRS], "AB", True)
+        each.append(logprobs[:, 0] - logprobs[:, 1])
+    assert (judge_scores(batch_of(PAIRS), judge, 3) - (each[0] + each[1]) / 2).abs().max() < 1e-4
+    assert (each[0] - each[1]).abs().max() > 1e-3
+
+
+def test_chats_become_text(folders):
+    judge = judge_of(folders["gpt2"])
+    turns = [dict(role="user", content="Hi"), dict(role="assistant", content="Yes?"), dict(role="user", content="1+2")]
+    begun = [*turns, dict(role="assistant", content="<think>")]
+    for prompt, response, as_text in (
+            ([turns[0]], "b", ("Hi", "b")), ("Hi", "b", ("Hi", "b")),
+            (turns, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "3")),
+            (begun, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "<think>3"))):
+        assert judge.tokenizer.decode(judge.encode(dict(prompt=prompt), [response])) == filled("yes_no", *as_text)
+
+
+def test_a_long_response_loses_its_end(folders, tmp_path):
+    """The question behind it stays; a prompt that leaves no room for a response is refused before."""
+    folder = world.make(tmp_path / "gpt2", "gpt2", context=160)
+    judge = judge_of(folder)
+    rows = Rows([dict(prompt="a b")], [("rows.jsonl", None, 1)])
+    assert judge.check_rows(rows, "rows.jsonl", 10) == 0
+    for n in (1, 50, 500, 5000):
+        ids = judge.encode(rows[0], ["fox " * n])
+        text = judge.tokenizer.decode(ids)
+        assert len(ids) <= 160 and text.endswith("The letter is:") and "[Question]\na b\n" in text
+        assert len(ids) > 150 or n == 1
+    assert judge_scores(batch_of([("a b", "fox " * 500)] * 2), judge, 1).isfinite().all()
+    long = [dict(prompt="a"), dict(prompt="the quick brown fox " * 30), dict(prompt="b")]
+    with pytest.raises(BadInput, match=r"rows.jsonl, row 2: the question to the judge has \d+ tokens .* up to 150 fit"):
+        judge.check_rows(Rows(long, [("rows.jsonl", None, 3)]), "rows.jsonl", 10)
+    left = Rows(long, [("rows.jsonl", None, 3)])
+    assert judge.check_rows(left, "rows.jsonl", 10, drop=True) == 1 and [row["prompt"] for row in left] == ["a", "b"]
+    with pytest.raises(BadInput, match="tokens without the response"):
+        judge.encode(long[1], ["x"])
+
+
+def test_a_file_of_the_users(tiny_world, tmp_path):
+    """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
+    file = tmp_path / "mine.txt"
+    file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} \\frac{1}{answer} {response} ok?\n\n')
+    with pytest.raises(BadInput, match=re.escape("unknown field {1}; there are {prompt}, {answer}, {principle}, {resp")):
+        judge_of(tiny_world.judge, file)
+    file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} {answer} {response} ok?\n\n')
+    judge = judge_of(tiny_world.judge, file)
+    assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
+    ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
+    assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
+    rows = Rows([dict(prompt="1", answer="1"), dict(prompt="2")], [("rows.jsonl", None, 2)])
+    with pytest.raises(BadInput, match="rows.jsonl, row 2: judge_template .* shows the field 'answer', and the row has none"):
+        judge.check_rows(rows, "rows.jsonl", 1)
+
+
+# what is wrong
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "is empty; write the question"), ("answers: A B\n \n", "is empty"),
+    ("{prompt} good?", r"has no {response}, so the judge would not see"),
+    ("{prompt} {response} {question}", "unknown field {question}"),
+    ("{prompt} {response} {first}", "unknown field {first}"),
+    ("answers: A\n{response}", "wanted two different answers or more in its first line"),
+    ("answers: A A\n{response}", "wanted two different answers"), ("answers:\n{response}", "wanted two different answers"),
+    ("answers: yes no\n{response}", "the answer 'yes' is not one token to the judge .*judge"),
+    ("{response} {principle}", "has the field {principle}; type --judge_principles=FILE")])
+def test_templates_that_are_refused(text, said, tiny_world, tmp_path):
+    (tmp_path / "t.txt").write_text(text)
+    with pytest.raises(BadInput, match=said.replace("{", r"\{")) as e:
+        judge_of(tiny_world.judge, tmp_path / "t.txt")
+    assert "\n" not in str(e.value)
+
+
+def test_judges_that_are_refused(folders, tiny_world, tmp_path):
+    (tmp_path / "none.txt").write_text("\n \n")
+    for arguments, said in (
+            (("yes_no", "", "chat"), "judge_format = 'chat', but the tokenizer of .*gpt2 has no chat template; type "),
+            (("nowhere.txt",), "'nowhere.txt' is no file, and none of yes_no, rubric, principle"),
+            (("yes_no", tmp_path / "none.txt"), "has no {principle} for those of judge_principles; type "),
+            (("principle",), "has the field {principle}; type --judge_principles=FILE"),
+            (("principle", "nowhere.txt"), "judge_principles 'nowhere.txt' is no file"),
+            (("principle", tmp_path / "none.txt"), "is empty; write one principle a line")):
+        with pytest.raises(BadInput, match=said.replace("{", r"\{")):
+            judge_of(folders["gpt2"], *arguments)
+    (tmp_path / "ten.txt").write_text("answers: 10 9\n{prompt} {response}")
+    with pytest.raises(BadInput, match="the answer '10' is not one token"):
+        judge_of(tiny_world.judge, tmp_path / "ten.txt")
+
+
+# runs
+
+DUMP = """
+import json, rewards
+score = rewards.Scorer.score
+def dumped(self, mine, pending, rows):
+    said = score(self, mine, pending, rows)
+    with open(f"scores-{RANK}.jsonl", "a") as f:
+        for i, row in enumerate(mine["rows"]):
+            print(json.dumps([row["prompt"], mine["completions"][i], said["reward/judge"][i].item()]), file=f)
+    return said
+rewards.Scorer.score = dumped
+"""
+FAIL = dict(
+    no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
+    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "judge_path = 'ref_policy', but with kl_coef = 0 there is no ref"),
+    moving=(dict(judge_path="ref_policy", ref_reset_iters=1), "judge_path = 'ref_policy' with ref_reset_iters: the judge would"),
+    nowhere=(dict(judge_path="nowhere"), "nowhere: no such folder"),
+    chat=(dict(judge_format="chat"), "has no chat template; type --judge_format=plain"),
+    words=(dict(judge_template="WORDS", judge_principles=""), "the answer 'yes' is not one token"),
+    empty=(dict(judge_template="EMPTY", judge_principles=""), "is empty; write the question"),
+    short=(dict(judge_template="yes_no", judge_principles=""), "row 1: the question to the judge has .* tokens without the resp"))
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_world, tmp_path_factory):
+    folder, w = str(tmp_path_factory.mktemp("runs")), tiny_world
+    for name, text in (("WORDS", "answers: yes no\n{response}"), ("EMPTY", " ")):
+        with open(f"{w.root}/{name}", "w") as f:
+            f.write(text)
+    keys = w.judged(dtype="float64")
+    ppo = keys | dict(value_init="policy", reward_functions=f"0.5*judge,{w.rule('letters')}",
+                      judge_template=f"{w.root}/other_question.txt")
+    itself = dict(reward_functions="judge", judge_template=f"{w.root}/itself.txt", dtype="float64", max_iters=2)
+    with open(f"{w.root}/itself.txt", "w") as f:
+        f.write("{response}?")
+    cases = {}
+    split = dict(zero_stage="3", offload="judge=params", micro_batch_tokens=90)
+    for ranks, more in ((1, {}), (2, dict(zero_stage="judge=3")), (3, split)):
+        cases[f"grpo-{ranks}"] = one_run("grpo.py", *[(w.grpo("out", **keys | more), DUMP)] * ranks)
+        cases[f"ppo-{ranks}"] = one_run("ppo.py", *[(w.ppo("out", **ppo | more), DUMP)] * ranks)
+    for name, path, more in (("folder", w.policy, {}), ("ref", "ref_policy", {}), ("lora", "ref_policy", dict(lora="2")),
+                             ("no-kl", w.policy, dict(kl_coef=0.0)), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
+                             ("sharded", "ref_policy", dict(zero_stage="3")), ("reset", w.policy, dict(ref_reset_iters=1))):
+        args = w.grpo("out", **itself | dict(judge_path=path) | more)
+        cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
+    evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
+                                        max_new_tokens=8, reward_functions="", out="eval", device_type="cpu"))
+    cases["eval-1"] = one_run("tools/eval.py", (evaluated, DUMP))
+    cases["eval-ref"] = one_run("tools/eval.py", [*evaluated, "--judge_path=ref_policy"])
+    for name, (more, _) in FAIL.items():
+        more = {key: f"{w.root}/{value}" if value in ("WORDS", "EMPTY") else value for key, value in more.items()}
+        cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
+    return folder, forked(folder, {name: [case] for name, case in cases.items()}, at_once=2)
+
+
+def succeeded(runs, name):
+    result, = runs[1][name]
+    assert set(result["codes"]) == {0}, result
+    return f"{runs[0]}/{name}", result
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_any_number_of_ranks(script, runs):
+    logs = [[tiny.measured(r) for r in tiny.read_log(succeeded(runs, f"{script}-{n}")[0] + "/out")] for n in (1, 2, 3)]
+    for other, n in ((logs[1], 2), (logs[2], 3)):
+        assert tiny.alike(logs[0], other, tolerance=1e-9) and len(other) == 4
+        assert [r.get("objective/texts") for r in other] == [r.get("objective/texts") for r in logs[0]]
+        assert tiny.distance(f"{runs[0]}/{script}-1/out/policy", f"{runs[0]}/{script}-{n}/out/policy") < 1e-9
+    assert len({r["objective/texts"] for r in logs[0][:-1]}) == 3
+
+
+def test_scores_of_a_run_by_hand(runs, tiny_world):
+    """Every response of two runs, one text at a time: bytes, and two markers whose ids are not the policy's."""
+    w = tiny_world
+    model, tokenizer = freeze(from_pretrained(w.judge, dtype=torch.float64)), load_tokenizer(w.judge)
+    answers = {row["prompt"]: row["answer"] for path in (w.rl_train, w.rl_val) for row in map(json.loads, open(path))}
+    for script in ("grpo", "ppo", "eval"):
+        folder, result = succeeded(runs, f"{script}-1")
+        lines = [json.loads(line) for line in open(f"{folder}/scores-0.jsonl")]
+        assert len(lines) >= (21 if script != "eval" else 12) and "judge " in result["stdout"][0]
+        for prompt, response, score in lines:
+            odds = []
+            for principle in ("brief", "kind"):
+                text = f"Good by {principle}? {prompt}{response}"
+                if script == "ppo":
+                    text = f"{principle}: {response}, to {prompt} ({answers[prompt]})"
+                with torch.no_grad():
+                    p = model(torch.tensor([tokenizer.encode(text)]))[0, -1].softmax(-1)
+                y, n = (p[ord(c)] for c in "yn")
+                one, half, no = (p[ord(c)] for c in "123")
+                odds.append((y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log())
+            assert sum(odds).item() / 2 == pytest.approx(score, abs=1e-9)
+
+
+def test_the_reference_as_its_own_judge(runs):
+    """No second copy of its weights, with a KL or with LoRA; and the scores of a copy."""
+    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl", "reset"):
+        models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * (name[-2:] in ("kl", "et"))
+        folder, result = succeeded(runs, f"itself-{name}")
+        said = [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line]
+        assert said == models, name
+    first = {name: open(f"{runs[0]}/itself-{name}/scores-0.jsonl").readline()
+             for name in ("folder", "ref", "no-kl", "lora")}
+    assert len(set(first.values())) == 1
+    assert tiny.distance(f"{runs[0]}/itself-ref/out/policy", f"{runs[0]}/itself-sharded/out/policy") < 1e-9
+
+
+def test_eval_knows_no_reference(runs):
+    result, = runs[1]["eval-ref"]
+    assert result["codes"] == [2] and "judge_path = 'ref_policy' is for training; give" in result["stderr"][0], result
+
+
+@pytest.mark.parametrize("name", FAIL)
+def test_refused_in_one_line(name, runs):
+    result, = runs[1][name]
+    assert result["codes"] == [2], result
+    lines = result["stderr"][0].strip().splitlines()
+    assert len(lines) == 1 and FAIL[name][1] .split(" .* ")[0] in lines[0], lines
