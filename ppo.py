@@ -95,6 +95,8 @@ scale_scores = "none"  # running: divide scores by their deviation so far [none 
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
 # no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
+# learned scores less those of the rows' demonstrations, the field "completion" (N+ detail 15)
+subtract_demonstration = False  # a response as good as its demonstration then scores 0
 missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
 missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
@@ -151,7 +153,7 @@ rank, world_size, device = launch.init(device_type, timeout, deterministic)  # C
 fix_chat_date(config)  # COLLECTIVE: of templates that print one
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+train_rows, eval_rows = (build.read_prompts(path, terms, fields, subtract_demonstration)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained

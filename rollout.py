@@ -470,7 +470,10 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
             batch = sample_and_score(  # COLLECTIVE
                 run, policy, scorer.of_one(reward_model), config, [rows[i] for i in picked],
                 [prompts[i] for i in picked], "rollout", 0, group_size=group_size)
-            shift = centering_shift(batch["scores"], batch["finished"])
+            scores, counted = batch["scores"], batch["finished"]
+            if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+                scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
+            shift = centering_shift(scores, counted)
             shifts.append(reward_model.config.score_shift + shift)
             if parallel.rank_and_size()[0] == 0:
                 print(f"the reward model scores {-shift:.3f} on average at first; its scores are "

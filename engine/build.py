@@ -47,16 +47,21 @@ def settings(config, device):
                 fp32_head=config["fp32_head"])
 
 
-def read_prompts(path, terms, fields=""):
+def read_prompts(path, terms, fields="", demonstrations=False):
     """
-    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
-    BadInput.
+    The rows of a file of prompts, which have what the rewards need, and demonstrations where these
+    are wanted; none, if path is "". Raises BadInput.
     """
     rows = read_rows(path, prompt_row, fields) if path else Rows()
     rules, first = [term for term in terms if term[2]], 0
     for file, _, count in rows.parts:
         check_rows(rules, rows[first:first + count], file)
         first += count
+        for number, row in enumerate(rows[first - count:first] if demonstrations else (), 1):
+            if not isinstance(row.get("completion"), str) or not row["completion"].strip():
+                raise BadInput(f"{file}, row {number}: subtract_demonstration needs the field "
+                               "'completion', a string that is not blank; give demonstrations, "
+                               "such as those of sft.py, or leave the key out")
     return rows
 
 

@@ -23,6 +23,9 @@ def check_ppo(config, terms, world_size):
     if c["critic_warmup_iters"] >= c["max_iters"] and not c["epochs"]:
         raise BadConfig(f"critic_warmup_iters = {c['critic_warmup_iters']} of max_iters = "
                         f"{c['max_iters']}: the policy would never learn; lower it")
+    if c["subtract_demonstration"] and not uses_reward_model(terms):
+        raise BadConfig("subtract_demonstration is for learned scores, but reward_functions does "
+                        "not use reward_model; leave it out")
     if c["value_init"] == "reward" and not uses_reward_model(terms):
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
                         "type --value_init=policy")

@@ -48,7 +48,8 @@ PPO = {
     "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
                dict(reward_functions="judge,length", value_init="policy") | JUDGED),
     "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS), dict(max_new_tokens=12)),
-    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
+    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
+                 subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
@@ -190,7 +191,7 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
-    texts = dict(ptx_path=world.texts)
+    texts = dict(ptx_path=world.texts, prompts_path=world.sft_train)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train, judge_path=world.other_judge,
                   judge_template=f"{world.root}/other_question.txt",
