@@ -109,7 +109,7 @@ class Adapted(nn.Module):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
         if self.head == "scalar":
             return scalar_output(self.score, x)
-        return F.linear(x, self.lm_head_weight())
+        return self.base.output(x)
 
     def lm_head_weight(self):
         """(V, d)."""

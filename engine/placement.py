@@ -36,6 +36,7 @@ import torch.nn as nn
 import parallel
 from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
+from engine.tensor_parallel import SplitTransformer, neighbours
 from errors import BadConfig, shorten
 from model import Transformer, freeze
 from parallel import is_shard, my_part
@@ -412,33 +413,48 @@ def reshard(trunk):
             module.reshard()
 
 
-def decoding_copy(policy, matrices, device):
+def decoding_copy(policy, matrices, device, ranks=neighbours(1)):
     """
     The model that the rollout decodes with. It is the policy itself, unless the weights of that are
     sharded, or autocast would round them to the dtype `matrices` at every token: then it is a copy,
     whole, and its matrices in that dtype. Delete it after the rollout. All ranks call this.
+
+    ranks: the Neighbours that decode together (generate_tp). Each gets its part of the model: a
+    sharded policy is gathered tensor by tensor, and only the part is kept.
     """
     trunk = trunk_of(policy)
 
     def needs_no_cast(p):
         return matrices is None or p.dim() != 2 or p.dtype == matrices
 
-    if not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
+    split = ranks.n > 1
+    if not split and not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
         return policy
     with torch.device("meta"):  # no memory yet
-        whole = freeze(Transformer(trunk.config, trunk.head))
+        model = (SplitTransformer(trunk.config, ranks) if split
+                 else Transformer(trunk.config, trunk.head))
+    freeze(model)
     for name, p in trunk.named_parameters():
-        t = my_part(p.detach()).to(device)
+        t = my_part(p.detach())
+        if split and not is_shard(p):
+            t = model.part_of(name, t)
+        t = t.to(device)
         if matrices and p.dim() == 2:
             t = t.to(matrices)
         if is_shard(p):
             t = gather(t, p)
+            if split:
+                t = model.part_of(name, t).clone()  # the rest of it is freed
         module, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
-        setattr(whole.get_submodule(module), kind, nn.Parameter(t, requires_grad=False))
+        setattr(model.get_submodule(module), kind, nn.Parameter(t, requires_grad=False))
     if not isinstance(policy, Adapted):
-        return whole
+        return model
+    if split:
+        twin = Adapted(model)
+        twin.layers = model.parts_of_adapters(policy.layers)
+        return twin
     twin = copy.copy(policy)  # it has the policy's own adapters, on the copy of the trunk
-    twin.stand_on(whole)
+    twin.stand_on(model)
     return twin
 
 

@@ -72,6 +72,7 @@ UNMOVING = {
     "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
+    "generate_tp": 1,  # test_tensor_parallel.py turns it, for it needs two ranks
     "compile": False,  # to compile takes long: test_compile.py turns it
     # this world has no chats: test_chats.py turns these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}

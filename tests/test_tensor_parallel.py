@@ -1,0 +1,127 @@
+"""
+engine/tensor_parallel.py: ranks that decode together say what one rank says, token for token, and each holds its part of the
+policy. The one rank is rollout.generate on the whole model, in float64.
+"""
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from engine.hf_config import parse_config
+from engine.tensor_parallel import check_split, part_config, places
+from errors import BadConfig
+
+from families import VARIANTS, make
+from tiny import forked, one_run
+
+SIZES = (2, 4)
+# Each rank samples with its part of every family, and once more with an adapter; then with the whole. What differs is written.
+WORKER = """
+import json, os, sys
+import torch
+from engine import launch, placement
+from engine.adapters import Adapted
+from engine.pretrained import from_pretrained
+from engine.tensor_parallel import neighbours
+from model import freeze
+from rollout import generate
+
+folder, max_iters = sys.argv[1], 0
+rank, size, device = launch.init("cpu", 300)
+found = {}
+prompts = [[5, 9, 11], [7], [5, 9, 11], [96, 3, 0, 8, 2, 48, 49, 24, 25], [73, 72]]
+settings = dict(temperature=0.8, eos_ids=[3], pad_id=96, vocab_size=95, seed=3)
+
+for variant in json.loads(sys.argv[2]):
+    policy = freeze(from_pretrained(f"{folder}/{variant}", dtype="float64"))
+    adapted = Adapted(policy, rank=3, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for p in adapted.parameters():
+        p.data.normal_(0, 0.1, generator=generator)
+    # all at once, and two at a time, where ended rows give way to others
+    for name, model, batch_size in ((variant, policy, 2), (f"{variant}, adapted", adapted, 0)):
+        whole = generate(model, prompts, 6, batch_size=batch_size, **settings)
+        part = placement.decoding_copy(model, None, device, neighbours(size))
+        got = generate(part, prompts, 6, batch_size=batch_size, **settings)
+        found[name] = dict(equal=all(torch.equal(got[k], whole[k]) for k in whole if k != "sampler_logprobs"),
+                           gap=(got["sampler_logprobs"] - whole["sampler_logprobs"]).abs().max().item(),
+                           moved=whole["response_mask"].sum().item(), texts=got["tokens"].tolist(),
+                           held={n: p.numel() for n, p in placement.trunk_of(part).named_parameters()},
+                           whole={n: p.numel() for n, p in policy.named_parameters()})
+json.dump(found, open(f"{folder}/{size}-{rank}.json", "w"))
+launch.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """{size: [what each rank has found]}."""
+    folder = tmp_path_factory.mktemp("split")
+    for variant in VARIANTS:
+        make(variant).save_pretrained(folder / variant)
+    (folder / "worker.py").write_text(WORKER)
+    args = [str(folder), json.dumps(list(VARIANTS))]
+    cases = {f"{n} ranks": [one_run(str(folder / "worker.py"), *[args] * n)] for n in SIZES}
+    for name, (result,) in forked(str(folder), cases).items():
+        assert set(result["codes"]) == {0}, (name, result["stderr"])
+    return {n: [json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in SIZES}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_together_say_what_one_says(sampled, size, variant):
+    for name in (variant, f"{variant}, adapted"):
+        each = [found[name] for found in sampled[size]]
+        assert all(one["equal"] and one["gap"] < 1e-9 and one["moved"] > 5 for one in each), each
+        assert all(one["texts"] == each[0]["texts"] for one in each)
+    # an adapter changes something, or this shows nothing
+    assert sampled[size][0][variant]["texts"] != sampled[size][0][f"{variant}, adapted"]["texts"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_number_is_somewhere_and_matrices_are_split(sampled, size, variant):
+    """Of each matrix the parts add up to the whole; of heads of keys and values that are fewer than the ranks, to a multiple."""
+    each, c = [found[variant] for found in sampled[size]], config_of(variant)
+    copies = max(size // c.n_kv_heads, 1)
+    for name, numbers in each[0]["whole"].items():
+        module, kind = name.split(".")[-2:]
+        width = c.qk_norm == "width" and module in ("q_norm", "k_norm")
+        rows, columns = ("embed", "lm_head", "q", "k", "v", "gate", "up"), ("o", "down")
+        split = module in rows or module in columns and kind == "weight" or width
+        times = (copies if module in ("k", "v", "k_norm") else 1) if split else size
+        assert sum(one["held"][name] for one in each) == numbers * times, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# by hand
+
+
+def config_of(variant):
+    family, keys = VARIANTS[variant]
+    return parse_config(getattr(transformers, f"{family}Config")(**keys).to_dict())
+
+
+def test_places_by_hand():
+    """4 heads of 8, 2 heads of keys and values, a width of 56, and 97 tokens, which nothing divides."""
+    c = config_of("llama3-gqa-tied")
+    assert places(c, 1, 2) == dict(q=slice(16, 32), o=slice(16, 32), k=slice(8, 16), v=slice(8, 16), gate=slice(28, 56),
+                                   up=slice(28, 56), down=slice(28, 56), embed=slice(48, 97), lm_head=slice(48, 97))
+    # of 4 ranks, 0 and 1 have the first head of keys
+    assert [places(c, rank, 4)["k"] for rank in range(4)] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+    assert [places(c, rank, 4)["q"] for rank in range(4)] == [slice(8 * rank, 8 * rank + 8) for rank in range(4)]
+    part = part_config(c, 3, 4)
+    assert (part.n_heads, part.n_kv_heads, part.head_dim, part.d_ff, part.vocab_size, part.d_model) == (1, 1, 8, 14, 25, 32)
+
+
+@pytest.mark.parametrize("n, variant, said", [
+    (3, "gpt2", "generate_tp = 3: the policy has 4 attention heads, which so many ranks cannot share; possible are 1, 2, 4$"),
+    (8, "llama3-gqa-tied", "has 4 attention heads and 2 heads of keys and values, which so many .*; possible are 1, 2, 4$")])
+def test_heads_that_ranks_cannot_share_are_one_line(n, variant, said):
+    with pytest.raises(BadConfig, match=said):
+        check_split(config_of(variant), n)
+    # 4 divides the heads, but not those of keys, and is not a multiple of them
+    six = dataclasses.replace(config_of(variant), n_heads=12, n_kv_heads=6)
+    with pytest.raises(BadConfig, match="possible are 1, 2, 3, 6, 12$"):
+        check_split(six, 4)
