@@ -261,29 +261,37 @@ def kv_cache(m, run, n):
     return 2 * m.c.n_layers * n * m.c.n_kv_heads * m.c.head_dim * (run.P + run.R - 1) * run.a
 
 
-def decoding(m, run, n):
+def decoding(m, run, n, part=None):
     """
     Beside the cache, the larger one of
         the prompts  forward_only of n rows of P tokens; of a group it is one
         a step       logits n V a, and for the sampler up to three tensors n V f: the scaled logits,
                      their softmax, its running sum; attention over all tokens so far, 2 n heads T a
-    and 20 n R of random numbers and sampled tokens.
+    and 20 n R of random numbers and sampled tokens. part: what a rank holds of the model where
+    several decode together: then the logits are gathered, which takes n V a more.
     """
-    V = m.c.vocab_size
+    V, part = m.c.vocab_size, part or m
     copies = 2 + (run.temperature != 1.0 or run.vocab_padding or run.a != run.f)
-    step = n * V * (run.a + copies * run.f) + 2 * n * m.c.n_heads * run.T * run.a
-    return max(forward_only(m, run, -(-n // run.group), run.P), step) + 20 * n * run.R
+    step = n * V * (run.a * (1 if part is m else 2) + copies * run.f)
+    step += 2 * n * part.c.n_heads * run.T * run.a
+    return max(forward_only(part, run, -(-n // run.group), run.P), step) + 20 * n * run.R
 
 
-def decoding_copy(m, run):
+def decoding_copy(m, run, part=None):
     """
     elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
-    the policy's own would be cast, or gathered from all ranks, for every token.
+    the policy's own would be cast, or gathered from all ranks, for every token. part: as above; a
+    part of weights that are neither cast nor gathered is a view of them.
     """
     if not sharded(m) and not (run.autocast and m.e > run.a):
         return 0
     return sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
-               for shape, size in base_tensors(m))
+               for shape, size in base_tensors(part or m))
+
+
+def splitting(m, run):
+    """2 x the largest tensor x a: a sharded model's tensors are gathered one by one, and cut."""
+    return 2 * max(math.prod(shape) for shape, _ in base_tensors(m)) * run.a * sharded(m)
 
 
 # --------------------------------------------------------------------------------------------------

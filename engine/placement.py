@@ -36,7 +36,7 @@ import torch.nn as nn
 import parallel
 from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
-from engine.tensor_parallel import SplitTransformer, neighbours
+from engine.tensor_parallel import ALONE, SplitTransformer
 from errors import BadConfig, shorten
 from model import Transformer, freeze
 from parallel import is_shard, my_part
@@ -413,7 +413,7 @@ def reshard(trunk):
             module.reshard()
 
 
-def decoding_copy(policy, matrices, device, ranks=neighbours(1)):
+def decoding_copy(policy, matrices, device, ranks=ALONE):
     """
     The model that the rollout decodes with. It is the policy itself, unless the weights of that are
     sharded, or autocast would round them to the dtype `matrices` at every token: then it is a copy,

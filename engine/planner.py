@@ -6,13 +6,15 @@ The peak is what always lies in memory (weights, gradients, optimizer states), p
 of the busiest phase: rollout, score, update, save or audit. engine/memory.py has the formulas of
 each model, and says what the letters mean.
 """
+import dataclasses
 import math
 from types import SimpleNamespace
 
 from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, decoding_copy,
                            forward_only, gathered, gradients, kept_by_trunk, kv_cache,
                            layer_backward, logits_forward, logits_training, moving_average,
-                           optimizer_states, parameters, saving, sharded, stepping, update)
+                           optimizer_states, parameters, saving, sharded, splitting, stepping,
+                           update)
 
 
 def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
@@ -46,19 +48,24 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
                   save=max(saving(m, run) for m in models.values()),
                   audit=batch + max(map(audit, models.values())))
 
-    # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
-    copy = decoding_copy(models["policy"], run)
+    # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones. With
+    # generate_tp the policy is in parts while it samples, and several ranks decode all their rows
+    together, sampler = config["generate_tp"], models["policy"]
+    part = part_of(sampler, together) if together > 1 else None
+    copy = decoding_copy(sampler, run, part)
     stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
-        n = min(config["rollout_batch_size"] or share, share)
+        decoded, row = share * together, 9 * run.T + 5 * run.R
+        n = min(config["rollout_batch_size"] or decoded, decoded)
         b = min(rows_at_once(config, run.P), share)
-        responses = batch + share * (9 * run.T + 5 * run.R) - missing
-        cache = kv_cache(models["policy"], run, n)
+        others = batch - missing
+        cache = kv_cache(part or sampler, run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
-        phases["rollout"] = max(phases["rollout"],
-                                cache + copy + decoding(models["policy"], run, n) + responses)
+        sampling = cache + decoding(sampler, run, n, part) + decoded * row
+        sampling = max(sampling, splitting(sampler, run)) if part else sampling
+        phases["rollout"] = max(phases["rollout"], copy + sampling + others)
         for name, m in models.items():
             layer = forward_only(m, run, b, run.T)
             logits = logits_forward(m, run, b * run.R)
@@ -69,7 +76,8 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
             scoring = stay + visiting + max(passes + max(layer, logits), ends)
-            phases["score"] = max(phases["score"], scoring + responses + 12 * share * run.R)
+            scoring += share * (row + 12 * run.R) + others
+            phases["score"] = max(phases["score"], scoring)
 
     # the update
     passes = config.get("ppo_epochs", config.get("num_iterations"))
@@ -88,6 +96,14 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     in_mib = {name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()}
     return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
                 rows=in_mib)
+
+
+def part_of(m, n):
+    """The Model of what a rank holds of m while n ranks sample together, the one with most of it."""
+    from engine.tensor_parallel import check_split, part_config  # here: as in models_of
+
+    check_split(m.c, n)
+    return dataclasses.replace(m, c=part_config(m.c, n - 1, n))
 
 
 def always_there(models, run, world_size):

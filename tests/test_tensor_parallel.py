@@ -4,14 +4,20 @@ policy. The one rank is rollout.generate on the whole model, in float64.
 """
 import dataclasses
 import json
+import os
+import re
 
 import pytest
 import transformers
 
+from engine.checkpoint import save_model
 from engine.hf_config import parse_config
+from engine.pretrained import from_scratch
 from engine.tensor_parallel import check_split, part_config, places
+from engine.tokenizers import load_tokenizer
 from errors import BadConfig
 
+import tiny
 from families import VARIANTS, make
 from tiny import forked, one_run
 
@@ -125,3 +131,122 @@ def test_heads_that_ranks_cannot_share_are_one_line(n, variant, said):
     six = dataclasses.replace(config_of(variant), n_heads=12, n_kv_heads=6)
     with pytest.raises(BadConfig, match="possible are 1, 2, 3, 6, 12$"):
         check_split(six, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole runs
+
+QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
+            intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None)
+EXACT = dict(dtype="float64", max_iters=2, rollout_batch_size=3, eval_interval=1, eval_size=3, timeout=200)
+SAME = {  # name -> (script, ranks, keys): each ends as the same script on one rank. The policy has 4 heads, 2 of keys and values
+    "ppo, 2 of 2": ("ppo.py", 2, dict(generate_tp=2)),
+    "ppo, 2 of 4, shards": ("ppo.py", 4, dict(generate_tp=2, zero_stage="3")),
+    "grpo, 4 of 4, shards": ("grpo.py", 4, dict(generate_tp=4, zero_stage="2", rollout_batch_size=0)),
+    "grpo, 2 of 4": ("grpo.py", 4, dict(generate_tp=2)),
+}
+AT_TOKEN = """
+import os, signal
+import parallel, rollout
+sample, tokens = rollout.sample, 0
+def sampled(*args):
+    global tokens
+    tokens += parallel.phase == "iteration 1, rollout"
+    if tokens == 5:
+        ACTION
+    return sample(*args)
+rollout.sample = sampled
+"""
+TERM, DIE = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGTERM", "SIGKILL"))
+BAD = {  # name -> (ranks, keys, what is said)
+    "not a divisor": (2, dict(generate_tp=3), "generate_tp = 3 does not divide the 2 ranks of this run"),
+    "one rank": (1, dict(generate_tp=2), "generate_tp = 2 does not divide the 1 rank of this run"),
+    "heads": (4, dict(generate_tp=4), "generate_tp = 4: the policy has 2 attention heads, .* possible are 1, 2$"),
+    "graphs": (2, dict(generate_tp=2, cuda_graphs=True), "cuda_graphs with generate_tp: .*leave one of them out$"),
+    "zero": (1, dict(generate_tp=0), "generate_tp = 0 .*is out of range: \[1\.\.1024\]"),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+    tokenizer = load_tokenizer(world.tokenizer)
+    config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    return world
+
+
+@pytest.fixture(scope="module")
+def ended(world, tmp_path_factory):
+    """The folder, and {name: [what came of each run of it]}."""
+    def run(script, ranks, code="", **keys):
+        arguments = getattr(world, script[:-3])("out", **keys)
+        return one_run(script, *[(arguments, code if rank == 1 else "") for rank in range(ranks)])
+
+    exact = EXACT | dict(policy_path=world.qwen, value_init="policy")
+    cases = {f"{script}, one": [run(script, 1, **{k: v for k, v in exact.items() if script == "ppo.py" or k != "value_init"})]
+             for script in ("ppo.py", "grpo.py")}
+    for name, (script, ranks, keys) in SAME.items():
+        keys = exact | keys
+        if script == "grpo.py":
+            del keys["value_init"]
+        cases[name] = [run(script, ranks, **keys)]
+    both = EXACT | dict(generate_tp=2, eval_interval=100, eval_size=1)
+    cases["through"] = [run("grpo.py", 2, **both)]
+    cases["stopped"] = [run("grpo.py", 2, AT_TOKEN.replace("ACTION", TERM), **both), run("grpo.py", 2, **both)]
+    cases["killed"] = [run("grpo.py", 2, AT_TOKEN.replace("ACTION", DIE), **both)]
+    cases["adapter, 16 bits"] = [run("ppo.py", 2, **both | dict(dtype="bfloat16", lora="4", zero_stage="3", max_iters=1))]
+    for name, (ranks, keys, _) in BAD.items():
+        cases[name] = [run("grpo.py", ranks, **keys)]
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return folder, forked(folder, cases, at_once=4)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_run_ends_as_on_one_rank(ended, name):
+    folder, results = ended
+    assert set(results[name][0]["codes"]) == {0}, results[name][0]["stderr"]
+    one, ours = (f"{folder}/{x}/out" for x in (f"{SAME[name][0]}, one", name))
+    logs = [[tiny.measured(record) for record in tiny.read_log(out)] for out in (one, ours)]
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert tiny.alike(*logs, tolerance=1e-9)
+    assert tiny.distance(f"{one}/policy", f"{ours}/policy") < 1e-9
+
+
+def test_a_stop_within_a_response_loses_nothing(ended):
+    folder, results = ended
+    stopped, again = results["stopped"]
+    assert stopped["codes"] == again["codes"] == [0, 0], results["stopped"]
+    assert "stopped before the update of iteration 1" in stopped["stdout"][0] and "resuming from" in again["stdout"][0]
+    assert tiny.distance(f"{folder}/stopped/out/policy", f"{folder}/through/out/policy") == 0
+
+
+def test_a_rank_that_is_lost_within_a_response_is_one_line(ended):
+    result, = ended[1]["killed"]
+    assert result["codes"] == [1, -9], result
+    said = [line for line in result["stderr"][0].splitlines() if "waitForInput" not in line]
+    assert len(said) == 1 and "iteration 1, rollout: lost touch with the other ranks" in said[0], said
+
+
+def test_an_adapter_in_16_bits_samples_what_is_trained(ended):
+    """The run itself compares the log-probs of sampler and training forward."""
+    result, = ended[1]["adapter, 16 bits"]
+    assert result["codes"] == [0, 0], result
+    assert 0 < tiny.read_log(f"{ended[0]}/adapter, 16 bits/out")[0]["policy/sampler_gap"] < 0.02
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(ended, name):
+    result, (ranks, _, said) = ended[1][name][0], BAD[name]
+    assert result["codes"] == [2] * ranks, result
+    lines = [line for line in result["stderr"][0].splitlines() if "waitForInput" not in line]
+    assert len(lines) == 1 and re.search(said, lines[0]), lines
+    assert not os.path.exists(f"{ended[0]}/{name}/out")
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
+def test_under_torchrun(world, tmp_path, script):
+    arguments = getattr(world, script[:-3])(tmp_path / "out", generate_tp=2, max_iters=1, zero_stage="3")
+    result = tiny.run(script, *arguments, ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert os.path.exists(tmp_path / "out" / "policy")
