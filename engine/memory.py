@@ -261,10 +261,10 @@ def kv_cache(m, run, n):
     return 2 * m.c.n_layers * n * m.c.n_kv_heads * m.c.head_dim * (run.P + run.R - 1) * run.a
 
 
-def decoding(m, run, n, part=None):
+def decoding(m, run, n, group=1, part=None):
     """
     Beside the cache, the larger one of
-        the prompts  forward_only of n rows of P tokens; of a group it is one
+        the prompts  forward_only of n rows of P tokens; of a group of responses it is one row
         a step       logits n V a, and for the sampler up to three tensors n V f: the scaled logits,
                      their softmax, its running sum; attention over all tokens so far, 2 n heads T a
     and 20 n R of random numbers and sampled tokens. part: what a rank holds of the model where
@@ -274,7 +274,7 @@ def decoding(m, run, n, part=None):
     copies = 2 + (run.temperature != 1.0 or run.vocab_padding or run.a != run.f)
     step = n * V * (run.a * (1 if part is m else 2) + copies * run.f)
     step += 2 * n * part.c.n_heads * run.T * run.a
-    return max(forward_only(part, run, -(-n // run.group), run.P), step) + 20 * n * run.R
+    return max(forward_only(part, run, -(-n // group), run.P), step) + 20 * n * run.R
 
 
 def decoding_copy(m, run, part=None):

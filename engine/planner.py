@@ -56,14 +56,15 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
-    for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
+    only = states if config["max_iters"] == 1 else 0
+    for share, group, missing in ((sampled, run.group, only), (held_out, 1, 0)):
         decoded, row = share * together, 9 * run.T + 5 * run.R
         n = min(config["rollout_batch_size"] or decoded, decoded)
         b = min(rows_at_once(config, run.P), share)
         others = batch - missing
         cache = kv_cache(part or sampler, run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
-        sampling = cache + decoding(sampler, run, n, part) + decoded * row
+        sampling = cache + decoding(sampler, run, n, group, part) + decoded * row
         sampling = max(sampling, splitting(sampler, run)) if part else sampling
         phases["rollout"] = max(phases["rollout"], copy + sampling + others)
         for name, m in models.items():
