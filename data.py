@@ -311,6 +311,16 @@ def micro_batches_of(items, tokens_of, config):
                                      config["micro_batch_size"], config["micro_batch_tokens"])
 
 
+def tokens_of_example(example):
+    """How many tokens a demonstration (ids, trained) has; trained is 1 on those it teaches."""
+    return len(example[0])
+
+
+def trained_tokens(examples):
+    """How many tokens some demonstrations [(ids, trained), ...] teach, all together."""
+    return sum(trained.count(1) for _, trained in examples)
+
+
 def micro_batch(batch, rows):
     """These rows of the batch, and only the columns that they use; see my_micro_batches."""
     T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]

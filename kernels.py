@@ -1,11 +1,16 @@
 """
-Two operations of model.py whose backward pass is written out by hand: RMSNorm, and the second half
-of an MLP. Both do what a few lines of torch would do, and take less time or memory: the time of
-such an operation is that of reading and writing its large tensors, so it matters how often it goes
-over them and how many it keeps. Operations whose names end in _ write into their operand's memory.
+Operations of model.py whose backward pass is written out by hand: matrix products, RMSNorm, and the
+second half of an MLP. They do what a few lines of torch would do, and take less time or memory.
 
-Each function has the plain formula in its docstring. tests/test_kernels.py compares both with it.
+Products are given to the library that is fast on this CPU. The time of the other two is that of
+reading and writing their large tensors, so it matters how often they go over them and how many they
+keep. Operations whose names end in _ write into their operand's memory.
+
+Each function has the plain formula in its docstring. tests/test_kernels.py compares all with it.
 """
+import functools
+import platform
+
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +25,114 @@ RELU = (F.relu, lambda g, x, grad_input: aten.threshold_backward(g, x, 0, grad_i
 SILU = (F.silu, aten.silu_backward)
 ACTIVATIONS = {"gelu": GELU, "gelu_new": TANH_GELU, "gelu_pytorch_tanh": TANH_GELU, "relu": RELU,
                "silu": SILU, "swish": SILU}
+
+
+# --------------------------------------------------------------------------------------------------
+# matrix products
+
+LARGE = 2**25  # multiplications of a product that oneDNN may get
+
+
+def linear(x, weight, bias=None):
+    """
+    x weight^T + bias: x (..., n), weight (m, n), bias (m,) or None -> (..., m), as F.linear.
+
+    On a CPU torch has two libraries for it, and takes Intel's MKL for float32 and oneDNN for 16
+    bits. On AMD's CPUs MKL leaves more than half of the units idle, and here oneDNN is taken.
+    """
+    packed = weight.is_mkldnn  # by pack_weight
+    if not packed and not by_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        return Linear.apply(x, weight, bias)
+    return onednn_product(x, weight, bias)
+
+
+def product(a, b):
+    """a b, without gradients: a (n, k), b (k, m) -> (n, m)."""
+    return onednn_product(a, b.t()) if by_onednn(a, b.t()) else a @ b
+
+
+def transposed_product(a, b):
+    """a^T b, without gradients: a (k, n), b (k, m) -> (n, m)."""
+    if not by_onednn(a.t(), b.t()):
+        return a.t() @ b
+    # oneDNN copies its first factor if that is transposed: so the smaller one is given to it first
+    if a.shape[1] <= b.shape[1]:
+        return onednn_product(a.t(), b.t())
+    return onednn_product(b.t(), a.t()).t()
+
+
+def by_onednn(x, weight):
+    """
+    Whether a product x weight^T is oneDNN's. It must be large: for each new shape oneDNN writes a
+    program first, which takes half a millisecond, and the shapes change with the lengths of texts.
+    The answer depends on the shapes and on the CPU alone, so that a run repeats bit for bit.
+    """
+    large = x.numel() * len(weight) >= LARGE
+    return (large and x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+            and onednn_is_faster() and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling())
+
+
+@functools.cache
+def onednn_is_faster():
+    """Whether this CPU is AMD's, and torch has the operation that gives a product to oneDNN."""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return there and cpu_vendor() == "AuthenticAMD"
+
+
+def cpu_vendor():
+    """What Linux calls the maker of the CPU; "" where it is not known."""
+    if platform.system() != "Linux":
+        return ""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+        found = [line.split(":")[1].strip() for line in f if line.startswith("vendor_id")]
+    return found[0] if found else ""
+
+
+def onednn_product(x, weight, bias=None):
+    """linear, without gradients. A transposed weight is read as it is, without a copy."""
+    # an operation that torch.compile uses for itself; torch has no public name for it
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def packing_pays(dtype):
+    """Whether the matrices of a model that decodes should be packed, if it is on the CPU."""
+    return dtype == torch.float32 and onednn_is_faster()
+
+
+def pack_weight(weight):
+    """
+    A matrix (m, n) for `linear` alone, in the order in which oneDNN reads it: with few rows of x, as
+    in a step of decoding, most of the time goes to reading the matrix. It takes as much memory.
+    """
+    # the number of rows for which the order is made; it is as good for any other
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 512)
+
+
+class Linear(torch.autograd.Function):
+    """linear by oneDNN: y = x weight^T + bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x_needed, weight_needed, bias_needed = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if x_needed:
+            grad_x = onednn_product(grad, weight.t())
+        grad, x = grad.flatten(0, -2), x.flatten(0, -2)  # (N, m), (N, n)
+        if weight_needed:
+            grad_weight = transposed_product(grad, x)
+        if bias_needed:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,7 +224,7 @@ def narrow(activation, gate, up, weight, bias=None, A=None):
 def narrow_forward(activation, gate, up, weight, bias, A):
     f = ACTIVATIONS[activation][0]
     wide = f(up) if gate is None else f(gate).mul_(up)
-    y = F.linear(wide, weight, bias)
+    y = linear(wide, weight, bias)
     if A is None:
         return y, None
     if not torch.is_autocast_enabled(wide.device.type):  # autocast would cast both by itself
@@ -145,14 +258,18 @@ class Narrow(torch.autograd.Function):
         # y = wide weight^T + bias, z = wide A^T
         grad_weight = grad_bias = grad_A = None
         if weight_needed:
-            grad_weight = (grad_y.t() @ wide).to(weight.dtype)
+            grad_weight = transposed_product(grad_y, wide).to(weight.dtype)
         if bias_needed:
             grad_bias = grad_y.sum(0).to(weight.dtype)
         if A_needed:
             grad_z = grad_z.flatten(0, -2)  # (N, r)
             grad_A = (grad_z.t() @ wide.to(grad_z.dtype)).to(A.dtype)
-        # from here on wide is the gradient of wide
-        torch.mm(grad_y, weight.to(wide.dtype), out=wide)
+        # from here on wide is the gradient of wide, where wide is no longer needed
+        dtype = wide.dtype
+        del wide
+        if gate is None:
+            del activated
+        wide = product(grad_y, weight.to(dtype))
         if A is not None:
             wide += grad_z.to(wide.dtype) @ A.to(wide.dtype)
 

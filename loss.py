@@ -13,8 +13,10 @@ import math
 
 import torch
 
+from data import right_pad
+from kernels import linear, product, transposed_product
 from model import at_least_float32, autocast_dtype
-from packing import pack_responses, unpack
+from packing import pack_choices, pack_responses, unpack
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
 
 def logprobs_of_all(hidden, weight, temperature, vocab_size):
     """log p of every token of the vocabulary: hidden (n, d), weight (V, d) -> (n, V)."""
-    logits = torch.nn.functional.linear(hidden, weight)
+    logits = linear(hidden, weight)
     logits = scaled_logits(logits, temperature, vocab_size, overwrite=True)
     return logits.log_softmax(-1)
 
@@ -129,9 +131,9 @@ class Head(torch.autograd.Function):
             del of_all
             # logits = states @ matrix.T
             if hidden_needed:
-                grad_hidden[part] = gradient @ matrix
+                grad_hidden[part] = product(gradient, matrix)
             if weight_needed and grad_weight is None:
-                grad_weight = (gradient.t() @ states[part]).to(weight.dtype)
+                grad_weight = transposed_product(gradient, states[part]).to(weight.dtype)
             elif weight_needed:  # chunks are added up in the weight's own bits
                 grad_weight.addmm_(gradient.t().to(weight.dtype), hidden[part].to(weight.dtype))
             del gradient
@@ -255,12 +257,38 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 # losses
 
 
-def preference_loss(chosen, rejected):
+def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
     """
-    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4): -log sigmoid(score of
-    the chosen answer - score of the rejected one), (B,) each. Equal scores cost log 2 = 0.693.
+    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
+    where x = score of the chosen answer - score of the rejected one, (B,) each. Equal scores cost
+    log 2 = 0.693.
+
+    margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
+    (Llama 2, arXiv 2307.09288, equation 2). smoothing: the share of the pairs that are taken to be
+    labelled the wrong way round, (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
+    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
+    probability 1 - smoothing; soft_preference_loss has other probabilities.
     """
-    return -torch.nn.functional.logsigmoid(chosen - rejected)
+    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
+
+
+def soft_preference_loss(difference, probability):
+    """
+    Cross-entropy of sigmoid(difference) against the probability that the first of two answers is
+    the better one, (B,) each, or the latter a number. It is smallest where the two are equal.
+    """
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return (-probability * log_sigmoid(difference)
+            - (1.0 - probability) * log_sigmoid(-difference))
+
+
+def centring_loss(scores):
+    """
+    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
+    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). Without it nothing says
+    what the mean score of a prompt's completions is, for the preference loss only sees differences.
+    """
+    return scores.sum(1) ** 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,7 +349,22 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a model says of the responses of a micro-batch
+# what a model says of demonstrations, and of the responses of a micro-batch
+
+
+def example_logprobs(model, examples, tokenizer, chunk, device):
+    """
+    Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
+
+    examples: b pairs (ids, trained), see engine.encoded.encode_examples. tokenizer: its pad_id and
+    vocab_size are used. chunk: see logprobs_and_entropy.
+    """
+    tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
+    is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
+    hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
+    return logprobs_and_entropy(hidden, model.lm_head_weight(), packed.chosen,
+                                vocab_size=tokenizer.vocab_size, chunk=chunk, entropy=False)[0]
 
 
 def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True):

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
-from kernels import narrow, rms_norm
+from kernels import linear, narrow, rms_norm
 from packing import pack, pick, unpack
 
 try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
@@ -179,7 +179,8 @@ class Layer(nn.Module):
 
     def linear(self, name, x, adapter):
         """W x + b of this layer's linear map `name`; a LoRA adapter of the map adds scale B A x."""
-        y = getattr(self, name)(x)
+        W = getattr(self, name)
+        y = linear(x, W.weight, W.bias)
         if adapter is None or name not in adapter:
             return y
         return y + adapter[name](x).to(y.dtype)
@@ -312,7 +313,12 @@ def step_attention(q, k, v, mask, scale=None):
     """
     n, H, hd = q.shape
     q = q.view(n, k.shape[1], H // k.shape[1], hd)  # (n, KV, H / KV, hd)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
+    # a CPU's kernel is made for many queries; for one, two plain products take less time
+    q = q * (hd ** -0.5 if scale is None else scale)
+    scores = (q @ k.mT).add_(mask)  # (n, KV, H / KV, S)
+    return (scores.softmax(-1) @ v).view(n, H, hd)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -437,7 +443,7 @@ class Transformer(nn.Module):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
         if self.head == "scalar":
             return scalar_output(self.score, x)
-        return F.linear(x, self.lm_head_weight())
+        return linear(x, self.lm_head_weight())
 
     def lm_head_weight(self):
         """(V, d)."""

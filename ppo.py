@@ -31,7 +31,8 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, my_micro_batches, permutation
+from data import (batch_rows, iterations, micro_batches_of, my_micro_batches, permutation,
+                  tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
 from engine.checks import check_ppo
 from engine.encoded import encode_prompts
@@ -40,9 +41,9 @@ from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
 from gae import compute_gae
-from loss import (adapt_kl_coef, explained_variance, kl_estimate, learning_rate_at, masked_sum,
-                  masked_whiten, response_logprobs, response_values, standard_deviation,
-                  update_moments)
+from loss import (adapt_kl_coef, example_logprobs, explained_variance, kl_estimate,
+                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
+                  standard_deviation, update_moments)
 from rewards import Scorer, last_real, reward_terms
 from rollout import sample_and_score
 
@@ -94,6 +95,11 @@ cliprange_value = 0.2  # the value may move this far from the old one, 0 = no cl
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
+# PPO-ptx: an SFT loss beside PPO's in every step, so that the policy does not forget what it learned
+ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = no PPO-ptx
+ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
+ptx_batch_size = 64  # demonstrations a step, over all ranks [1..1000000]
+ptx_max_tokens = 0  # longest of them, 0 = the policy's context; too_long holds for them, too [>= 0]
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
 learning_rate = 3e-6  # policy's peak [> 0]
@@ -140,6 +146,7 @@ models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_mod
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 train_prompts, eval_prompts = prompts
+ptx_rows, ptx_examples = build.read_ptx(config, policy, tokenizer)  # none without a ptx_path
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
@@ -148,7 +155,8 @@ optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_r
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
 run = Run(config, models, optimizers, tokenizer, prompts, device,
-          state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema)
+          state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema,
+          ptx_examples=ptx_examples)
 state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
     state["kl_coef"] = kl_coef  # a run that resumes may have been given another one
@@ -209,6 +217,22 @@ def kl_to_reference(logprobs, batch):
     if ref_policy is None:
         return torch.zeros_like(logprobs)
     return kl_estimate(logprobs, batch["ref_logprobs"], kl_estimator)
+
+
+def add_ptx_gradients(number, sums):
+    """
+    PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2): add the gradient of ptx_coef times the mean
+    loss a token on the demonstrations of step `number` of the run, and this rank's share of these
+    losses to sums["loss/ptx"]. A collective where the policy is sharded.
+    """
+    picked = batch_rows(seed, number, ptx_batch_size, ptx_rows.mix)
+    examples = [ptx_examples[i] for i in picked]  # of all ranks
+    for part in micro_batches_of(examples, tokens_of_example, config):
+        with autocast:
+            losses = -example_logprobs(policy, part, tokenizer, head_chunk, device)  # (n,)
+        loss = ptx_coef * losses.sum() / trained_tokens(examples)
+        (run.loss_scale * loss).backward()
+        report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
 
 
 def shape_scores(scores, finished):
@@ -295,19 +319,23 @@ for iteration in range(run.start, max_iters + 1):
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
     sums = report.new_sums(["loss/policy", "loss/value", "loss/kl", "policy/approx_kl",
-                            "policy/clipfrac", "val/clipfrac"], device)
+                            "policy/clipfrac", "val/clipfrac"] + ["loss/ptx"] * bool(ptx_rows),
+                           device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
     first = True  # no step has been tried in this iteration
     stopped = False  # by target_kl
     steps = 0
     for epoch in range(ppo_epochs):
-        for rows in orders[epoch].tensor_split(num_minibatches):
+        for minibatch, rows in enumerate(orders[epoch].tensor_split(num_minibatches)):
             if stopped:
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
             before = sums["policy/approx_kl"].clone()
             parallel.zero_gradients(gradients)
+            if ptx_rows:  # first, because what comes last is sent while it is computed
+                number = (iteration * ppo_epochs + epoch) * num_minibatches + minibatch
+                add_ptx_gradients(number, sums)  # COLLECTIVE where the policy is sharded
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
                     gradients, my_micro_batches(batch, rows, config)):

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 
+import torch
 from torch.nn.functional import pad
 
 import parallel
@@ -25,6 +26,7 @@ from data import batch_rows, iterations, micro_batches_of, right_pad
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
+from engine.estimates import calibration_error
 from engine.optimizers import make_optimizer, overflowed, step
 from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
 from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
@@ -33,7 +35,7 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
 from formats import Rows, read_rows
 from rows import preference_row, sft_row
-from loss import learning_rate_at, preference_loss
+from loss import centring_loss, learning_rate_at, preference_loss
 from model import at_least_float32
 from packing import as_partner, pack_to_read
 
@@ -52,6 +54,10 @@ max_tokens = 0  # longest prompt and completion together, 0 = the model's contex
 too_long = "error"  # a pair with a longer one [error | drop]
 # model
 init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
+# the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and these
+margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if it has one [>= 0]
+label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
+centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
 # optimizer: AdamW
 max_iters = 100  # optimizer steps [>= 1]
 batch_size = 64  # pairs a step, over all ranks [1..1000000]
@@ -106,9 +112,10 @@ def encode(rows, path, *fields):
 train_pairs = encode(train_rows, train_path, "chosen", "rejected")
 val_pairs = encode(val_rows, val_path, "chosen", "rejected")
 eval_pairs = val_pairs[:eval_size or len(val_pairs)]
-demonstrations = [ids for ids, in encode(demonstrations, demonstrations_path, "completion")]
+margins = [margin_coef * row.get("margin", 0.0) for row in train_rows]
+demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
-demonstrations = demonstrations or [chosen for chosen, _ in val_pairs or train_pairs[:1000]]
+demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_pairs[:1000]]
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
@@ -150,60 +157,58 @@ if master:
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} pairs, {len(val_rows)} held out; "
           f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
+    if any(margins):
+        print(f"{sum(map(bool, margins))} pairs have a margin, {max(margins):g} at most")
 
 
 # -------------------------------------------------------------------------------------------------
 # scores and evaluation
 
 
-def tokens_of_pair(pair):
-    return sum(map(len, pair))
+def tokens_of(example):
+    """How many tokens there are in the sequences of an example: (sequences, what is known of it)."""
+    return sum(map(len, example[0]))
 
 
-def scores_of(sequences, pairs=False):
+def scores_of(groups, k=2):
     """
-    The scalar at the last token of each of b sequences of ids, (b,). That token is the EOS, where
-    the score of a response is read, too. pairs: each two of them begin alike, with the prompt; it
-    is then read once.
+    Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
+    scalar at the last token of a sequence. That token is the EOS, where the score of a response is
+    read, too. The two of a pair begin alike, with the prompt, which is then read once.
     """
-    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b, T) each
-    is_last = mask & ~pad(mask[:, 1:], (0, 1))  # (b, T)
-    shared = as_partner(tokens, mask & ~is_last) if pairs else None  # (b, T)
+    sequences = [ids for group in groups for ids in group]
+    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b k, T) each
+    is_last = mask & ~pad(mask[:, 1:], (0, 1))  # (b k, T)
+    shared = as_partner(tokens, mask & ~is_last) if k == 2 else None  # (b k, T)
     packed = pack_to_read(tokens, mask, is_last, shared)
     with precision:
-        scalars = reward_model(packed.tokens, packed=packed)[0]  # (b,)
-    return at_least_float32(scalars)
+        scalars = reward_model(packed.tokens, packed=packed)[0]  # (b k,)
+    return at_least_float32(scalars).view(-1, k)
 
 
-def pair_scores(pairs):
-    """Scores of the chosen and of the rejected ones of some pairs, (b / 2,) each: one forward."""
-    return scores_of([ids for pair in pairs for ids in pair], pairs=True).view(-1, 2).unbind(1)
+def all_scores(groups):
+    """A collective: the scores of n groups without gradients, (n, k). Every rank does its share."""
+    k = len(groups[0])
+    scores = torch.zeros(len(groups), k, dtype=torch.float64)
+    numbered = [(group, number) for number, group in enumerate(groups)]
+    with no_grad_forwards([reward_model], device):
+        for part in micro_batches_of(numbered, tokens_of, config):
+            rows = [number for _, number in part]
+            scores[rows] = scores_of([group for group, _ in part], k).double().cpu()
+    return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
 
 
 def evaluate():
     """
-    Held-out loss, and in which share of the pairs the chosen one scores higher (a tie counts half).
-    Every rank does its share.
+    A collective, on the held-out pairs: the loss without margins, smoothing and centring; in which
+    share of them the chosen one scores higher (a tie counts half); how far from the truth
+    sigmoid(difference of the scores) is, as the probability that the chosen one is better.
     """
-    loss_sum, right, count = 0.0, 0.0, 0
-    with no_grad_forwards([reward_model], device):
-        for pairs in micro_batches_of(eval_pairs, tokens_of_pair, config):
-            chosen, rejected = pair_scores(pairs)
-            loss_sum += preference_loss(chosen, rejected).sum().item()
-            right += ((chosen > rejected).double() + 0.5 * (chosen == rejected)).sum().item()
-            count += len(pairs)
-    return parallel.all_reduce_metrics({"eval/loss": [loss_sum, count],
-                                        "eval/accuracy": [right, count]})
-
-
-def demonstration_mean():
-    """Mean score of the demonstrations; every rank does its share."""
-    total, count = 0.0, 0
-    with no_grad_forwards([reward_model], device):
-        for part in micro_batches_of(demonstrations, len, config):
-            total += scores_of(part).sum().item()
-            count += len(part)
-    return parallel.all_reduce_metrics({"score": [total, count]})["score"]
+    chosen, rejected = all_scores(eval_pairs).unbind(1)  # (n,) each
+    right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
+    return {"eval/loss": preference_loss(chosen, rejected).mean().item(),
+            "eval/accuracy": right.mean().item(),
+            "eval/calibration_error": calibration_error((chosen - rejected).sigmoid())}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -242,21 +247,24 @@ for iteration in range(start, max_iters + 1):
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    pairs = [train_pairs[i] for i in rows]  # of all ranks
-    all_tokens = sum(map(tokens_of_pair, pairs))
+    examples = [(train_pairs[i], margins[i]) for i in rows]  # of all ranks
+    all_tokens = sum(map(tokens_of, examples))
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
-    loss_sum, right, count = 0.0, 0, 0
+    sums = {name: [0.0, 0] for name in ("loss/preference", "loss/centring", "train/accuracy")}
     for part in parallel.overlap_all_reduce(
-            gradients, micro_batches_of(pairs, tokens_of_pair, config)):
-        chosen, rejected = pair_scores(part)  # (b / 2,) each
-        losses = preference_loss(chosen, rejected)  # (b / 2,)
-        (loss_scale * losses.sum() / batch_size).backward()
-        loss_sum += losses.sum().item()
-        right += (chosen > rejected).sum().item()
-        count += len(part)
+            gradients, micro_batches_of(examples, tokens_of, config)):
+        scores = scores_of([pair for pair, _ in part])  # (b, 2)
+        chosen, rejected = scores.unbind(1)  # (b,) each
+        margin = chosen.new_tensor([margin for _, margin in part])  # (b,)
+        losses = preference_loss(chosen, rejected, margin, label_smoothing)  # (b,)
+        centring = centring_loss(scores)  # (b,)
+        (loss_scale * (losses + centre_coef * centring).sum() / batch_size).backward()
+        for name, x in (("loss/preference", losses), ("loss/centring", centring),
+                        ("train/accuracy", chosen > rejected)):
+            sums[name] = [sums[name][0] + x.sum().item(), sums[name][1] + len(part)]
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, loss_scale)
@@ -268,8 +276,7 @@ for iteration in range(start, max_iters + 1):
         step(optimizer, lr)
 
     # what is written, and printed
-    record |= parallel.all_reduce_metrics({"loss/preference": [loss_sum, count],
-                                           "train/accuracy": [right, count]})
+    record |= parallel.all_reduce_metrics(sums)
     seconds = time.time() - t0
     grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
     record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
@@ -287,7 +294,7 @@ for iteration in range(start, max_iters + 1):
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
-mean = demonstration_mean()
+mean = all_scores(demonstrations).mean().item()
 reward_model.config.score_shift = -mean
 save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
 if master:

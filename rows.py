@@ -5,6 +5,8 @@ The three kinds of rows that the scripts learn from, made of whatever fields a r
     preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
     prompts for PPO, GRPO    {"prompt": ..., "answer": ..., whatever there is}   prompt_row
 
+and for PPO-ptx, beside demonstrations, text without any prompt: ptx_row.
+
 A prompt and its completions are either all strings or all lists of messages {"role", "content"}.
 The list of a completion goes on where the list of the prompt ends. It begins and ends with the
 assistant, and may hold several turns. If the prompt ends with the assistant, too, the completion
@@ -57,6 +59,20 @@ def sft_row(row):
                    "as question>prompt,answer>completion")
 
 
+def ptx_row(row):
+    """
+    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, of
+    which every token is learned: its prompt is "", which no demonstration has. Any other row is one
+    of sft_row. Raises BadInput.
+    """
+    if row.get("text") is None or row.get("completion") is not None:
+        return sft_row(row)
+    if not isinstance(row["text"], str):
+        raise BadInput(f"field 'text' must be a string, found {type(row['text']).__name__}")
+    check_text(row["text"], "text")
+    return {"prompt": "", "completion": row["text"]}
+
+
 def preference_row(row):
     """
     {"prompt", "chosen", "rejected"} of a row that compares. Raises BadInput. It may have
@@ -66,9 +82,11 @@ def preference_row(row):
         chosen, rejected           whole dialogues: lists whose first messages are the same, or
                                    strings "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH)
 
-    The prompt of two whole dialogues is what they have in common.
+    The prompt of two whole dialogues is what they have in common. A number `margin`, by how much
+    the chosen one is better, is kept.
     """
     refuse_tools(row)
+    margin = {} if row.get("margin") in (None, "") else {"margin": margin_of(row)}
     for field in ("chosen", "rejected"):
         if row.get(field) is None:
             raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
@@ -86,7 +104,7 @@ def preference_row(row):
         row |= split_hh(row, names)
         if given is not None and str(given).strip() != row["prompt"].strip():
             raise BadInput("the prompt is not what chosen and rejected begin with")
-    return dialogue(row, "chosen", "rejected")
+    return dialogue(row, "chosen", "rejected") | margin
 
 
 def prompt_row(row):
@@ -354,6 +372,20 @@ def split_hh(row, names):
         raise BadInput("chosen and rejected have different prompts: a human speaks behind what "
                        "they share")
     return row
+
+
+def margin_of(row):
+    """The `margin` of a pair as a float. Raises BadInput unless it is a number from 0 on."""
+    margin = row["margin"]
+    try:
+        number = float(margin) if type(margin) in (int, float, str) else -1.0  # CSV has strings
+    except (ValueError, OverflowError):
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise BadInput(f"field 'margin' must be a number from 0 on, found {shorten(margin)}; it says "
+                       "by how much the chosen one is better. Leave it out with fields, such as "
+                       "margin>unused")
+    return number
 
 
 def answer_text(answer):

@@ -17,7 +17,7 @@ import time
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, micro_batches_of, right_pad
+from data import batch_rows, iterations, micro_batches_of, tokens_of_example, trained_tokens
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
@@ -32,8 +32,7 @@ from engine.trackers import start_trackers
 from errors import BadConfig
 from formats import Rows, read_rows
 from rows import sft_row
-from loss import learning_rate_at, logprobs_and_entropy
-from packing import pack_choices
+from loss import example_logprobs, learning_rate_at
 
 
 # -------------------------------------------------------------------------------------------------
@@ -172,21 +171,10 @@ if master:
 # loss and evaluation
 
 
-def tokens_of_example(example):
-    return len(example[0])  # of (ids, trained)
-
-
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
-    tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
-    is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
-    packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
     with precision:
-        hidden = policy.trunk(packed.tokens, packed=packed)[0]  # (n, d)
-        logprobs, _ = logprobs_and_entropy(hidden, policy.lm_head_weight(), packed.chosen,
-                                           vocab_size=tokenizer.vocab_size, chunk=head_chunk,
-                                           entropy=False)
-    return logprobs
+        return example_logprobs(policy, examples, tokenizer, head_chunk, device)
 
 
 def evaluate():
@@ -237,7 +225,7 @@ for iteration in range(start, max_iters + 1):
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     examples = [train_examples[i] for i in rows]  # of all ranks
     # of all ranks: the loss is the mean over these
-    token_count = sum(trained.count(1) for _, trained in examples)
+    token_count = trained_tokens(examples)
     all_tokens = sum(map(tokens_of_example, examples))
 
     # gradients, micro-batch by micro-batch

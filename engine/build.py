@@ -7,6 +7,7 @@ import parallel
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
 from engine.checks import uses_reward_model
+from engine.encoded import encode_examples
 from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
@@ -14,7 +15,7 @@ from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
-from rows import prompt_row
+from rows import prompt_row, ptx_row
 from model import freeze
 
 
@@ -53,6 +54,20 @@ def read_prompts(path, terms, fields=""):
         check_rows(rules, rows[first:first + count], file)
         first += count
     return rows
+
+
+def read_ptx(config, policy, tokenizer):
+    """
+    For PPO-ptx: the rows of ptx_path, and (ids, trained) of each, see encode_examples; none, if it
+    is "". Raises BadInput.
+    """
+    path = config["ptx_path"]
+    if not path:
+        return Rows(), []
+    rows = read_rows(path, ptx_row, config["fields"])
+    longest = policy.config.max_positions
+    return rows, *encode_examples(config, rows, path, tokenizer, ["completion"], longest,
+                                  "ptx_max_tokens")
 
 
 def load_policy(config, device):

@@ -52,21 +52,21 @@ def encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer):
                           config["max_prompt_tokens"], config["too_long"], encode)
 
 
-def encode_examples(config, rows, path, tokenizer, fields, longest):
+def encode_examples(config, rows, path, tokenizer, fields, longest, key="max_tokens"):
     """
-    For sft.py and rm.py: for each of the fields, such as "completion", or "chosen" and "rejected",
-    a list with (ids, trained) of each row's prompt and that completion. ids is an array of token
-    ids; trained, an array of the same length, has 1 for the tokens that SFT trains, else 0.
+    For sft.py, rm.py and PPO-ptx: for each of the fields, such as "completion", or "chosen" and
+    "rejected", a list with (ids, trained) of each row's prompt and that completion. ids is an array
+    of token ids; trained, an array of the same length, has 1 for the tokens that SFT trains, else 0.
 
-    An example of more tokens than max_tokens, or than `longest`, the model's context, is an error.
-    With too_long = "drop" its row is left out, and taken out of `rows`; with "cut" it loses its
-    end, and so its EOS. Raises BadInput.
+    An example of more tokens than the config's `key` allows, or than `longest`, the model's
+    context, is an error. With too_long = "drop" its row is left out, and taken out of `rows`; with
+    "cut" it loses its end, and so its EOS. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
     lists = [encode_all(rows, path, tokenizer, field, folder_of(config)) for field in fields]
     limit, whose, how = longest, "the model's context", config["too_long"]
-    if 0 < config["max_tokens"] < longest:
-        limit, whose = config["max_tokens"], "max_tokens"
+    if 0 < config[key] < longest:
+        limit, whose = config[key], key
     kept, cut = [], 0
     for number, examples in enumerate(zip(*lists, strict=True)):
         lengths, first = [len(ids) for ids, _ in examples], examples[0][1].index(1)
@@ -101,6 +101,10 @@ def encode_row(row, tokenizer, field):
     if field is None:
         return array("i", tokenizer.encode_prompt(row["prompt"])), array("b")
     ids, trained = tokenizer.encode_example(row["prompt"], row[field])
+    if row["prompt"] == "":  # plain text: before its first token is nothing to predict it from
+        trained[0] = False
+        if len(ids) < 2:
+            raise BadInput("the text encodes to no token at all")
     return array("i", ids), array("b", trained)  # a tenth of a list's memory
 
 

@@ -1,5 +1,6 @@
 """
 What samples say of a policy: pass@k, majority@k, the win rate of two policies, means with errors.
+And how far to trust the probabilities that a reward model gives.
 Plain functions of lists of numbers and texts; tools/eval.py has made them.
 """
 import math
@@ -88,3 +89,19 @@ def mean_and_error(values):
     if n < 2:
         return mean, math.nan
     return mean, 1.96 * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n)
+
+
+def calibration_error(probabilities, bins=10):
+    """
+    The expected calibration error of the probabilities (n,) that a reward model gives to what is
+    true: that the chosen answer of a pair is the better one (Guo et al., arXiv 1706.04599, equation
+    3). A probability below 1/2 is a wrong guess, made with 1 - probability. The guesses fall into
+    bins of equal width from 1/2 to 1; the error of a bin is the difference of how sure its guesses
+    are on average and of how many are right, and the result the mean of that over all guesses.
+    With 0.9, 0.9 and 0.1: three guesses that are 90 % sure, of which 2/3 are right, so 0.233.
+    """
+    sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
+    right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)
+    number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)  # (n,), of each guess's bin
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, number, sure.double() - right)
+    return gaps.abs().sum().item() / len(probabilities)

@@ -22,6 +22,10 @@ autocast to 16 bits e, s and f are 4 (e of a frozen matrix is 2), and a is 2.
 import math
 from dataclasses import dataclass
 
+import torch
+
+from kernels import packing_pays
+
 ROWS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers")
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -280,13 +284,22 @@ def decoding(m, run, n, group=1, part=None):
 def decoding_copy(m, run, part=None):
     """
     elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
-    the policy's own would be cast, or gathered from all ranks, for every token. part: as above; a
+    the policy's own would be cast, or gathered from all ranks, for every token. Where they are
+    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied. part: as above; a
     part of weights that are neither cast nor gathered is a view of them.
     """
-    if not sharded(m) and not (run.autocast and m.e > run.a):
+    packed = part is None and not run.cuda and not run.autocast and run.a == 4 \
+        and packing_pays(torch.float32)
+    if not sharded(m) and not packed and not (run.autocast and m.e > run.a):
         return 0
+    tensors = base_tensors(part or m)
+    if packed:
+        table = [((m.c.vocab_size, m.c.d_model), m.e)]
+        # a head that is the embedding's table becomes a tensor of its own
+        layers = [(shape, m.e) for shape in layer_shapes(m.c).values()] * m.c.n_layers
+        tensors = tensors + table * m.c.tied if sharded(m) else layers + table
     return sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
-               for shape, size in base_tensors(part or m))
+               for shape, size in tensors)
 
 
 def splitting(m, run):

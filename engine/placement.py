@@ -22,6 +22,7 @@ ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). On one rank
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import importlib.util
 import math
 import os
@@ -38,6 +39,7 @@ from engine.adapters import Adapted
 from engine.pretrained import from_pretrained
 from engine.tensor_parallel import ALONE, SplitTransformer
 from errors import BadConfig, shorten
+from kernels import pack_weight, packing_pays
 from model import Transformer, freeze
 from parallel import is_shard, my_part
 
@@ -415,25 +417,40 @@ def reshard(trunk):
 
 def decoding_copy(policy, matrices, device, ranks=ALONE):
     """
-    The model that the rollout decodes with. It is the policy itself, unless the weights of that are
-    sharded, or autocast would round them to the dtype `matrices` at every token: then it is a copy,
-    whole, and its matrices in that dtype. Delete it after the rollout. All ranks call this.
+    The model that the rollout decodes with. All ranks call this. It is the policy itself, unless
+    one of these makes a copy, which is to be deleted after the rollout:
+
+    - the weights are sharded: the copy has them whole;
+    - autocast would round the matrices to the dtype `matrices` at every token: the copy has them in
+      that dtype;
+    - on this CPU a product is faster with a packed matrix, see kernels.pack_weight.
 
     ranks: the Neighbours that decode together (generate_tp). Each gets its part of the model: a
-    sharded policy is gathered tensor by tensor, and only the part is kept.
+    sharded policy is gathered tensor by tensor, and only the part is kept. It is not packed.
     """
     trunk = trunk_of(policy)
+    matrix, split = trunk.layers[0].q.weight, ranks.n > 1
+    packs = not split and matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
 
     def needs_no_cast(p):
         return matrices is None or p.dim() != 2 or p.dtype == matrices
 
-    split = ranks.n > 1
-    if not split and not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
+    if not split and not packs and not sharded(policy) \
+            and all(map(needs_no_cast, trunk.parameters())):
         return policy
+    # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
+    c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
     with torch.device("meta"):  # no memory yet
-        model = (SplitTransformer(trunk.config, ranks) if split
-                 else Transformer(trunk.config, trunk.head))
+        model = SplitTransformer(c, ranks) if split else Transformer(c, trunk.head)
     freeze(model)
+
+    def put(name, t):
+        name, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
+        module = model.get_submodule(name)
+        if packs and isinstance(module, nn.Linear) and kind == "weight":
+            t = pack_weight(t)
+        setattr(module, kind, nn.Parameter(t, requires_grad=False))
+
     for name, p in trunk.named_parameters():
         t = my_part(p.detach())
         if split and not is_shard(p):
@@ -445,8 +462,9 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
             t = gather(t, p)
             if split:
                 t = model.part_of(name, t).clone()  # the rest of it is freed
-        module, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
-        setattr(model.get_submodule(module), kind, nn.Parameter(t, requires_grad=False))
+        put(name, t)
+        if name == "embed.weight" and trunk.config.tied and packs and trunk.head == "lm":
+            put("lm_head.weight", t)
     if not isinstance(policy, Adapted):
         return model
     if split:

@@ -18,7 +18,7 @@ from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, 
 
 
 def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
-            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0):
+            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0, ptx_tokens=0):
     """
     The most that one rank of a run will hold.
 
@@ -26,7 +26,8 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model has more
     embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there are, where
     eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under share_base
-    (0: like the policy's). Every response is taken to have full length.
+    (0: like the policy's). ptx_tokens: the longest demonstration of PPO-ptx (0: ptx_max_tokens, or
+    else as long as prompt and response). Every response is taken to have full length.
 
     Returns a dict. Raises BadConfig.
         peak_mib  of the whole run
@@ -89,6 +90,9 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
             rows[name]["logits"] = logits_training(m, run)
             training = update(m, run) + batch - (states if steps == 1 else 0)
             phases["update"] = max(phases["update"], training)
+            if name == "policy" and config.get("ptx_path"):
+                texts = update(m, of_ptx(config, run, world_size, ptx_tokens))
+                phases["update"] = max(phases["update"], training - update(m, run) + texts)
         buffers = [audit(m), saving(m, run), stepping(m), copy if name == "policy" else 0]
         rows[name]["buffers"] = max(buffers)
 
@@ -130,14 +134,18 @@ def always_there(models, run, world_size):
 
 
 def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size,
-                  device):
-    """predict's peak_mib, for a script that has loaded its models and prompts (lists of ids)."""
+                  device, ptx_examples=()):
+    """
+    predict's peak_mib, for a script that has loaded its models, prompts (lists of ids) and
+    demonstrations of PPO-ptx (pairs of ids and trained).
+    """
     lengths = {len(p) for p in train_prompts + eval_prompts}
     rank = getattr(reward_model, "lora", {}).get("rank", 0)
+    longest = max((len(ids) for ids, _ in ptx_examples), default=0)
     return predict(config, policy.config, reward_model and reward_model.config, max(lengths),
                    world_size, device.type, masked=len(lengths) > 1,
                    vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
-                   eval_rows=len(eval_prompts), reward_rank=rank)["peak_mib"]
+                   eval_rows=len(eval_prompts), reward_rank=rank, ptx_tokens=longest)["peak_mib"]
 
 
 def models_of(config, policy, reward, world_size, reward_rank=0):
@@ -212,6 +220,17 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         head_chunk=config["head_chunk"],
         checkpointing=config["gradient_checkpointing"],
     )
+
+
+def of_ptx(config, run, world_size, longest):
+    """The sizes of a micro-batch of PPO-ptx: texts of so many tokens, all of which are learned."""
+    longest = longest or config["ptx_max_tokens"] or run.T
+    rows = config["micro_batch_size"]
+    if config["micro_batch_tokens"]:
+        rows = max(config["micro_batch_tokens"] // longest, 1)
+    rows = min(rows, math.ceil(config["ptx_batch_size"] / world_size))
+    sizes = dict(P=1, R=longest, T=longest, b=rows, group=1, sharing=1, entropy=False)
+    return SimpleNamespace(**vars(run) | sizes | dict(temperature=1.0))
 
 
 def sharing_of(config):

@@ -39,7 +39,7 @@ def ranks_agree(config, models, tokenizers):
     """
     files = files_of(config["reward_functions"])
     contents = {f"the content of {path}": sha256(path) for path in files}
-    contents |= data_hashes(config["prompts_path"], config["eval_path"])
+    contents |= data_hashes(config["prompts_path"], config["eval_path"], config.get("ptx_path"))
     weights = {f"the weights of {name}": fingerprint(model) for name, model in models.items()}
     agree(  # COLLECTIVE
         config | contents | {"the tokenizers": [t.whole_fingerprint for t in tokenizers]} | weights)
@@ -50,12 +50,14 @@ class Run:
     models: {name: model}, all in memory; optimizers: {name: optimizer}, of those that are trained.
     prompts: (training prompts, held-out prompts), lists of token ids. state: what the loop carries
     from one iteration to the next beside weights and optimizers, as plain numbers: it is saved with
-    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or None
+    every checkpoint, and self.state is what to go on with. ema: the policy's moving average or
+    None. ptx_examples: [(ids, trained), ...] of PPO-ptx.
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
 
-    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None):
+    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None,
+                 ptx_examples=()):
         self.config, self.models, self.optimizers = config, models, optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
@@ -69,6 +71,8 @@ class Run:
         sources = ["policy_path", "prompts_path"]
         if "reward_model" in models:
             sources.append("reward_path")
+        if config.get("ptx_path"):
+            sources.append("ptx_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
         self.checkpoint, saved = open_run(  # COLLECTIVE
             self.out_dir, config, must_match, sources, token_ids=prompts[0])
@@ -81,7 +85,8 @@ class Run:
 
         reward_model = models.get("reward_model")
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device)
+            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            ptx_examples)
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)

@@ -258,7 +258,7 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
 # what a run starts from
 
 
-DATA_KEYS = "train_path", "prompts_path"  # they may name several files, or data sets of the hub
+DATA_KEYS = "train_path", "prompts_path", "ptx_path"  # they may name several files, or data sets of the hub
 
 
 def data_hashes(*specs):

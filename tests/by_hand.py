@@ -430,6 +430,7 @@ def ppo(c, data):
     log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
 
     for iteration in range(c.max_iters):
+        passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
@@ -453,6 +454,9 @@ def ppo(c, data):
             of_this_step = flat(ppo_losses(c, models, batch[i], kl_coef, tokens, seen)
                                 for i in minibatch)
             figures += of_this_step
+            if c.ptx:
+                ptx_losses += ptx(c, models.policy, data.ptx, passes)
+            passes += 1
             record["policy/grad_norm"] = policy_adam.clip(seen)
             record["val/grad_norm"] = value_adam.clip(seen)
             if too_far(c, of_this_step, seen):
@@ -466,6 +470,8 @@ def ppo(c, data):
         record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
         record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
                    "objective/kl_coef": kl_coef}
+        if c.ptx:
+            record["loss/ptx"] = mean(ptx_losses)
         if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
             error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
@@ -477,6 +483,25 @@ def ppo(c, data):
     if c.ema_decay:
         trained["ema_policy"] = ema
     return SimpleNamespace(log=log, models=trained, seen=seen)
+
+
+def ptx(c, policy, rows, step):
+    """
+    Add the gradient of PPO-ptx (InstructGPT, arXiv 2203.02155, eq. 2) to the policy's, in a backward
+    pass of its own: the mean of -log p over the tokens of the step's texts and demonstrations, times
+    ptx_coef. The first token of a text has nothing before it. Returns -log p of each token.
+    """
+    losses = []
+    for i in prompts_of(c, step, c.ptx_batch_size, len(rows)):
+        if "text" in rows[i]:
+            first, *rest = encode(rows[i]["text"], MARKERS["tokenizer"])
+            prompt, completion = [first], rest
+        else:
+            prompt, completion = (encode(rows[i][field], MARKERS["tokenizer"])
+                                  for field in ("prompt", "completion"))
+        losses += [-x for x in logprobs_of(policy, prompt, completion + [EOS], 1.0)[0]]
+    (c.ptx_coef * sum(losses) / len(losses)).backward()
+    return [x.item() for x in losses]
 
 
 def find_advantages(c, batch, kl_coef):
@@ -745,22 +770,42 @@ def rm(c, data):
         ids = encode(row["prompt"] + row[field], MARKERS["tokenizer"]) + [EOS]
         return scalars(model, ids)[-1]
 
-    def compare(pairs):
-        """Bradley-Terry (arXiv 2009.01325, section 3.4), and whether the chosen scores higher."""
-        losses, hits = [], []
+    def compare(pairs, margin=0.0, smoothing=0.0):
+        """
+        Of each pair: Bradley-Terry (arXiv 2009.01325, section 3.4) with a lead that is wanted
+        (Llama 2, 2307.09288, eq. 2) and labels that may be wrong (cDPO); the square that keeps
+        scores around 0 (2312.09244); how likely the chosen one is the better one.
+        """
+        losses, squares, chances = [], [], []
         for row in pairs:
             better, worse = score(row, "chosen"), score(row, "rejected")
-            losses.append(torch.log(1 + torch.exp(worse - better)))
-            hits.append(float(better > worse))
-        return losses, hits
+            lead = better - worse - margin * row.get("margin", 0.0)
+            wrong = torch.log(1 + torch.exp(lead))
+            losses.append((1 - smoothing) * torch.log(1 + torch.exp(-lead)) + smoothing * wrong)
+            squares.append((better + worse) ** 2)
+            chances.append(1 / (1 + math.exp((worse - better).item())))
+            seen["margin" if row.get("margin") and margin else "no margin"] += 1
+        return losses, squares, chances
+
+    def miscalibration(chances):
+        """Guo et al. (1706.04599, eq. 3), ten bins from 1/2 to 1."""
+        total = 0.0
+        for i in range(10):
+            low, high = 0.5 + i / 20, 0.5 + (i + 1) / 20
+            inside = [p for p in chances if low <= max(p, 1 - p) < high]
+            total += abs(sum(max(p, 1 - p) - (p > 0.5) for p in inside)) / len(chances)
+            seen["full bin" if inside else "empty bin"] += 1
+        return total
 
     for iteration in range(c.max_iters + 1):
         record = {}
         log.append(record)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
-                losses, hits = compare(data.val[:c.eval_size or None])
-            record |= {"eval/loss": mean([x.item() for x in losses]), "eval/accuracy": mean(hits)}
+                losses, _, chances = compare(data.val[:c.eval_size or None])
+            record |= {"eval/loss": mean([x.item() for x in losses]),
+                       "eval/accuracy": mean([float(p > 0.5) for p in chances]),
+                       "eval/calibration_error": miscalibration(chances)}
         if iteration == c.max_iters:
             with torch.no_grad():
                 scores = [score(row, "completion").item() for row in data.demonstrations]
@@ -768,10 +813,12 @@ def rm(c, data):
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()
         picked = prompts_of(c, iteration, c.batch_size, len(data.train))
-        losses, hits = compare([data.train[i] for i in picked])
-        (sum(losses) / len(losses)).backward()
+        losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
+                                           c.label_smoothing)
+        ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
         record["loss/preference"] = mean([x.item() for x in losses])
-        record["train/accuracy"] = mean(hits)
+        record["loss/centring"] = mean([x.item() for x in squares])
+        record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
         record["reward_model/grad_norm"] = adam.clip(seen)
         record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
                                                   c.max_iters, c.lr_decay)

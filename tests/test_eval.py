@@ -6,9 +6,10 @@ import os
 import statistics
 
 import pytest
+import torch
 
 import tiny
-from engine.estimates import bootstrap, majority, majority_at_k, mean_and_error, pass_at_k, wins
+from engine.estimates import bootstrap, calibration_error, majority, majority_at_k, mean_and_error, pass_at_k, wins
 from tiny import arguments, forked, one_run
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,6 +41,22 @@ def test_pass_at_k_of_many_samples():
 ])
 def test_majority(answers, place):
     assert majority(answers) == place
+
+
+def test_calibration_error():
+    """By hand: guesses in one bin are taken together, those in others apart."""
+    def error(*p, bins=10):
+        return calibration_error(torch.tensor(p, dtype=torch.float64), bins)
+
+    assert error(0.9, 0.9, 0.1) == pytest.approx(0.9 - 2 / 3)  # 90 % sure, 2 of 3 right
+    assert error(0.9, 0.9, 0.1, 0.6) == pytest.approx((3 * (0.9 - 2 / 3) + 0.4) / 4)
+    assert error(0.9, 0.9, 0.1, 0.6, bins=1) == pytest.approx(abs(3 * 0.9 + 0.6 - 3) / 4)
+    assert error(0.5) == 0.0 and error(1.0) == 0.0 and error(0.0) == 1.0
+    # labels that are drawn with the very probabilities leave sampling noise alone
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(200_000, generator=generator, dtype=torch.float64)
+    drawn = torch.where(torch.rand(200_000, generator=generator, dtype=torch.float64) < p, p, 1 - p)
+    assert calibration_error(drawn) < 0.01 < 0.1 < calibration_error((3 * drawn.logit()).sigmoid())
 
 
 def test_majority_at_k():

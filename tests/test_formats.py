@@ -250,7 +250,7 @@ def test_sft_rows(row, want):
 
 
 @pytest.mark.parametrize("row, want", [
-    ({"prompt": "p", "chosen": "c", "rejected": "r", "margin": 1}, {"prompt": "p", "chosen": "c", "rejected": "r"}),
+    ({"prompt": "p", "chosen": "c", "rejected": "r", "weight": 1}, {"prompt": "p", "chosen": "c", "rejected": "r"}),
     ({"prompt": SHARED, "chosen": [A], "rejected": [B]}, PAIR), ({"prompt": SHARED, "chosen": "a", "rejected": [B]}, PAIR),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
@@ -268,6 +268,13 @@ def test_sft_rows(row, want):
     ({"chosen": "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant: Yes.", "rejected":
       "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant: Yet."},
      {"prompt": "\n\nHuman: x\n\nAssistant: go on\n\nHuman: y\n\nAssistant:", "chosen": " Yes.", "rejected": " Yet."}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2},
+     {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2.0}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "0.5"},  # of a CSV
+     {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}),
+    ({"margin": 0, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR | {"margin": 0.0}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": None}, {"prompt": "p", "chosen": "a", "rejected": "b"}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": ""}, {"prompt": "p", "chosen": "a", "rejected": "b"}),
 ])
 def test_preference_rows(row, want):
     assert preference_row(row) == want
@@ -363,6 +370,9 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
     (preference_row, {"system": "s", "prompt": "p", "chosen": "c", "rejected": "r"}, "a system text beside strings"),
     (prompt_row, {"system": "s", "question": "p"}, "a system text beside strings"),
+    *[(preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": margin},
+       "field 'margin' must be a number from 0 on, found .* margin>unused")
+      for margin in (-1, -0.5, float("nan"), float("inf"), 10**400, "much", True, [1], {"by": 1})],
     (preference_row, {"system": "", "question": "q", "chosen": "c", "rejected": "r"},
      "field 'prompt' is missing.*it has 'system', 'question', 'chosen', 'rejected'; rename with fields, such as question>prompt"),
     (sft_row, {"messages": [U, {**C, "weight": 0}, U, C]}, "an assistant message of weight 0; all are learned alike"),

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
+import kernels
 from kernels import ACTIVATIONS, narrow, rms_norm
 from test_memory import saved_bytes
 
@@ -151,3 +152,58 @@ def test_second_derivatives_are_refused():
         grad, = torch.autograd.grad(f(*inputs).square().sum(), inputs[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """Products go to oneDNN on any CPU whose torch has it, and small ones, too."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    return lambda size: monkeypatch.setattr(kernels, "LARGE", size)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (40, 8), (1, 8), (0, 8), (5, 0, 8)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("m", [3, 20])  # narrower and wider than x: the gradient has two ways
+def test_a_product_by_onednn_is_the_product(onednn, shape, bias, m):
+    onednn(1)  # but for products without rows
+    x, weight, b = draw(*shape), draw(m, 8, seed=1), draw(m, seed=2)
+    inputs = [x, weight] + [b] * bias
+    ours = [t.detach().float().requires_grad_() for t in inputs]
+    assert kernels.by_onednn(*ours[:2]) == (x.numel() > 0) and not kernels.by_onednn(x, weight)  # float64 is not its
+    y, plain = kernels.linear(*ours), x @ weight.T + (b if bias else 0)
+    assert y.dtype == torch.float32 and y.shape == plain.shape
+    assert torch.allclose(y.double(), plain, atol=1e-5)
+    g = draw(*y.shape, seed=3, grad=False)
+    for a, c in zip(torch.autograd.grad(y, ours, g.float()), torch.autograd.grad(plain, inputs, g), strict=True):
+        assert a.shape == c.shape and torch.allclose(a.double(), c, atol=1e-5)
+    with torch.no_grad():  # reading and training are one, to the last bit
+        assert torch.equal(kernels.linear(*ours), y)
+
+
+def test_which_products_are_onednn_s(onednn, monkeypatch):
+    x, weight = torch.zeros(4, 16, 512), torch.zeros(1024, 512)  # 64 x 512 x 1024 = 2^25 products
+    assert kernels.by_onednn(x, weight) and not kernels.by_onednn(x[:, 1:], weight)
+    assert not kernels.by_onednn(x.bfloat16(), weight.bfloat16()) and not kernels.by_onednn(x.double(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not kernels.by_onednn(x, weight)
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: False)
+    assert not kernels.by_onednn(x, weight)
+
+
+@pytest.mark.parametrize("vendor, said", [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
+def test_amd_s_cpus_take_onednn(monkeypatch, vendor, said):
+    monkeypatch.setattr(kernels, "cpu_vendor", lambda: vendor)
+    assert kernels.onednn_is_faster.__wrapped__() == (said and torch.backends.mkldnn.is_available())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_packed_matrix_multiplies_as_it_is(onednn, rows):
+    weight, x = draw(20, 8, grad=False), draw(rows, 2, 8, seed=1, grad=False)
+    packed = kernels.pack_weight(weight.float())
+    with torch.inference_mode():
+        assert torch.allclose(kernels.linear(x.float(), packed).double(), x @ weight.T, atol=1e-5)
+        bias = draw(20, seed=2, grad=False)
+        y = kernels.linear(x.float(), packed, bias.float())
+        assert torch.allclose(y.double(), x @ weight.T + bias, atol=1e-5)

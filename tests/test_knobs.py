@@ -40,6 +40,7 @@ PPO = {
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5), SAVED),
+    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -95,6 +96,7 @@ SPLIT = {
     ("ppo.py", "scores"): (3, "params", 2, True, 0),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
     ("ppo.py", "adam"): (2, "params", 1, False, 5),
+    ("ppo.py", "ptx"): (3, "none", 2, False, 5),
     ("ppo.py", "optim"): (1, "none", 64, False, 0),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
@@ -165,11 +167,13 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
+    texts = dict(ptx_path=world.texts)
     others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
 
     def run(script, keys, ranks=1, code=""):
-        keys = {key: others[key] if value == "OTHER" else value for key, value in keys.items()}
+        keys = {key: others[key] if value == "OTHER" else texts[key] if value == "TEXTS" else value
+                for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
         return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (adapt_kl_coef, entropy_from_logprobs, gap_limit, kl_estimate, learning_rate_at,
-                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten, 
-                  preference_loss, scaled_logits, standard_deviation, update_moments)
+from loss import (adapt_kl_coef, centring_loss, entropy_from_logprobs, gap_limit, kl_estimate, learning_rate_at,
+                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten,
+                  preference_loss, scaled_logits, soft_preference_loss, standard_deviation, update_moments)
 from model import at_least_float32
 from relatives import clipped_loss
 
@@ -297,6 +297,41 @@ def test_preference_loss():
     slope = np.array([-0.5, -0.25, -0.75, 0.0, -1.0])  # -sigmoid(rejected - chosen)
     assert np.abs(chosen.grad.numpy() - slope).max() < 1e-12
     assert np.abs(rejected.grad.numpy() + slope).max() < 1e-12
+
+
+def test_margin_and_smoothing():
+    """By hand: x = chosen - rejected - margin is log 3, so sigmoid(x) = 3/4 and sigmoid(-x) = 1/4."""
+    log = np.log
+    chosen = torch.tensor([5.0, 5.0], dtype=torch.float64).requires_grad_()
+    rejected = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    margin = torch.tensor([2.0 - log(3), 1.0 - log(3)], dtype=torch.float64)
+    for smoothing, want, slope in ((0.0, log(4 / 3), -1 / 4), (0.1, 0.9 * log(4 / 3) + 0.1 * log(4), 0.9 * -1 / 4 + 0.1 * 3 / 4),
+                                   (0.25, 0.75 * log(4 / 3) + 0.25 * log(4), 0.0), (0.5, 0.5 * log(16 / 3), 0.25)):
+        loss = preference_loss(chosen, rejected, margin, smoothing)
+        assert np.abs(loss.detach().numpy() - want).max() < 1e-12
+        chosen.grad = None
+        loss.sum().backward()
+        assert np.abs(chosen.grad.numpy() - slope).max() < 1e-12
+    # a pair that is labelled the wrong way round with smoothing 0.2 is one with 0.8 the right way round
+    a, b = torch.randn(2, 9, dtype=torch.float64)
+    assert (preference_loss(a, b, 0.0, 0.2) - preference_loss(b, a, 0.0, 0.8)).abs().max() < 1e-12
+
+
+def test_soft_preferences():
+    """The mean loss of labels that are drawn with the probability; the entropy where the scores have that difference."""
+    p = torch.tensor([0.0, 0.2, 0.5, 1.0], dtype=torch.float64)
+    d = torch.tensor([1.5, -0.3, 2.0, -40.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(4, dtype=torch.float64)
+    drawn = p * preference_loss(d, zero) + (1 - p) * preference_loss(zero, d)
+    assert (soft_preference_loss(d, p) - drawn).abs().max() < 1e-12
+    soft_preference_loss(d, p).sum().backward()
+    assert (d.grad - (d.detach().sigmoid() - p)).abs().max() < 1e-12
+    p = p[1:3]
+    assert (soft_preference_loss(p.logit(), p) + p * p.log() + (1 - p) * (1 - p).log()).abs().max() < 1e-12
+
+
+def test_centring():
+    assert centring_loss(torch.tensor([[1.0, 2.0], [1.0, -1.0], [-3.0, 0.5]])).tolist() == [9.0, 0.0, 6.25]
 
 
 @pytest.mark.parametrize("kl, want", [(6.0, 0.1), (12.0, 0.101024), (1e9, 0.101024), (6.6, 0.100512), (5.4, 0.099488),

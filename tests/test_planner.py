@@ -8,6 +8,8 @@ import re
 import sys
 import tempfile
 import time
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from test_configurator import CONFIGS, script_of
 from engine import memory as formulas
 from engine.adapters import Adapted
 from engine.hf_config import parse_config
+from engine.placement import decoding_copy
 from engine.pretrained import from_scratch
 from errors import BadConfig, BadInput
+import kernels
 from model import Transformer
 
 import tiny
@@ -59,6 +63,8 @@ FAST = {
     "grpo, stage 3, two ranks sample together": (
         "grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | TOGETHER | dict(zero_stage="3")),
     "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
+    "ppo, long texts beside it": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(
+        ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
 }
 CAMPAIGN = FAST | {
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
@@ -101,8 +107,11 @@ DRIVER = """
 import json, os, runpy, sys
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+import kernels
 import parallel
 import engine.optimizers
+
+kernels.onednn_is_faster = lambda: False  # the tracker cannot look at packed matrices
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -136,12 +145,14 @@ def build(folder, shape, more_embeddings):
     tokenizer = ByteTokenizer(dict(markers=[f"<{i}>" for i in range(1000)], eos="<eos>", pad="<pad>"))
     hf = shape | dict(vocab_size=tokenizer.vocab_size + more_embeddings, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                       pad_token_id=tokenizer.pad_id)
-    path = {name: os.path.join(folder, name) for name in ("policy", "reward", "adapter", "prompts.jsonl")}
+    path = {name: os.path.join(folder, name)
+            for name in ("policy", "reward", "adapter", "prompts.jsonl", "texts.jsonl")}
     policy = from_scratch(hf, seed=1)
     save_model(path["policy"], policy, tokenizer)
     save_model(path["reward"], from_scratch(hf, head="scalar", seed=2), tokenizer)
     save_adapter(Adapted(policy, "scalar", 4, 8), path["adapter"], path["policy"])
     tokenizer.save(path["adapter"])
+    tiny.jsonl(path["texts.jsonl"], [dict(text="b" * (115 + i)) for i in range(16)])
     tiny.jsonl(path["prompts.jsonl"], [dict(prompt="a" * (18 + i % 9) + f"{i:02}") for i in range(64)])
     return path
 
@@ -155,11 +166,13 @@ def runs(cases, folder):
                     eval_path=path["prompts.jsonl"], eval_interval=100, eval_size=2, checkpoint_interval=0, device_type="cpu",
                     reward_timeout=30, out_dir=os.path.join(folder, str(i), "out")) | keys
         keys |= dict(reward_path=path["adapter"]) if keys["reward_path"] == "adapter" else {}
+        keys |= dict(ptx_path=path["texts.jsonl"]) if "ptx_path" in keys else {}
         args = tiny.arguments(keys)
         config = memory.read_config(script, args)
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
-        plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
+        with mock.patch.object(kernels, "onednn_is_faster", lambda: False):  # as in DRIVER
+            plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
         work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
     results = {}
     for ranks, calls in work.items():
@@ -373,3 +386,20 @@ if __name__ == "__main__":
         print("|---|---|---|---|---|---|")
         for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
             print(line(each, *outcome))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
+    """The copy that decodes on an AMD CPU, where packing is faster: predicted as it is."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    policy = from_scratch(llama(32, 2, 4, 2, 56, vocab_size=97, tie_word_embeddings=tied))
+    copy = decoding_copy(policy, None, torch.device("cpu"))
+    packed = [p for p in copy.parameters() if p.is_mkldnn]
+    assert all(p.data_ptr() in {q.data_ptr() for q in policy.parameters()} for p in copy.parameters() if not p.is_mkldnn)
+    run = types.SimpleNamespace(cuda=False, autocast=False, a=4)
+    m = formulas.Model(policy.config, "lm", True, 4, 4)
+    assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
+    run.cuda = True
+    assert formulas.decoding_copy(m, run) == 0

@@ -470,6 +470,14 @@ def bad(world, tmp_path_factory):
     }
     cases = {name: ("ppo.py", world.ppo("out", prompts_path=write(f"{f}/in/{name}.jsonl", text)), said)
              for name, (text, said) in data.items()}
+    texts = {  # contents of ptx_path
+        "an empty mixture": ("", "the file is empty"),
+        "a text of another type": ('{"text": 7}\n', "line 1: field 'text' must be"),
+        "an empty text": ('{"text": ""}\n', "line 1: field 'text' is empty"),
+        "a long text": ('{"text": "a"}\n{"text": "123456"}\n', "row 2: .*7 tokens, more than ptx_max_tokens of 6.*too_long=drop"),
+    }
+    cases |= {name: ("ppo.py", world.ppo("out", ptx_path=write(f"{f}/in/{name}.jsonl", text), ptx_max_tokens=6), said)
+              for name, (text, said) in texts.items()}
     config = {  # contents of a config file -> what is said of it
         "unknown in a file": ("kl_coeff = 1.0\n", "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
         "twice in a file": ("seed = 1\nkl_coef = 0.1\nseed = 2\n", "line 3: seed is set twice .*line 1"),

@@ -14,7 +14,8 @@ from test_zero import in_a_row, succeeded
 from tiny import forked, one_run
 
 PRODUCTS = {"sft.py": "policy", "rm.py": "reward_model"}
-LOSSES = {"sft.py": ["loss/sft", "eval/loss"], "rm.py": ["loss/preference", "eval/loss", "eval/accuracy"]}
+LOSSES = {"sft.py": ["loss/sft", "eval/loss"], 
+          "rm.py": ["loss/preference", "eval/loss", "eval/accuracy", "eval/calibration_error", "loss/centring"]}
 NAMES = {"sft.py": "policy", "rm.py": "reward"}  # what the one model is called in the keys
 scripts = pytest.mark.parametrize("script", PRODUCTS)
 

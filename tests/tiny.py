@@ -192,6 +192,7 @@ def build(folder):
     pairs = [dict(prompt=f"{a}+{b}=", chosen=str(a + b), rejected=str(a + b + 1 + a % 50)) for a, b in problems]
     with open(os.path.join(folder, "rules.py"), "w", encoding="utf-8") as f:
         f.write(RULES)
+    jsonl(os.path.join(folder, "texts.jsonl"), [dict(text=f"{a} and {b}"[:3 + a % 8]) for a, b in problems[60:90]])
     for name, rows in (("rl", rl), ("sft", sft), ("pairs", pairs)):
         jsonl(os.path.join(folder, f"{name}_train.jsonl"), rows[:40])
         jsonl(os.path.join(folder, f"{name}_val.jsonl"), rows[40:52])

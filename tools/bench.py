@@ -38,6 +38,7 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from engine import limits, stand_ins  # noqa: E402
+from engine.placement import decoding_copy  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from errors import BadConfig, Stop  # noqa: E402
 from model import freeze  # noqa: E402
@@ -107,9 +108,12 @@ def decode(policy, theirs, prompts, ends, end_share):
     Print the lines of generate, and return their figures. theirs: the model of transformers, or
     None. ends: the ids that end a response, none where responses are full.
     """
-    contestants = {"quartet": lambda: generate(
-        policy, prompts.tolist(), max_new_tokens, eos_ids=ends,
-        pad_id=vocab_size - 1)["response_mask"].sum().item()}
+    def our_generate():
+        decoder = decoding_copy(policy, None, policy.embed.weight.device)  # as each rollout makes it
+        return generate(decoder, prompts.tolist(), max_new_tokens, eos_ids=ends,
+                        pad_id=vocab_size - 1)["response_mask"].sum().item()
+
+    contestants = {"quartet": our_generate}
     if theirs:
         import transformers as hf
 

@@ -34,7 +34,7 @@ from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
-from engine.placement import precisions  # noqa: E402
+from engine.placement import decoding_copy, precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.run_folder import today  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -152,6 +152,7 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
     check_tokenizer_fits(tokenizer, policy, path)
     models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
+    decoder = decoding_copy(policy, None, device)
     reward_tokenizer = reader if reward_model else tokenizer
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
@@ -167,7 +168,7 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
             uniforms = response_uniforms(seed, "sample", 0, where, max_new_tokens,
                                          [sample for _, sample in mine])
             with autocast:
-                batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
+                batch = generate(decoder, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, stop=launch.stop_asked)
             if launch.stop_agreed():

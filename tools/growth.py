@@ -20,6 +20,7 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from engine.limits import seconds_of  # noqa: E402
+from engine.placement import decoding_copy  # noqa: E402
 from engine.pretrained import from_scratch  # noqa: E402
 from loss import response_logprobs  # noqa: E402
 from model import document_attention, documents_seen, step_attention  # noqa: E402
@@ -59,7 +60,8 @@ def random_heads(*shape):
 
 def sampling(n, R):
     """Sample n responses of R tokens."""
-    generate(policy, torch.ones(n, prompt_length, dtype=torch.int64).tolist(), R)
+    decoder = decoding_copy(policy, None, policy.embed.weight.device)  # as each rollout makes it
+    generate(decoder, torch.ones(n, prompt_length, dtype=torch.int64).tolist(), R)
 
 
 def attention_of_sampling(n, R):

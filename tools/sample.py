@@ -23,6 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
+from engine.placement import decoding_copy  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -69,6 +70,7 @@ weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, config)
 policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
+decoder = decoding_copy(policy, None, torch.device(device))
 check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_path:
@@ -100,7 +102,7 @@ def print_batch(picks):
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
     with precision:
-        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
+        batch = generate(decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms)
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]

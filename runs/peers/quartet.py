@@ -25,6 +25,7 @@ def decode(folder, steps):
     """Sample PROMPTS responses of NEW tokens."""
     import torch
 
+    from engine.placement import decoding_copy
     from engine.pretrained import from_pretrained
     from model import freeze
     from rollout import generate
@@ -35,7 +36,9 @@ def decode(folder, steps):
     watch = Stopwatch()
     watch.click()
     for _ in range(WARM_UP + steps):
-        out = generate(policy, prompts, NEW)
+        # each rollout of a run makes this copy, too
+        decoder = decoding_copy(policy, None, torch.device("cpu"))
+        out = generate(decoder, prompts, NEW)
         watch.click()
     watch.report(WARM_UP, length=out["response_mask"].sum(1).double().mean().item())
 
