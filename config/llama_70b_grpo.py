@@ -5,11 +5,11 @@ bits. No GPU ever holds all of it.
 
     python data/gsm8k/prepare.py --chat
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_id=1 --rdzv_backend=c10d \\
-        --rdzv_endpoint=HOST:29500 grpo.py config/llama_70b.py
+        --rdzv_endpoint=HOST:29500 grpo.py config/llama_70b_grpo.py
 
 Meant for 32 GPUs of 80 GB, with a fast network between the machines. The memory that each GPU
 needs, predicted for prompts of up to 512 tokens by
-python tools/memory.py config/llama_70b.py --world-size=32 --gpu-gb=80:
+python tools/memory.py config/llama_70b_grpo.py --world-size=32 --gpu-gb=80:
 
     GiB             policy  ref_policy       all
     parameters        8.21        4.11     12.32
@@ -26,7 +26,7 @@ machine's memory, and a checkpoint takes 847 GB on the disk, twice that while th
 written. docs/scale.md says how long that takes. The model is on the Hugging Face hub, where it asks
 for your consent. We have not run it: no result is promised.
 """
-out_dir = "out/llama_70b"
+out_dir = "out/llama_70b_grpo"
 policy_path = "meta-llama/Llama-3.1-70B-Instruct"
 prompts_path = "data/gsm8k/rl_train.jsonl"
 eval_path = "data/gsm8k/rl_val.jsonl"
