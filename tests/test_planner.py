@@ -97,7 +97,7 @@ CAMPAIGN = FAST | {
     "grpo, stage 3, bf16, two ranks sample together": ("grpo", 2, llama(256, 4, 4, 2, 688), 900, GRPO | TOGETHER | dict(
         zero_stage="3", dtype="bfloat16")),
     "ppo, stage 2, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 900, PPO | TOGETHER | dict(
-        zero_stage="2", rollout_batch_size=48, ppo_epochs=1)),
+        zero_stage="2", rollout_batch_size=48, ppo_epochs=1, max_new_tokens=120)),
     "ppo, whole weights, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | TOGETHER | dict(
         lora="4", ppo_epochs=1)),
     "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
