@@ -39,10 +39,11 @@ from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
-from loss import kl_estimate, learning_rate_at, masked_sum, response_logprobs
+from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
+                  response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
-from rewards import Scorer, alike_for_equal_texts, reward_terms
-from rollout import sample_and_score
+from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
+from rollout import center_scores_of, sample_and_score
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -53,7 +54,11 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -66,6 +71,10 @@ batch_size = 512  # responses an iteration, over all ranks; a multiple of group_
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
+# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
+top_k = 0  # the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
@@ -73,8 +82,15 @@ max_refills = 0  # DAPO: times that groups of equal scores give way to other pro
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) advantages
-missing_eos_penalty = 0.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
+# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
+# no score_shift, which rm.py writes
+center_scores = "auto"  # [auto | always | never]
+missing_eos_penalty = 0.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
+missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
@@ -96,6 +112,10 @@ cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
+# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # optimizer: AdamW
 max_iters = 500  # iterations [>= 1]
@@ -125,12 +145,16 @@ train_rows, eval_rows = (build.read_prompts(path, terms, fields)
 policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen
-ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
+ref_policy = None
+if kl_coef > 0:
+    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model)
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
@@ -140,17 +164,21 @@ ranks_agree(config, models, (tokenizer, reward_tokenizer))  # COLLECTIVE
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
-run = Run(config, models, optimizers, tokenizer, prompts, device, state={}, ema=ema)
-state = run.state  # what the loop carries on, beside weights and optimizer
+# state: what the loop carries from one iteration to the next, beside weights and optimizer
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shifts=None),
+          ema=ema)
+state = run.state
 
 parallel.broadcast_parameters(models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
+center_scores_of(reward_models, None, run, policy, scorer, config, train_rows, train_prompts,
+                 group_size)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -160,7 +188,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
+                                 entropy=entropy_coef > 0, truncated=model is policy)
 
 
 def read_with_models(batch, minibatches, policy_reads=True):
@@ -188,11 +216,10 @@ def read_with_models(batch, minibatches, policy_reads=True):
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: missing EOS, clip. A response that
-    never ended, finished (B,), gets minus missing_eos_penalty instead of its score.
+    What the settings make of the scores (B,), in this order: missing EOS, clip. finished (B,):
+    which responses have ended.
     """
-    if missing_eos_penalty > 0:
-        scores = torch.where(finished, scores, -missing_eos_penalty)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -252,6 +279,7 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
     if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
@@ -338,6 +366,7 @@ for iteration in range(run.start, max_iters + 1):
                 if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
                     pg_losses, pg_clipped = relative_loss(
                         logprobs, mb["old_logprobs"], mb["advantages"], m)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if ref_policy:

@@ -45,6 +45,46 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None, overwrite=False):
     return logits
 
 
+def sampling_set(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """
+    Which tokens may be sampled, (n, V) bool, of scaled logits (n, V). It is always one at least.
+
+    top_k: the k most likely tokens, and those as likely as the last of them; 0 = all. top_p: of
+    these, the most likely ones, up to the first at which their probabilities add up to top_p
+    (nucleus sampling, arXiv 1904.09751); 1 = all. min_p: of these, those at least min_p times as
+    likely as the most likely one (arXiv 2407.01082). transformers has the three in this order, too.
+
+    With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
+    0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
+    """
+    kept = logits > -torch.inf
+    if 0 < top_k < logits.shape[-1]:
+        kept &= logits >= logits.topk(top_k).values[:, -1:]
+    if top_p < 1:
+        probs, order = logits.masked_fill(~kept, -torch.inf).softmax(-1).sort(
+            descending=True, stable=True)  # (n, V) each
+        # in whole parts of 2^-40, whose sums are the same in any order: see rollout.inverse_cdf
+        parts = (probs * 2.0**40).long()
+        before = parts.cumsum(-1) - parts
+        kept &= torch.zeros_like(kept).scatter(-1, order, before < top_p * 2.0**40)
+    if min_p > 0:
+        kept &= logits >= logits.amax(-1, keepdim=True) + math.log(min_p)
+    return kept
+
+
+def as_bits(kept):
+    """Bools (n, V), eight to a byte -> (n, V / 8) uint8, rounded up."""
+    padded = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.shape[-1] % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    return (padded.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
+
+
+def from_bits(bits, V):
+    """The way back: (n, V / 8) uint8 -> (n, V) bool."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits[..., None] >> places).bitwise_and_(1).flatten(-2)[..., :V].bool()
+
+
 def logprobs_from_logits(logits, tokens):
     """
     log p(tokens) under logits (..., V), for tokens (...) -> (...). Nothing is shifted here: the
@@ -61,7 +101,7 @@ def entropy_from_logprobs(logprobs):
 
 
 def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=None, chunk=0,
-                         entropy=True):
+                         entropy=True, kept=None):
     """
     log p(tokens) and the entropy of each token's distribution, (n,) both.
 
@@ -72,14 +112,19 @@ def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=Non
     second time in the backward pass, so that the logits of all tokens, (n, V), never exist. They
     are often the largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256
     are 4.2 GB in float32.
+
+    kept: (n, V / 8), the tokens that could be sampled, as_bits of a sampling_set: all others have
+    probability 0. None: all could.
     """
-    return Head.apply(hidden, weight, tokens, chunk, (temperature, vocab_size, entropy))
+    return Head.apply(hidden, weight, tokens, chunk, (temperature, vocab_size, entropy), kept)
 
 
-def logprobs_of_all(hidden, weight, temperature, vocab_size):
+def logprobs_of_all(hidden, weight, temperature, vocab_size, kept=None):
     """log p of every token of the vocabulary: hidden (n, d), weight (V, d) -> (n, V)."""
     logits = linear(hidden, weight)
     logits = scaled_logits(logits, temperature, vocab_size, overwrite=True)
+    if kept is not None:
+        logits = logits.masked_fill_(~from_bits(kept, logits.shape[-1]), -torch.inf)
     return logits.log_softmax(-1)
 
 
@@ -95,25 +140,26 @@ class Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, tokens, chunk, settings):
+    def forward(ctx, hidden, weight, tokens, chunk, settings, allowed):
         temperature, vocab_size, entropy = settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies = hidden.new_zeros(2, len(hidden), dtype=dtype).unbind()
         for part in parts_of(len(hidden), chunk):
-            of_all = logprobs_of_all(hidden[part], weight, temperature, vocab_size)  # (chunk, V)
+            of_all = logprobs_of_all(hidden[part], weight, temperature, vocab_size,
+                                     None if allowed is None else allowed[part])  # (chunk, V)
             logprobs[part] = of_all.gather(-1, tokens[part, None]).squeeze(-1)
             if entropy:
                 entropies[part] = entropy_from_logprobs(of_all)
             kept = None if chunk else of_all
             del of_all  # before there are the next chunk's
-        ctx.save_for_backward(hidden, weight, tokens, kept)
+        ctx.save_for_backward(hidden, weight, tokens, kept, allowed)
         ctx.rest = chunk, settings, autocast_dtype(hidden)
         return logprobs.clone(), entropies.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, tokens, kept = ctx.saved_tensors
+        hidden, weight, tokens, kept, allowed = ctx.saved_tensors
         chunk, (temperature, vocab_size, entropy), low = ctx.rest
         hidden_needed, weight_needed = ctx.needs_input_grad[:2]
         # the derivative of logits / temperature is 1 / temperature
@@ -125,7 +171,8 @@ class Head(torch.autograd.Function):
         for part in parts_of(len(hidden), chunk):
             of_all = kept
             if chunk:  # what the forward pass has computed
-                of_all = logprobs_of_all(states[part], matrix, temperature, vocab_size)
+                of_all = logprobs_of_all(states[part], matrix, temperature, vocab_size,
+                                         None if allowed is None else allowed[part])
             of_all = gradient_of_logits(of_all, tokens[part], g[part], h[part] if entropy else None)
             gradient = of_all.to(matrix.dtype)  # of the logits, (chunk, V)
             del of_all
@@ -137,7 +184,7 @@ class Head(torch.autograd.Function):
             elif weight_needed:  # chunks are added up in the weight's own bits
                 grad_weight.addmm_(gradient.t().to(weight.dtype), hidden[part].to(weight.dtype))
             del gradient
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def parts_of(n, chunk):
@@ -188,17 +235,19 @@ def masked_mean(x, mask):
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
-def masked_whiten(x, mask):
+def masked_whiten(x, mask, keep_mean=False):
     """
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
+    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). keep_mean: the mean
+    is added again, unscaled (shift_mean=False of N+, for rewards).
 
     Give it the batch of all ranks: if each rank whitened its own share, each would train on another
     objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
+    white = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, white + mean if keep_mean else white, 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,6 +272,23 @@ def gap_limit(dtype, temperature):
     are of logits / temperature, so the logits' rounding errors are divided by it, too.
     """
     return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
+
+
+def importance_weights(mb, cap):
+    """
+    What each token's policy loss is multiplied by, (b, R), where the sampler's probabilities q are
+    not quite those p of the training forward, as in 16 bits: min(p / q, cap), which has no gradient
+    (truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training", 2025; rollout correction in verl). The ratio of PPO is another one: of
+    the policy as it is trained to p, both by the training forward (decoupled PPO, arXiv
+    2505.24298). cap = 0 is no correction: 1.
+
+    mb: old_logprobs, log p, and sampler_logprobs, log q, (b, R) each. Where q is 0.2 and p is 0.3 a
+    token counts 1.5 times; with a cap of 1.2, 1.2 times.
+    """
+    if cap == 0:
+        return 1.0
+    return (mb["old_logprobs"] - mb["sampler_logprobs"]).detach().exp().clamp(max=cap)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,6 +359,11 @@ def centring_loss(scores):
 
 # --------------------------------------------------------------------------------------------------
 # numbers that change from iteration to iteration
+
+
+def centred(x):
+    """x less its mean: 0 on average."""
+    return x - x.mean()
 
 
 def update_moments(moments, x):
@@ -367,19 +438,22 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
                                 vocab_size=tokenizer.vocab_size, chunk=chunk, entropy=False)[0]
 
 
-def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True):
+def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True, truncated=True):
     """
     Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
     scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
     exp could overflow there, and a NaN would spread into the gradients.
 
     mb: a micro-batch, as data.my_micro_batches makes them. chunk and entropy: see
-    logprobs_and_entropy.
+    logprobs_and_entropy. truncated: where top_k, top_p or min_p were in use, mb["kept"] has the
+    tokens that could be sampled; False: of the distribution over all tokens, all the same.
     """
     mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
     hidden = response_states(model, mb, packed)  # (n, d)
+    kept = mb["kept"][mask] if truncated and "kept" in mb else None  # (n, V / 8)
     logprobs, entropies = logprobs_and_entropy(
-        hidden, model.lm_head_weight(), packed.chosen, temperature, vocab_size, chunk, entropy)
+        hidden, model.lm_head_weight(), packed.chosen, temperature, vocab_size, chunk, entropy,
+        kept)
     return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
 
 

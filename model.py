@@ -493,9 +493,15 @@ class Transformer(nn.Module):
 
 
 def scalar_output(score, x):
-    """The scalar head, on states (..., d) -> (...)."""
-    # the head of an Adapted is in fp32 even on a 16-bit trunk; clone: FSDP would warn of a view
-    return score(x.to(score.weight.dtype)).squeeze(-1).clone()
+    """
+    The scalar head, on states (..., d) -> (...) in at least float32, also under autocast: there are
+    8 bits of a number in bfloat16, so scores around 5 would be multiples of 1/32, and many of them
+    the same.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight = at_least_float32(x), at_least_float32(score.weight)
+        # clone: FSDP would warn of a view
+        return F.linear(x.to(weight.dtype), weight).squeeze(-1).clone()
 
 
 def freeze(model):

@@ -41,11 +41,11 @@ from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.run_folder import fix_chat_date
 from gae import compute_gae
-from loss import (adapt_kl_coef, example_logprobs, explained_variance, kl_estimate,
-                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
-                  standard_deviation, update_moments)
-from rewards import Scorer, last_real, reward_terms
-from rollout import sample_and_score
+from loss import (adapt_kl_coef, example_logprobs, explained_variance, importance_weights,
+                  kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
+                  response_values, standard_deviation, update_moments)
+from rewards import Scorer, last_real, punish_missing_eos, reward_terms
+from rollout import center_scores_of, sample_and_score
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -56,7 +56,11 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # a sequence-classification model with one label
+ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
@@ -69,20 +73,33 @@ too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | c
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
+# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
+top_k = 0  # the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
-missing_eos_penalty = 1.0  # a response that never ends scores minus this instead, 0 = off [>= 0]
+# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
+# no score_shift, which rm.py writes
+center_scores = "auto"  # [auto | always | never]
+missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
+missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 kl_coef = 0.05  # weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
 kl_in = "reward"  # the KL enters the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's; in the loss k2, whose gradient is the KL's [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
 kl_horizon = 10000  # an adapting kl_coef changes by at most 20 % per this many responses [>= 1]
+# rewards of all tokens, to deviation 1 before GAE; keep-mean: their mean stays (N+ detail 24)
+whiten_rewards = "none"  # [none | keep-mean | zero-mean]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 # 4) update
@@ -94,6 +111,10 @@ cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
+# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
+# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy does not forget what it learned
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = no PPO-ptx
@@ -112,6 +133,7 @@ weight_decay = 0.0  # AdamW's [>= 0]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
+critic_warmup_iters = 0  # iterations, from the first, in which only the value model learns [>= 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
 # system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
@@ -132,15 +154,19 @@ policy, tokenizer = build.load_policy(config, device)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
-ref_policy = build.load_ref_policy(config, device, policy) if kl_coef > 0 else None
+ref_policy = None
+if kl_coef > 0:
+    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; none where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; a list of one model, of several in an
+# ensemble, and of none where rules alone score
+reward_models, reward_tokenizer = build.load_reward_models(
+    config, device, policy, tokenizer, terms)
 
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
                    value_model=value_model)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer)
@@ -155,7 +181,7 @@ optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_r
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
 run = Run(config, models, optimizers, tokenizer, prompts, device,
-          state=dict(kl_coef=kl_coef, score_moments=[0, 0.0, 0.0]), ema=ema,
+          state=dict(kl_coef=kl_coef, score_shifts=None, score_moments=[0, 0.0, 0.0]), ema=ema,
           ptx_examples=ptx_examples)
 state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
@@ -166,8 +192,11 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device)
+scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device)
 run.announce(passes=ppo_epochs)
+# a value model that starts as the reward model has the same zero
+center_scores_of(reward_models, value_model if value_init == "reward" else None, run, policy,
+                 scorer, config, train_rows, train_prompts)  # COLLECTIVE
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
 # -------------------------------------------------------------------------------------------------
@@ -178,7 +207,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
+                                 entropy=entropy_coef > 0, truncated=model is policy)
 
 
 def values_of(mb):
@@ -237,15 +266,13 @@ def add_ptx_gradients(number, sums):
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: scale, missing EOS, clip. A response
-    that never ended, finished (B,), gets minus missing_eos_penalty instead of its score; one to
-    which no reward applies has the score 0.
+    What the settings make of the scores (B,), in this order: scale, missing EOS, clip. finished
+    (B,): which responses have ended. One to which no reward applies has the score 0.
     """
     scores = torch.where(scores.isnan(), 0, scores)
     # the deviation of no scores is 1: so it is while scale_scores = "none"
     scores = scores / standard_deviation(state["score_moments"])
-    if missing_eos_penalty > 0:
-        scores = torch.where(finished, scores, -missing_eos_penalty)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -274,6 +301,7 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
     if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
@@ -307,6 +335,9 @@ for iteration in range(run.start, max_iters + 1):
     rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
+    rlhf_reward = rewards.sum(1).mean()
+    if whiten_rewards != "none":
+        rewards = masked_whiten(rewards, mask, keep_mean=whiten_rewards == "keep-mean")
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
@@ -347,6 +378,7 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_loss = masked_sum(pg_losses, m) / token_count
                 kl_losses = kl_to_reference(logprobs, mb)
@@ -396,10 +428,11 @@ for iteration in range(run.start, max_iters + 1):
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
             if not stopped:
-                step(optimizers["policy"], policy_lr)
                 step(optimizers["value_model"], value_lr)
-                if ema:
-                    ema.update()
+                if iteration >= critic_warmup_iters:
+                    step(optimizers["policy"], policy_lr)
+                    if ema:
+                        ema.update()
                 steps += 1
 
     # 5) metrics: means over all tokens and ranks, never means of means
@@ -410,7 +443,7 @@ for iteration in range(run.start, max_iters + 1):
         "objective/texts": report.hash_of(batch["tokens"]),
         "objective/kl_coef": state["kl_coef"],
         "objective/non_score_reward": non_score_reward.item(),
-        "objective/rlhf_reward": rewards.sum(1).mean().item(),
+        "objective/rlhf_reward": rlhf_reward.item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": policy_norm.item(),

@@ -20,9 +20,10 @@ response_mask, sampler_logprobs, finished), and `seconds`: how long the rules ma
 
 Which rewards a run uses, and with which weights, is in engine/reward_mix.py; when two answers are
 the same in engine/answers.py; how programs are run in engine/sandbox.py. What a script does to a
-score afterwards is in the script: for example, missing_eos_penalty = 1 gives every response that
-did not end with EOS the score -1, in the place of its own score.
+score afterwards is in the script's shape_scores: for example, missing_eos_penalty = 1 gives every
+response that did not end with EOS the score -1, in the place of its own score.
 """
+import copy
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from data import prompt_text, right_pad
 from engine import together
 from engine.answers import GROUP, evaluate_arithmetic, same_answer
 from engine.build import autocast
+from engine.expressions import same_expressions
 from engine.placement import no_grad_forwards
 from engine.programs import extract_code
 from engine.reward_mix import call_rewards, collect, parse_rewards
@@ -50,6 +52,9 @@ def accuracy(batch):
     (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
     row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
     ("#### 72") and MATH ("\\boxed{72}").
+
+    It grades numbers, and lists and sets of them. It does no algebra: any other expression must be
+    written as in the data, but for typesetting. The reward `math` grades expressions.
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
@@ -60,6 +65,30 @@ def accuracy(batch):
             right = same_answer(final_answer(response), final_answer(str(answer)))
             scores.append(float(right))
     return torch.tensor(scores)
+
+
+def math_answer(batch):
+    """
+    (B,), the reward `math`: as accuracy; and where that is 0, 1.0 if the two answers are the same
+    expression by algebra, as x + 1 and 1 + x are: see engine/expressions.py, which needs the
+    package math-verify. It has 4/5 of batch["seconds"]; what is not graded by then scores 0, and a
+    printed line says so.
+    """
+    scores = accuracy(batch)
+    open_ = [i for i, score in enumerate(scores.tolist()) if score == 0]  # accuracy has refused them
+    texts, rows = whole_responses(batch), batch["rows"]
+    pairs = [(final_answer(texts[i]), final_answer(str(rows[i]["answer"]))) for i in open_]
+    pairs = [pair if "<think>" not in pair[0] else ("", pair[1]) for pair in pairs]
+    different = list(dict.fromkeys(pair for pair in pairs if pair[0]))
+    seconds = 0.8 * batch.get("seconds", math.inf)
+    said = dict(zip(different, same_expressions(different, cpus_of_a_rank(), seconds), strict=True))
+    late = sum(said.get(pair, False) is None for pair in pairs)
+    if late:
+        print(f"reward 'math': {late} of {len(texts)} answers were not compared in {seconds:.0f} s, "
+              "and score 0; raise reward_timeout", flush=True)
+    for i, pair in zip(open_, pairs, strict=True):
+        scores[i] = float(bool(said.get(pair)))
+    return scores
 
 
 def format(batch):
@@ -147,17 +176,17 @@ def code(batch):
     a response its program is; a response whose thinking never ends has none.
 
     The programs run in the sandbox, several at a time, while the next responses are sampled. They
-    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules. A
+    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
+    batch["limits"]: the keys code_seconds, code_memory_mib and code_output_kib, if it is there. A
     program that has not ended by then scores 0, and a printed line says so: no program may end the
     run.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
     runnable = [(program, row["tests"])
                 for program, row in zip(programs, batch["rows"], strict=True)
                 if program is not None]
     seconds = 0.8 * batch.get("seconds", math.inf)
-    verdicts = run_all(runnable, max(1, count_cpus() // ranks_here), seconds=seconds)
+    verdicts = run_all(runnable, cpus_of_a_rank(), seconds=seconds, **batch.get("limits", {}))
     late = sum(verdict.reason == "out of time" for verdict in verdicts)
     if late:
         print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
@@ -171,8 +200,13 @@ def code(batch):
     return torch.tensor(scores)
 
 
-RULES = dict(accuracy=accuracy, format=format, thinks=thinks, length=length, countdown=countdown,
-             code=code)
+def cpus_of_a_rank():
+    """How many processes a rank may keep busy at once: the machine's ranks share its CPUs."""
+    return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+RULES = dict(accuracy=accuracy, math=math_answer, format=format, thinks=thinks, length=length,
+             countdown=countdown, code=code)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,6 +390,25 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
                            count, reward_tokenizer.skipped_id)
 
 
+def ensemble_score(scores, how, coef):
+    """
+    What an ensemble says of each response: the scores of its M reward models (M, B) -> (B,).
+
+    how: "mean"; "min", the score of the model that likes it least; "penalised", mean - coef * how
+    far the models are apart (see spread). With the scores 1 and 3: 2, 1, and with coef = 1 again 1.
+    A policy that pleases one of them by an error of it alone gains little (Coste et al., arXiv
+    2310.02743: min is their WCO; their UWO takes off the variance, not the deviation).
+    """
+    if how == "min":
+        return scores.amin(0)
+    return scores.mean(0) - (coef * spread(scores) if how == "penalised" else 0.0)
+
+
+def spread(scores):
+    """The standard deviation over M reward models, divided by M, of their scores (M, B): (B,)."""
+    return (scores - scores.mean(0)).square().mean(0).sqrt()
+
+
 def alike_for_equal_texts(scores, batch):
     """
     The scores (B,), made exactly equal where the tokens of two rows are equal: all of them get the
@@ -374,6 +427,42 @@ def alike_for_equal_texts(scores, batch):
 
 
 # --------------------------------------------------------------------------------------------------
+# what becomes of a score
+
+
+def punish_missing_eos(scores, finished, penalty, how):
+    """
+    The scores (B,), where responses that never ended, finished (B,), pay the penalty; 0 is none.
+
+    how = "replace": their score is -penalty, whatever the text is (N+ detail 23). "subtract": it is
+    the score of the text minus the penalty, as in TRL's PPOTrainer.
+    """
+    if penalty == 0:
+        return scores
+    punished = scores - penalty if how == "subtract" else torch.full_like(scores, -penalty)
+    return torch.where(finished, scores, punished)
+
+
+def zero_is_known(reward_model, center_scores):
+    """
+    Whether a reward model's scores stay where they are: as the key center_scores says, or because
+    its config.json has a score_shift.
+    """
+    said = "score_shift" in reward_model.config.hf
+    return center_scores == "never" or said and center_scores == "auto"
+
+
+def centering_shift(scores, finished):
+    """
+    What to add to a reward model's scores (B,) so that these are 0 on average: a number. Only
+    responses that ended count, finished (B,), if there are any: at another token than EOS the score
+    means little (N+ detail 13).
+    """
+    counted = scores[finished] if finished.any() else scores
+    return -counted.double().mean().item()
+
+
+# --------------------------------------------------------------------------------------------------
 # the rewards of a run
 
 
@@ -385,21 +474,30 @@ def reward_terms(spec):
 class Scorer:
     """
     All that scores a run's responses: the rules, which work in a thread while the next responses
-    are sampled, and the reward model, if there is one.
+    are sampled, and the reward model, if there is one, or an ensemble of them.
 
     terms: [(weight, name, function)] from parse_rewards; the reward model's function is None.
-    tokenizers: the policy's and the reward model's. threads: an executor for the rules.
+    tokenizers: the policy's and the reward models'. threads: an executor for the rules.
     """
 
-    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device):
+    def __init__(self, config, terms, reward_models, tokenizer, reward_tokenizer, threads, device):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[1] != "reward_model"]
-        self.reward_model = reward_model
+        self.reward_models = reward_models
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.threads, self.device = threads, device
         self.timeout, self.config = config["reward_timeout"], config
         self.autocast = autocast(config, device)
+        self.limits = dict(timeout=config["code_seconds"], memory_mib=config["code_memory_mib"],
+                           output=config["code_output_kib"] * 2**10)
         self.said = set()  # what need not be said again
+
+    def of_one(self, reward_model):
+        """A Scorer like this one, of this reward model alone, without the rules."""
+        alone = copy.copy(self)
+        alone.reward_models = [reward_model]
+        alone.terms, alone.names, alone.rules = [(1.0, "reward_model", None)], ["reward_model"], []
+        return alone
 
     def start(self, part, fraction):
         """
@@ -407,32 +505,41 @@ class Scorer:
         it is, from 0 to 1; the rules may take that fraction of reward_timeout. Returns what
         `score` waits for.
         """
-        part = part | dict(seconds=self.timeout * fraction)
+        part = part | dict(seconds=self.timeout * fraction, limits=self.limits)
         return self.threads.submit(call_rewards, self.rules, part)
 
     def score(self, mine, pending, rows):
         """
         A collective: the scores of this rank's b responses, (b,) each: by each reward, as
-        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud; of
+        an ensemble also "reward_model_std", how far its models are apart.
 
         mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
         how many responses all ranks have together.
         """
         # first the rules, so that one that fails ends all ranks before they wait for a forward
         scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
-        if self.reward_model is not None:
+        apart = {}
+        if self.reward_models:
             # every rank runs the same number of forwards, for the model may be sharded
             # with micro_batch_tokens, as many rows as surely have no more tokens
             at_once = self.config["micro_batch_size"]
             if self.config["micro_batch_tokens"]:
                 at_once = max(self.config["micro_batch_tokens"] // mine["tokens"].shape[1], 1)
             forwards = parallel.most_micro_batches(rows, at_once)
-            with self.autocast, no_grad_forwards([self.reward_model], self.device):
-                scores["reward_model"] = reward_model_scores(
-                    mine, self.reward_model, self.reward_tokenizer, self.tokenizer,
-                    at_once, forwards)
+            each = []  # (b,) of each model; one after the other is on the device
+            for reward_model in self.reward_models:
+                with self.autocast, no_grad_forwards([reward_model], self.device):
+                    each.append(reward_model_scores(mine, reward_model, self.reward_tokenizer,
+                                                    self.tokenizer, at_once, forwards))
+            each = torch.stack(each)  # (M, b)
+            scores["reward_model"] = ensemble_score(each, self.config["reward_ensemble"],
+                                                    self.config["reward_ensemble_coef"])
+            if len(each) > 1:
+                apart = dict(reward_model_std=spread(each))
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
+        said |= {name: x.to(like) for name, x in apart.items()}
         said["accuracy"] = accuracy(mine).to(self.device)
         said["thinks"] = thinks(mine).to(self.device)
         return said
@@ -443,7 +550,7 @@ class Scorer:
         NaN does not apply to the response (its function gave None) and adds nothing. Where no
         reward applies, but such of weight 0, the score is NaN: the response has none.
         """
-        if self.reward_model is not None:
+        if self.reward_models:
             learned = batch["reward/reward_model"]
             batch["reward/reward_model"] = alike_for_equal_texts(learned, batch)
             if len(learned) > 1 and (learned == learned[0]).all():

@@ -5,13 +5,14 @@ so that of two completions of a prompt the preferred one scores higher at its la
 
 python rm.py config/arithmetic_rm.py                      # the toy, on a laptop
 torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPUs
+python rm.py --teacher=big/rm --init_from=small/policy    # a small model learns a large one's scores
 
 Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and
 out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
 same order.
 
-b sequences of a micro-batch (two for each pair), T tokens of the longest of them. Masks are True
-where it counts.
+b examples of a micro-batch; k completions of an example, 2 of a pair; T tokens of the longest of
+them. Masks are True where it counts.
 """
 import os
 import sys
@@ -26,16 +27,21 @@ from data import batch_rows, iterations, micro_batches_of, right_pad
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
-from engine.estimates import calibration_error
+from engine.estimates import agreement, calibration_error, correlation
+from engine.hf_files import several_paths
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import in_memory, load, no_grad_forwards, place_of_one, precisions, trunk_of
-from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
+from engine.placement import (Place, in_memory, load, no_grad_forwards, place_of_one, precisions,
+                              trunk_of)
+from engine.reading import ids_read, reader_of
+from engine.run_folder import content_hash, data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
+from errors import BadConfig, BadInput
 from formats import Rows, read_rows
-from rows import preference_row, sft_row
-from loss import centring_loss, learning_rate_at, preference_loss
+from rows import PAIR, completions_of, preference_row, scored_row, sft_row
+from loss import (centred, centring_loss, learning_rate_at, preference_loss,
+                  soft_preference_loss)
 from model import at_least_float32
 from packing import as_partner, pack_to_read
 
@@ -54,7 +60,12 @@ max_tokens = 0  # longest prompt and completion together, 0 = the model's contex
 too_long = "error"  # a pair with a longer one [error | drop]
 # model
 init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
-# the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and these
+# a teacher: frozen reward models, whose scores are learned in the place of the labels. train_path
+# may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
+teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
+score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
+preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
+# without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
 margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if it has one [>= 0]
 label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
@@ -78,6 +89,14 @@ seed = 1  # decides the new head and the order of the pairs [>= 0]
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
                    head_chunk=None)
 # -------------------------------------------------------------------------------------------------
+teachers = several_paths(teacher, "teacher") if teacher else []
+if teacher and (label_smoothing or centre_coef):
+    raise BadConfig("label_smoothing and centre_coef change the loss of labels, and with a teacher "
+                    "its scores are learned instead; leave them 0")
+if teacher and score_coef == preference_coef == 0:
+    raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
+                    "type --score_coef=1")
+
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
 fix_chat_date(config)
 master = rank == 0
@@ -88,7 +107,12 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 # -------------------------------------------------------------------------------------------------
 # data
 
-train_rows = read_rows(train_path, preference_row, fields)
+train_rows = read_rows(train_path, scored_row if teacher else preference_row, fields)
+completions = completions_of(train_rows, train_path)  # the fields: of a pair two
+k = len(completions)
+if k == 1 and score_coef == 0:
+    raise BadConfig(f"score_coef = 0, but {train_path} has single responses, of which nothing but "
+                    "the teacher's scores can be learned; type --score_coef=1")
 val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
 tokenizer = load_tokenizer(init_from, config)
@@ -109,17 +133,17 @@ def encode(rows, path, *fields):
     return [tuple(ids for ids, _ in examples) for examples in zip(*lists, strict=True)]
 
 
-train_pairs = encode(train_rows, train_path, "chosen", "rejected")
-val_pairs = encode(val_rows, val_path, "chosen", "rejected")
+train_ids = encode(train_rows, train_path, *completions)
+val_pairs = encode(val_rows, val_path, *PAIR)
 eval_pairs = val_pairs[:eval_size or len(val_pairs)]
-margins = [margin_coef * row.get("margin", 0.0) for row in train_rows]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
-demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_pairs[:1000]]
+demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
 contents = data_hashes(train_path, val_path, demonstrations_path)
+contents |= {"the content of the teacher": content_hash(teacher)} if teacher else {}
 together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
                                     "the weights": first_weights})
 
@@ -131,10 +155,10 @@ optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), a
                            weight_decay)
 
 # files and folders whose contents may not change before a run resumes
-sources = ["train_path", "init_from"]
+sources = ["train_path", "init_from", *(["teacher"] if teacher else [])]
 checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "lora", "optim", *sources], sources,
-    token_ids=[ids for pair in train_pairs for ids in pair])
+    out_dir, config, ["seed", "batch_size", "lora", "optim", "teacher", *sources], sources,
+    token_ids=[ids for example in train_ids for ids in example])
 # the state beside weights and optimizer; all but the iteration is float16's
 state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
 if checkpoint:
@@ -155,10 +179,8 @@ if master:
     times = max_iters * batch_size / len(train_rows)
     print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
-    print(f"data: {len(train_rows)} pairs, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
-    if any(margins):
-        print(f"{sum(map(bool, margins))} pairs have a margin, {max(margins):g} at most")
+    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} pairs held "
+          f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -170,7 +192,7 @@ def tokens_of(example):
     return sum(map(len, example[0]))
 
 
-def scores_of(groups, k=2):
+def scores_of(groups, k, model):
     """
     Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
     scalar at the last token of a sequence. That token is the EOS, where the score of a response is
@@ -182,33 +204,97 @@ def scores_of(groups, k=2):
     shared = as_partner(tokens, mask & ~is_last) if k == 2 else None  # (b k, T)
     packed = pack_to_read(tokens, mask, is_last, shared)
     with precision:
-        scalars = reward_model(packed.tokens, packed=packed)[0]  # (b k,)
+        scalars = model(packed.tokens, packed=packed)[0]  # (b k,)
     return at_least_float32(scalars).view(-1, k)
 
 
-def all_scores(groups):
+def all_scores(groups, model):
     """A collective: the scores of n groups without gradients, (n, k). Every rank does its share."""
     k = len(groups[0])
     scores = torch.zeros(len(groups), k, dtype=torch.float64)
     numbered = [(group, number) for number, group in enumerate(groups)]
-    with no_grad_forwards([reward_model], device):
+    with no_grad_forwards([model], device):
         for part in micro_batches_of(numbered, tokens_of, config):
             rows = [number for _, number in part]
-            scores[rows] = scores_of([group for group, _ in part], k).double().cpu()
+            scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
     return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
 
 
-def evaluate():
+def losses_of(scores, known):
     """
-    A collective, on the held-out pairs: the loss without margins, smoothing and centring; in which
-    share of them the chosen one scores higher (a tie counts half); how far from the truth
-    sigmoid(difference of the scores) is, as the probability that the chosen one is better.
+    The losses of b examples with these scores (b, k), {name: (b,)}. known: the margins of b pairs,
+    (b,); or b k scores of the teacher.
     """
-    chosen, rejected = all_scores(eval_pairs).unbind(1)  # (n,) each
+    if not teacher:
+        return {"loss/preference": preference_loss(*scores.unbind(1), known, label_smoothing),
+                "loss/centring": centring_loss(scores)}
+    wanted = known.view(-1, k)  # (b, k)
+    losses = {"loss/score": (scores - wanted).square().mean(1)}
+    if k == 2:
+        chance = (wanted[:, 0] - wanted[:, 1]).sigmoid()  # that the first is the better one
+        losses["loss/preference"] = soft_preference_loss(scores[:, 0] - scores[:, 1], chance)
+    return losses
+
+
+weights = {"loss/preference": 1.0, "loss/centring": centre_coef}
+if teacher:
+    weights = {"loss/score": score_coef, "loss/preference": preference_coef}
+
+
+def judge(scores):
+    """
+    What scores (n, 2) make of the held-out pairs: the loss without margins, smoothing and centring;
+    in which share of the pairs the chosen one scores higher (a tie counts half); how far from the
+    truth sigmoid(difference of the scores) is, as the probability that the chosen one is better.
+    """
+    chosen, rejected = scores.unbind(1)  # (n,) each
     right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
     return {"eval/loss": preference_loss(chosen, rejected).mean().item(),
             "eval/accuracy": right.mean().item(),
             "eval/calibration_error": calibration_error((chosen - rejected).sigmoid())}
+
+
+def evaluate():
+    """A collective: judge our scores of the held-out pairs, and compare them with the teacher's."""
+    scores = all_scores(eval_pairs, reward_model)  # (n, 2)
+    if not teacher:
+        return judge(scores)
+    return judge(scores) | {"eval/agreement": agreement(scores, eval_known),
+                            "eval/correlation": correlation(scores, eval_known)}
+
+
+# -------------------------------------------------------------------------------------------------
+# what is known of the examples: their margins; or what the teacher says of them, which is asked
+# now, once, and then leaves the memory. It reads the text, in its own tokens
+
+known = [margin_coef * row.get("margin", 0.0) for row in train_rows]
+if teacher:
+    teacher_size, teacher_seconds = 0, 0.0
+    known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
+    for path in teachers:
+        model = load(path, Place(place.stage), device, "scalar", weights_dtype, frozen_dtype, seed)
+        reader, said = reader_of(model, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
+        if said and master:
+            print(said)
+        teacher_size += sum(p.numel() for p in model.parameters())
+        known = known + centred(all_scores(
+            ids_read(reader, train_rows, train_path, completions, model), model)) / len(teachers)
+        if eval_pairs:
+            groups = ids_read(reader, val_rows[:len(eval_pairs)], val_path, PAIR, model)
+            began = time.time()
+            eval_known = eval_known + centred(all_scores(groups, model)) / len(teachers)
+            teacher_seconds += time.time() - began
+        del model
+    if known.std() < 1e-6:  # a rounding
+        raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
+                       "trained?")
+    known = known.tolist()
+    if eval_pairs and master:
+        told = judge(eval_known)
+        print(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
+              f"{told['eval/calibration_error']:.3f}")
+elif any(known) and master:
+    print(f"{sum(map(bool, known))} pairs have a margin, {max(known):g} at most")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -224,8 +310,11 @@ for iteration in range(start, max_iters + 1):
     if eval_pairs and (iteration % eval_interval == 0 or last):
         record |= evaluate()
         if master:
+            near = ("" if not teacher else f"; as the teacher {record['eval/agreement']:.1%}, "
+                    f"correlation {record['eval/correlation']:.3f}")
             print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, "
-                  f"{record['eval/accuracy']:.1%} of pairs right")
+                  f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
+                  f"{record['eval/calibration_error']:.3f}{near}")
     stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all leave together
     due = checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
     saves = last or stop or due
@@ -247,24 +336,23 @@ for iteration in range(start, max_iters + 1):
     parallel.phase = f"iteration {iteration}, update"
     t0 = time.time()
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    examples = [(train_pairs[i], margins[i]) for i in rows]  # of all ranks
+    examples = [(train_ids[i], known[i]) for i in rows]  # of all ranks
     all_tokens = sum(map(tokens_of, examples))
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
-    sums = {name: [0.0, 0] for name in ("loss/preference", "loss/centring", "train/accuracy")}
+    sums = {}
     for part in parallel.overlap_all_reduce(
             gradients, micro_batches_of(examples, tokens_of, config)):
-        scores = scores_of([pair for pair, _ in part])  # (b, 2)
-        chosen, rejected = scores.unbind(1)  # (b,) each
-        margin = chosen.new_tensor([margin for _, margin in part])  # (b,)
-        losses = preference_loss(chosen, rejected, margin, label_smoothing)  # (b,)
-        centring = centring_loss(scores)  # (b,)
-        (loss_scale * (losses + centre_coef * centring).sum() / batch_size).backward()
-        for name, x in (("loss/preference", losses), ("loss/centring", centring),
-                        ("train/accuracy", chosen > rejected)):
-            sums[name] = [sums[name][0] + x.sum().item(), sums[name][1] + len(part)]
+        scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
+        losses = losses_of(scores, scores.new_tensor([what for _, what in part]))  # (b,) each
+        total = sum(weights[name] * loss.sum() for name, loss in losses.items())
+        (loss_scale * total / batch_size).backward()
+        right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}
+        for name, x in (losses | right).items():
+            before, count = sums.get(name, (0.0, 0))
+            sums[name] = [before + x.sum().item(), count + len(part)]
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, loss_scale)
@@ -287,16 +375,26 @@ for iteration in range(start, max_iters + 1):
     if master and (iteration % 10 == 0 or iteration == max_iters - 1):
         done = iteration + 1 - start
         eta = (time.time() - began) / done * (max_iters - iteration - 1)
-        print(f"iter {iteration}/{max_iters} | loss {record['loss/preference']:.4f} | "
-              f"right {record['train/accuracy']:.0%} | grad norm {grad_norm:.2f} | lr {lr:.1e} | "
+        words = [f"{name.partition('/')[2]} {record[name]:.4f}" for name in sums]
+        print(f"iter {iteration}/{max_iters} | {' | '.join(words)} | "
+              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | "
               f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
-mean = all_scores(demonstrations).mean().item()
+mean = all_scores(demonstrations, reward_model).mean().item()
 reward_model.config.score_shift = -mean
 save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
+if teacher and eval_pairs:
+    began = time.time()
+    all_scores(eval_pairs, reward_model)
+    seconds, size = time.time() - began, sum(p.numel() for p in trunk_of(reward_model).parameters())
+    if master:
+        print(f"{size / 1e6:.2f}M parameters, and the teacher {teacher_size / 1e6:.2f}M: "
+              f"{teacher_size / size:.1f} times smaller; {len(eval_pairs) / seconds:.0f} pairs a "
+              f"second, and the teacher {len(eval_pairs) / teacher_seconds:.0f}: "
+              f"{teacher_seconds / seconds:.1f} times as fast")
 if master:
     what = "demonstrations" if demonstrations_path else "chosen completions"
     print(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")

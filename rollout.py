@@ -29,15 +29,17 @@ import torch
 
 import parallel
 from cache import KVCache
+from data import batch_rows
 from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.graphs import Replayed
 from engine.placement import decoding_copy
 from engine.tensor_parallel import neighbours
 from errors import BadInput, Lost, Stop
-from loss import logprobs_from_logits, scaled_logits
+from loss import as_bits, logprobs_from_logits, sampling_set, scaled_logits
 from model import autocast_dtype
 from packing import pack_prompts
+from rewards import centering_shift, zero_is_known
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -86,7 +88,7 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-             attention_mask=None, stop=None, cuda_graphs=False):
+             attention_mask=None, stop=None, cuda_graphs=False, truncation=None, keep_sets=False):
     """
     Sample one response to each prompt.
 
@@ -103,6 +105,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
     cuda_graphs: a GPU replays the kernels of a step, see engine/graphs.py.
+    truncation: a dict of top_k, top_p and min_p, see loss.sampling_set; None: all may be sampled.
+    keep_sets: return the tokens that may be sampled, too, where there is a truncation.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -110,7 +114,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         response_mask (B, R) bool: True on sampled tokens, the EOS included;
         sampler_logprobs (B, R) float32 (float64 if the model is): log-probs of the sampled tokens
             in the distribution that was sampled (temperature 0: in that of temperature 1);
-        finished (B,) bool: whether the response ended with an EOS.
+        finished (B,) bool: whether the response ended with an EOS;
+        kept (B, R, V / 8) uint8, with keep_sets: which tokens each could be, see loss.as_bits.
 
     Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. In the toy's
     tokenizer (a token for each byte, EOS is 258, pad is 259) its row is
@@ -128,13 +133,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
     parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
                                 vocab_size, uniforms, seed, batch_size, prompt_width, stop,
-                                cuda_graphs)]
+                                cuda_graphs, truncation, keep_sets)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
                       vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-                      stop=None, cuda_graphs=False):
+                      stop=None, cuda_graphs=False, truncation=None, keep_sets=False):
     """
     What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
     soon as its responses are complete, so that they can be scored while others are sampled. The
@@ -157,10 +162,13 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
         logprobs=torch.zeros(B + 1, R, dtype=dtype, device=device),
         lengths=torch.zeros(B + 1, dtype=torch.int64, device=device),
         finished=torch.zeros(B + 1, dtype=torch.bool, device=device))
+    if truncation and keep_sets:
+        width = -(-policy.config.vocab_size // 8)
+        sampled["kept"] = torch.zeros(B + 1, R, width, dtype=torch.uint8, device=device)
 
     n = min(batch_size or B, B)
     steps = decode(policy, prompts, uniforms.to(device), n, temperature, eos, vocab_size, sampled,
-                   stop, cuda_graphs)
+                   stop, cuda_graphs, truncation)
     complete = 0  # responses, from the first one on
     for start in range(0, B or 1, n or 1):
         part = slice(start, min(start + n, B))
@@ -175,7 +183,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
             response_mask=response_mask,
             sampler_logprobs=sampled["logprobs"][part].masked_fill(~response_mask, 0),
             finished=sampled["finished"][part],
-        )
+        ) | ({"kept": sampled["kept"][part]} if "kept" in sampled else {})
 
 
 AT_ONCE = 4  # tokens that are sampled between two looks at which responses have ended
@@ -186,14 +194,14 @@ COLUMNS = 128  # with cuda_graphs: how many columns more of the cache a new reco
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, stop=None,
-           cuda_graphs=False):
+           cuda_graphs=False, truncation=None):
     """
     Sample a response to each of B prompts (lists of ids), at most n of them at a time. A generator:
     it yields how many of them are complete, from the first one on, whenever that has changed.
 
     uniforms: (B, R). sampled: where the responses are written, a dict of responses (B + 1, R),
-    logprobs (B + 1, R), lengths (B + 1,) and finished (B + 1,). In a row of responses, what stands
-    behind its length means nothing.
+    logprobs (B + 1, R), lengths (B + 1,), finished (B + 1,), and perhaps kept (B + 1, R, V / 8). In
+    a row of them, what stands behind its length means nothing.
 
     n rows decode together. Of each, two lists say what it does: response, which one it samples, and
     t, how many tokens of that there are. A row whose response has ended samples on for nobody, and
@@ -231,6 +239,10 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
         for i in range(k):
             if i > 0:
                 logits = step(tokens[-1])  # (n, V)
+            if truncation:
+                logits, kept = truncate(logits, temperature, vocab_size, truncation)
+                if "kept" in sampled:
+                    sampled["kept"][number[:, 0], columns[:, i]] = as_bits(kept)
             token, logprob = sample(logits, uniform[:, i], temperature, vocab_size)
             tokens.append(token)
             logprobs.append(logprob)
@@ -291,6 +303,18 @@ def read_prompts(policy, cache, rows, prompts):
     cache.take(rows, which, prompts_read.lengths)
     last = policy.trunk(prompts_read.tokens, packed=prompts_read, cache=cache)[0]  # (U, d)
     return policy.output(last)[which]
+
+
+def truncation_of(config):
+    """The keys top_k, top_p and min_p, as `generate` takes them; None where they leave all tokens."""
+    c = {key: config[key] for key in ("top_k", "top_p", "min_p")}
+    return c if c["top_k"] > 0 or c["top_p"] < 1 or c["min_p"] > 0 else None
+
+
+def truncate(logits, temperature, vocab_size, truncation):
+    """The logits (n, V), -inf where a token may not be sampled; and where it may, (n, V) bool."""
+    kept = sampling_set(scaled_logits(logits, temperature or 1.0, vocab_size), **truncation)
+    return logits.masked_fill(~kept, -torch.inf), kept
 
 
 def sample(logits, uniform, temperature, vocab_size=None):
@@ -392,7 +416,8 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
                 prompt_width=width, stop=lambda: ranks.any(launch.stop_asked(), every=16),
-                cuda_graphs=config["cuda_graphs"]):
+                cuda_graphs=config["cuda_graphs"], truncation=truncation_of(config),
+                keep_sets=True):
             decoded, ours = ours[:len(part["tokens"])], ours[len(part["tokens"]):]
             kept = [row for row, i in enumerate(decoded) if i in mine]
             part = {name: t[kept] for name, t in part.items()}
@@ -428,6 +453,42 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
     audit.check_finite(dict(scores=there), iteration)
     return batch
+
+
+def center_scores_of(reward_models, value_model, run, policy, scorer, config, rows, prompts,
+                     group_size=1):
+    """
+    A collective: give a learned score its zero, where the reward model's folder does not say it
+    (rewards.zero_is_known). Pairs only say by how much scores differ, so a reward model of others
+    may score 15 on average. Then the score -1 of a response that never ends would be by far the
+    worst there is, or the best, and a new value model would begin 15 off.
+
+    reward_models: a list, each with a zero of its own. value_model: one that starts as the first of
+    them and gets the same; or None. They get the score_shift after which the responses of iteration
+    0 score 0 on average. These are sampled here once for that alone: so an evaluation before
+    iteration 0 has the same zero as all others, and whether there is one changes nothing in the
+    run. state["score_shifts"] keeps the shifts.
+    """
+    unknown = [m for m in reward_models if not zero_is_known(m, config["center_scores"])]
+    if not unknown:
+        return
+    if run.state["score_shifts"] is None:
+        picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
+        shifts = []
+        for reward_model in unknown:
+            batch = sample_and_score(  # COLLECTIVE
+                run, policy, scorer.of_one(reward_model), config, [rows[i] for i in picked],
+                [prompts[i] for i in picked], "rollout", 0, group_size=group_size)
+            shift = centering_shift(batch["scores"], batch["finished"])
+            shifts.append(reward_model.config.score_shift + shift)
+            if parallel.rank_and_size()[0] == 0:
+                print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
+                      "shifted so that this is 0 (center_scores)", flush=True)
+        run.state["score_shifts"] = shifts
+    for reward_model, shift in zip(unknown, run.state["score_shifts"], strict=True):
+        reward_model.config.score_shift = shift
+    if value_model is not None:
+        value_model.config.score_shift = reward_models[0].config.score_shift
 
 
 def decode_responses(tokenizer, part):

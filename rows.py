@@ -107,6 +107,26 @@ def preference_row(row):
     return dialogue(row, "chosen", "rejected") | margin
 
 
+PAIR = "chosen", "rejected"  # the fields of a pair
+
+
+def scored_row(row):
+    """A row that a teacher scores: a preference_row if it has `chosen`, else an sft_row."""
+    return preference_row(row) if row.get("chosen") is not None else sft_row(row)
+
+
+def completions_of(rows, path):
+    """
+    The fields of rows of scored_row with a completion: PAIR, or ("completion",). Raises BadInput
+    where some rows are pairs and some are not.
+    """
+    pairs = ["chosen" in row for row in rows]
+    if True in pairs and False in pairs:
+        raise BadInput(f"{path} has {sum(pairs)} pairs and {len(pairs) - sum(pairs)} single "
+                       "responses; a run learns from the one or the other: give one of them alone")
+    return PAIR if all(pairs) else ("completion",)
+
+
 def prompt_row(row):
     """
     A row to sample responses to: its prompt, its answer if there is one, and all other fields as

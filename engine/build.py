@@ -3,11 +3,14 @@ The four models, built as the keys want them: one function a model. What LoRA (`
 for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
 in the building is decided here, so that the scripts need no switch for it.
 """
+import dataclasses
+
 import parallel
 from errors import BadInput
 from engine.adapters import Adapted, load_adapted, load_adapter
 from engine.checks import uses_reward_model
 from engine.encoded import encode_examples
+from engine.hf_files import several_paths
 from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
@@ -67,7 +70,7 @@ def read_ptx(config, policy, tokenizer):
     rows = read_rows(path, ptx_row, config["fields"])
     longest = policy.config.max_positions
     return rows, *encode_examples(config, rows, path, tokenizer, ["completion"], longest,
-                                  "ptx_max_tokens")
+                                  config["ptx_max_tokens"], "ptx_max_tokens")
 
 
 def load_policy(config, device):
@@ -82,24 +85,58 @@ def load_policy(config, device):
     return policy, tokenizer
 
 
-def load_ref_policy(config, device, policy):
-    """The SFT model, frozen. With LoRA that is the policy without its adapter: no second copy."""
-    place = places(config)
-    if place["policy"].lora:
-        return policy.base
-    return load(config["policy_path"], place["ref"], **settings(config, device))
-
-
-def load_reward_model(config, device, policy, tokenizer, terms):
+def load_ref_policy(config, device, policy, tokenizer):
     """
-    The reward model, frozen, and its tokenizer, or its Reader if others have trained it; None and
-    the policy's tokenizer where the terms of reward_functions are rules alone. With share_base: an
-    adapter and a head on the policy's trunk. Raises BadInput where reward_path is a plain language
-    model, or its head gives 0 for all that it reads.
+    The SFT model, frozen: that of ref_path, or the policy's. With LoRA the latter is the policy
+    without its adapter: no second copy. Raises BadInput where ref_path is another architecture, or
+    reads other tokens.
+    """
+    place, path = places(config), config["ref_path"] or config["policy_path"]
+    if place["policy"].lora and not config["ref_path"]:
+        return policy.base
+    ref_policy = load(path, place["ref"], **settings(config, device))
+    shapes, wanted = (dataclasses.replace(model.config, hf=None) for model in (ref_policy, policy))
+    if shapes != wanted:
+        raise BadInput(f"ref_path {path!r} is not of the policy's architecture, so the two cannot "
+                       "be compared as one model that has moved; give the model that policy_path "
+                       "began as")
+    if load_tokenizer(path).vocabulary != tokenizer.vocabulary:
+        raise BadInput(f"ref_path {path!r} has another tokenizer than the policy, so its log-probs "
+                       "would be of other tokens; give the model that policy_path began as")
+    return ref_policy
+
+
+def load_reward_models(config, device, policy, tokenizer, terms):
+    """
+    [the reward model], or the members of an ensemble, frozen; and their tokenizer, or their Reader
+    if others have trained them. [] and the policy's tokenizer where the terms of reward_functions
+    are rules alone. Raises BadInput where the members do not read a text alike, see reads_alike.
     """
     if not uses_reward_model(terms):
-        return None, tokenizer
-    path = config["reward_path"]
+        return [], tokenizer
+    paths = several_paths(config["reward_path"], "reward_path")
+    loaded = [load_reward_model(config, device, policy, tokenizer, path) for path in paths]
+    first = loaded[0][1]
+    for path, (_, reader) in zip(paths, loaded, strict=True):
+        if not reads_alike(reader, first):
+            raise BadInput(f"reward_path: {path} does not read a text as {paths[0]} does (another "
+                           "tokenizer, chat template or padding token); the members of an ensemble "
+                           "must, for a text is encoded once for all of them")
+    return [reward_model for reward_model, _ in loaded], first
+
+
+def reads_alike(reader, other):
+    """Whether two tokenizers or Readers give a text the same ids, and scores are read at the same."""
+    return all(getattr(reader, name, None) == getattr(other, name, None)
+               for name in ("fingerprint", "chat_fingerprint", "eos_id", "pad_id", "skipped_id"))
+
+
+def load_reward_model(config, device, policy, tokenizer, path):
+    """
+    A reward model, frozen, and its tokenizer, or its Reader if others have trained it. With
+    share_base: an adapter and a head on the policy's trunk. Raises BadInput where it is a plain
+    language model, or its head gives 0 for all that it reads.
+    """
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
     else:
@@ -122,6 +159,9 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     start as a reward model that does not read the policy's tokens.
     """
     init, place = config["value_init"], places(config)["value"]
+    reward_path = config["reward_path"]
+    if init == "reward":  # of an ensemble the first
+        reward_path = several_paths(reward_path, "reward_path")[0]
     if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")
@@ -132,9 +172,9 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     if config["share_base"]:
         value_model = Adapted(policy.base, "scalar", **place.lora, seed=config["seed"])
         if init == "reward":
-            load_adapter(value_model, config["reward_path"])
+            load_adapter(value_model, reward_path)
         return value_model
-    path = config["reward_path"] if init == "reward" else config["policy_path"]
+    path = reward_path if init == "reward" else config["policy_path"]
     return load(path, place, head="scalar", trained=True, **settings(config, device))
 
 

@@ -4,6 +4,7 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
                                    where only an adapter is trained, the adapter and head alone
+        ref_policy/                the reference, with ref_reset_iters
         policy_optimizer.safetensors       its optimizer's state
         ema.safetensors            the policy's moving average, if there is one
         state.json                 the numbers that the loop carries from one iteration to the next
@@ -47,7 +48,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones. Rank 0 writes.
 
-    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
+    models, optimizers: {name: module}, {name: optimizer} of the trained models; a model without an
+    optimizer is saved, too: a reference that is reset. state: a dict for
     JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
     MovingAverage, or None. Raises Stop, on all ranks, when the disk is full; the checkpoints that
     were there are then still there.
@@ -82,7 +84,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     # [(gather on all ranks, write on rank 0)]
     pieces = []
     for name, model in models.items():
-        pieces += pieces_of(name, model, optimizers[name], tokenizer)
+        pieces += pieces_of(name, model, optimizers.get(name), tokenizer)
     if average:
         pieces.append((average.tensors, write_average))
     pieces.append((None, close))
@@ -93,7 +95,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
 
 
 def pieces_of(name, model, optimizer, tokenizer):
-    """A trained model and its optimizer's state, as two pieces for put_in_place."""
+    """A model and, if it has an optimizer, that one's state, as pieces for put_in_place."""
     def write_adapter(folder, _):
         save_adapter(model, os.path.join(folder, name))
 
@@ -107,6 +109,8 @@ def pieces_of(name, model, optimizer, tokenizer):
         first = None, write_adapter  # every rank has all of an adapter
     else:
         first = partial(whole_weights, model), write_weights
+    if optimizer is None:
+        return [first]
     return [first, (partial(optimizer_tensors, model, optimizer), write_optimizer)]
 
 
@@ -210,6 +214,8 @@ def fill(folder, models, optimizers, average):
             load_adapter(model, os.path.join(folder, name))
         else:
             load_weights(model, folder, os.path.join(folder, name))
+        if name not in optimizers:
+            continue
         use_tensors(os.path.join(folder, f"{name}_optimizer.safetensors"),
                     partial(fill_optimizer, model, optimizers[name]))
     file = os.path.join(folder, "ema.safetensors")

@@ -20,6 +20,9 @@ def check_ppo(config, terms, world_size):
         raise BadConfig(f"kl_horizon = {c['kl_horizon']} is no more than a fifth of batch_size = "
                         f"{c['batch_size']}: a single iteration could make kl_coef 0 or "
                         f"negative; type --kl_horizon={c['batch_size']} or more")
+    if c["critic_warmup_iters"] >= c["max_iters"] and not c["epochs"]:
+        raise BadConfig(f"critic_warmup_iters = {c['critic_warmup_iters']} of max_iters = "
+                        f"{c['max_iters']}: the policy would never learn; lower it")
     if c["value_init"] == "reward" and not uses_reward_model(terms):
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
                         "type --value_init=policy")
@@ -56,6 +59,16 @@ def check_grpo(config, terms, world_size):
 
 
 def check_common(c, terms, world_size):
+    if 0 < c["importance_cap"] < 1:
+        raise BadConfig(f"importance_cap = {c['importance_cap']} would also weaken tokens on which "
+                        "sampler and training agree; wanted 0 (off), or 1 and more, such as 2")
+    for key in ("ref_path", "ref_reset_iters"):
+        if c[key] and c["kl_coef"] == 0:
+            raise BadConfig(f"{key} = {c[key]!r} with kl_coef = 0: there is no reference then; "
+                            "type --kl_coef=0.05, or leave it out")
+    if c["ref_reset_iters"] and c["lora"].strip():
+        raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference its "
+                        "trunk, which stays as it is; leave one of the two out")
     if c["num_minibatches"] > c["batch_size"]:
         raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
                         f"batch_size = {c['batch_size']} empty; lower it")
@@ -69,10 +82,21 @@ def check_common(c, terms, world_size):
     if c["generate_tp"] > 1 and c["cuda_graphs"]:
         raise BadConfig("cuda_graphs with generate_tp: a step of sampling that sends is not "
                         "recorded; leave one of them out")
+    check_ensemble(c, terms)
     rules = [name for _, name, _ in terms if name != "reward_model"]
     if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
+
+
+def check_ensemble(c, terms):
+    """Raise BadConfig where keys of an ensemble are given, and one reward model alone, or none."""
+    if c["reward_ensemble"] == "mean" and c["reward_ensemble_coef"] == 1.0:
+        return  # as they are by default
+    if not uses_reward_model(terms) or "," not in c["reward_path"]:
+        raise BadConfig(f"reward_ensemble = {c['reward_ensemble']!r} with reward_ensemble_coef = "
+                        f"{c['reward_ensemble_coef']:g} is for several reward models; type "
+                        "--reward_path=A,B,C")
 
 
 def uses_reward_model(terms):

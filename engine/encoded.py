@@ -52,21 +52,22 @@ def encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer):
                           config["max_prompt_tokens"], config["too_long"], encode)
 
 
-def encode_examples(config, rows, path, tokenizer, fields, longest, key="max_tokens"):
+def encode_examples(config, rows, path, tokenizer, fields, longest, most=None, key="max_tokens"):
     """
     For sft.py, rm.py and PPO-ptx: for each of the fields, such as "completion", or "chosen" and
     "rejected", a list with (ids, trained) of each row's prompt and that completion. ids is an array
     of token ids; trained, an array of the same length, has 1 for the tokens that SFT trains, else 0.
 
-    An example of more tokens than the config's `key` allows, or than `longest`, the model's
-    context, is an error. With too_long = "drop" its row is left out, and taken out of `rows`; with
+    An example of more tokens than `most` (None: max_tokens; 0: no limit; key: how messages call it),
+    or than `longest`, the model's context, is an error. With too_long = "drop" its row is left out, and taken out of `rows`; with
     "cut" it loses its end, and so its EOS. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
     lists = [encode_all(rows, path, tokenizer, field, folder_of(config)) for field in fields]
     limit, whose, how = longest, "the model's context", config["too_long"]
-    if 0 < config[key] < longest:
-        limit, whose = config[key], key
+    most = config["max_tokens"] if most is None else most
+    if 0 < most < longest:
+        limit, whose = most, key
     kept, cut = [], 0
     for number, examples in enumerate(zip(*lists, strict=True)):
         lengths, first = [len(ids) for ids, _ in examples], examples[0][1].index(1)

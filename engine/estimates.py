@@ -105,3 +105,15 @@ def calibration_error(probabilities, bins=10):
     number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)  # (n,), of each guess's bin
     gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, number, sure.double() - right)
     return gaps.abs().sum().item() / len(probabilities)
+
+
+def agreement(scores, others):
+    """The share of n pairs (n, 2) that two reward models put into the same order."""
+    return ((scores[:, 0] > scores[:, 1]) == (others[:, 0] > others[:, 1])).double().mean().item()
+
+
+def correlation(scores, others):
+    """Pearson's correlation of two reward models' scores, of one shape; 0 where one is constant."""
+    x, y = (t.double().flatten() - t.double().mean() for t in (scores, others))
+    size = (x.square().sum() * y.square().sum()).sqrt()
+    return (x @ y / size).item() if size > 0 else 0.0

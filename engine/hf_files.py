@@ -25,6 +25,23 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of whole models; the fir
 # where a model's files are
 
 
+def several_paths(spec, key):
+    """
+    The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"]. Raises
+    BadInput where one is empty or there twice.
+    """
+    if os.path.exists(spec):
+        return [spec]  # one folder, even if there is a comma in its name
+    paths = [path.strip() for path in spec.split(",")]
+    if not all(paths):
+        raise BadInput(f"{key} = {spec!r}: a name between two commas is missing; wanted one folder, "
+                       "or several such as A,B,C")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise BadInput(f"{key}: {path!r} is given twice; keep one")
+    return paths
+
+
 def find_folder(path, weights=False):
     """
     A model's local folder: the path itself, or the hub's copy of that name, with its weights only

@@ -95,7 +95,8 @@ def base_tensors(m):
     """[(shape, bytes of an element)] of the Transformer."""
     layers = list(layer_shapes(m.c).values()) * m.c.n_layers
     shapes = [*root_shapes(m.c, m.head).values(), *layers]
-    return [(shape, m.e if len(shape) > 1 else m.wide) for shape in shapes]
+    # norms, biases and the scalar head are not rounded
+    return [(shape, m.e if len(shape) > 1 and shape[0] > 1 else m.wide) for shape in shapes]
 
 
 def added_tensors(m):
@@ -190,8 +191,11 @@ def moving_average(m):
 
 
 def batch_tensors(run):
-    """B (9 T + 45 R): the scored responses of all ranks, which every rank holds."""
-    return run.batch_size * (9 * run.T + 45 * run.R)
+    """
+    B (9 T + 45 R): the scored responses of all ranks, which every rank holds. Where top_k, top_p or
+    min_p truncate what is sampled, B R V / 8 more: which tokens could be.
+    """
+    return run.batch_size * (9 * run.T + 45 * run.R + run.set_bytes * run.R)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,8 +289,8 @@ def decoding_copy(m, run, part=None):
     """
     elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
     the policy's own would be cast, or gathered from all ranks, for every token. Where they are
-    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied. part: as above; a
-    part of weights that are neither cast nor gathered is a view of them.
+    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied. part: as
+    above; a part of weights that are neither cast nor gathered is a view of them.
     """
     packed = part is None and not run.cuda and not run.autocast and run.a == 4 \
         and packing_pays(torch.float32)
@@ -351,7 +355,7 @@ def kept_by_layer(m, run):
 
     shapes = layer_shapes(c)
     del shapes["down"]
-    casts = cast_weights(m, run, shapes.values())
+    casts = 0 if gathered_in_16_bits(m, run) else cast_weights(m, run, shapes.values())
     rows = N * (products * run.a + residual + norms) + 4 * M * c.n_heads
     return rows + heads_kept(m, run, N, M, run.b) + casts
 
@@ -424,7 +428,7 @@ def update(m, run):
         at the embedding  N d s + V d e, tied 3 V d e
     and for a sharded model what is gathered from all ranks at that moment.
     """
-    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, True)
+    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, run, True)
     N, _ = tokens_of(run, run.b)
     embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
     waiting = embedding if m.head == "lm" and m.c.tied else 0
@@ -444,7 +448,12 @@ def stepping(m):
 # between the phases: gathering of shards, the audit, saving
 
 
-def gathered(m, backward):
+def gathered_in_16_bits(m, run):
+    """Whether a trained model's layers are rounded before they are gathered: placement.shard."""
+    return sharded(m) and m.trained and m.own == "model" and run.autocast and m.e > run.a
+
+
+def gathered(m, run, backward):
     """
     Of a sharded model, the bytes gathered from all ranks, (stays, passes, ends):
         stays   until the pass is over: head and last norm (tied: the embedding); at stage 2 all
@@ -454,7 +463,8 @@ def gathered(m, backward):
     """
     if not sharded(m):
         return 0, 0, 0
-    layer = sum(math.prod(shape) * (m.e if len(shape) > 1 else m.wide)
+    e = run.a if gathered_in_16_bits(m, run) else m.e
+    layer = sum(math.prod(shape) * (e if len(shape) > 1 else m.wide)
                 for shape in layer_shapes(m.c).values())
     root = {name: math.prod(shape) * m.e for name, shape in root_shapes(m.c, m.head).items()}
     embed = 0 if m.c.tied else root["embed"]

@@ -36,11 +36,11 @@ import torch.nn as nn
 
 import parallel
 from engine.adapters import Adapted
-from engine.pretrained import from_pretrained
+from engine.pretrained import fill, from_pretrained
 from engine.tensor_parallel import ALONE, SplitTransformer
 from errors import BadConfig, shorten
 from kernels import pack_weight, packing_pays
-from model import Transformer, freeze
+from model import RMSNorm, Transformer, freeze
 from parallel import is_shard, my_part
 
 
@@ -253,7 +253,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
         if frozen:
             freeze(model)
         if split:
-            shard(model, place, device)
+            shard(model, place, device, None if frozen else matrices)
 
     model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
                             matrices if frozen else None, prepare)
@@ -278,21 +278,34 @@ def is_sharded(place, trained):
     return place.stage == 3  # frozen: it has no gradients and no states for stages 1 and 2 to split
 
 
-def shard(model, place, device):
+def shard(model, place, device, matrices=None):
     """
     FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
     pass (stage 2). What is in no layer, embedding and head, is gathered for the whole forward.
+
+    matrices: the dtype to which autocast will round the matrices of a trained model; None: it will
+    not. A layer is then rounded first and gathered after, which is half of the traffic and the same
+    numbers. Its norms, which autocast does not round, are gathered by themselves; so are embedding
+    and head, whose gradients may be sums over chunks, in 32 bits.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
+                                        register_fsdp_forward_method)
 
     allocate_large_tensors_apart(device)
     by_layer = place.stage == 3
     settings = dict(mesh=init_device_mesh(device.type, (parallel.rank_and_size()[1],)))
     if place.offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    rounded = {}
+    if matrices:
+        rounded["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=by_layer, **settings)
+        if matrices:
+            norms = [m for m in layer.children() if isinstance(m, (RMSNorm, nn.LayerNorm))]
+            fully_shard(norms, reshard_after_forward=by_layer, **settings)
+        fully_shard(layer, reshard_after_forward=by_layer, **settings, **rounded)
     if not model.config.tied:  # the embedding is as large as many layers
         fully_shard(model.embed, reshard_after_forward=by_layer, **settings)
     whole = {model.score.weight} if model.head == "scalar" else set()  # one row: not worth a split
@@ -356,10 +369,13 @@ def sharded(model):
 
 def in_memory(**models):
     """
-    {name: model} of all models that own memory: those given, without the None among them; and the
-    trunk of an Adapted under the name "NAME's trunk", where it is not given itself.
+    {name: model} of all models that own memory: those given, without the None among them; of a list
+    each one, as "NAME", "NAME 2" and so on; and the trunk of an Adapted under the name "NAME's
+    trunk", where it is not given itself.
     """
-    models = {name: model for name, model in models.items() if model is not None}
+    lists = {name: model if isinstance(model, list) else [model] for name, model in models.items()}
+    models = {f"{name} {number}" if number > 1 else name: model for name, given in lists.items()
+              for number, model in enumerate(given, 1) if model is not None}
     for name, model in list(models.items()):
         if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
             models[f"{name}'s trunk"] = model.base
@@ -490,6 +506,15 @@ def gather(t, p):
     t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
                            shape=p.shape, stride=p.stride())
     return parallel.collective(t.full_tensor)
+
+
+def copy_weights(source, target):
+    """
+    A collective: give a model the weights of another one of the same architecture. Either may be
+    sharded, and their dtypes may differ: a tensor at a time is put together and split again.
+    """
+    for p, q in zip(source.parameters(), target.parameters(), strict=True):
+        fill(q, gather(my_part(p.detach()), p) if is_shard(p) else p.detach())
 
 
 def whole_weights(model):

@@ -17,17 +17,18 @@ from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, 
                            update)
 
 
-def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device="cuda",
-            masked=True, vocab_padding=False, eval_rows=0, reward_rank=0, ptx_tokens=0):
+def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device="cuda",
+            masked=True, vocab_padding=False, eval_rows=0, reward_ranks=(), ptx_tokens=0):
     """
     The most that one rank of a run will hold.
 
-    config: the script's configuration. policy, reward: ModelConfigs. prompt_tokens: the longest
-    prompt, P. masked: whether prompts differ in length. vocab_padding: whether the model has more
-    embeddings than the tokenizer has tokens. eval_rows: how many held-out prompts there are, where
-    eval_size = 0 takes them all. reward_rank: the rank of reward_path's adapter under share_base
-    (0: like the policy's). ptx_tokens: the longest demonstration of PPO-ptx (0: ptx_max_tokens, or
-    else as long as prompt and response). Every response is taken to have full length.
+    config: the script's configuration. policy: its ModelConfig; rewards: that of the reward model,
+    or those of an ensemble. prompt_tokens: the longest prompt, P. masked: whether prompts differ in
+    length. vocab_padding: whether the model has more embeddings than the tokenizer has tokens.
+    eval_rows: how many held-out prompts there are, where eval_size = 0 takes them all.
+    reward_ranks: the ranks of reward_path's adapters under share_base (none given, or 0: like the
+    policy's). ptx_tokens: the longest demonstration of PPO-ptx (0: ptx_max_tokens, or else as long
+    as prompt and response). Every response is taken to have full length.
 
     Returns a dict. Raises BadConfig.
         peak_mib  of the whole run
@@ -36,8 +37,9 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
     """
-    models = models_of(config, policy, reward, world_size, reward_rank)
-    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding)
+    models = models_of(config, policy, rewards, world_size, reward_ranks)
+    run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
+                   policy.vocab_size)
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
     always = sum(r[row] for r in rows.values() for row in ROWS[:3])
@@ -54,12 +56,12 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
     together, sampler = config["generate_tp"], models["policy"]
     part = part_of(sampler, together) if together > 1 else None
     copy = decoding_copy(sampler, run, part)
-    stay = sum(gathered(m, False)[0] for m in models.values())  # until all models have scored
+    stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
     only = states if config["max_iters"] == 1 else 0
     for share, group, missing in ((sampled, run.group, only), (held_out, 1, 0)):
-        decoded, row = share * together, 9 * run.T + 5 * run.R
+        decoded, row = share * together, 9 * run.T + (5 + 2 * run.set_bytes) * run.R
         n = min(config["rollout_batch_size"] or decoded, decoded)
         b = min(rows_at_once(config, run.P), share)
         others = batch - missing
@@ -73,7 +75,7 @@ def predict(config, policy, reward=None, prompt_tokens=512, world_size=1, device
             logits = logits_forward(m, run, b * run.R)
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
-            _, passes, ends = gathered(m, False)
+            _, passes, ends = gathered(m, run, False)
             visiting = 0  # an offloaded model is on the GPU while it scores
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
@@ -133,23 +135,25 @@ def always_there(models, run, world_size):
     return rows, cpu
 
 
-def predicted_mib(config, policy, reward_model, tokenizer, train_prompts, eval_prompts, world_size,
+def predicted_mib(config, policy, reward_models, tokenizer, train_prompts, eval_prompts, world_size,
                   device, ptx_examples=()):
     """
     predict's peak_mib, for a script that has loaded its models, prompts (lists of ids) and
     demonstrations of PPO-ptx (pairs of ids and trained).
     """
     lengths = {len(p) for p in train_prompts + eval_prompts}
-    rank = getattr(reward_model, "lora", {}).get("rank", 0)
+    ranks = [getattr(reward_model, "lora", {}).get("rank", 0) for reward_model in reward_models]
+    rewards = [reward_model.config for reward_model in reward_models]
     longest = max((len(ids) for ids, _ in ptx_examples), default=0)
-    return predict(config, policy.config, reward_model and reward_model.config, max(lengths),
-                   world_size, device.type, masked=len(lengths) > 1,
+    return predict(config, policy.config, rewards, max(lengths), world_size, device.type,
+                   masked=len(lengths) > 1,
                    vocab_padding=policy.config.vocab_size > tokenizer.vocab_size,
-                   eval_rows=len(eval_prompts), reward_rank=rank, ptx_tokens=longest)["peak_mib"]
+                   eval_rows=len(eval_prompts), reward_ranks=ranks,
+                   ptx_tokens=longest)["peak_mib"]
 
 
-def models_of(config, policy, reward, world_size, reward_rank=0):
-    """{name: Model} as the script loads them. policy, reward: ModelConfigs. Raises BadConfig."""
+def models_of(config, policy, rewards, world_size, reward_ranks=()):
+    """{name: Model} as the script loads them. For the arguments see predict. Raises BadConfig."""
     from engine.placement import placements  # here: torch is imported only when it is needed
 
     grpo, dtype = "group_size" in config, config["dtype"]
@@ -173,29 +177,34 @@ def models_of(config, policy, reward, world_size, reward_rank=0):
     adapted = bool(place["policy"].lora)
     models = dict(policy=make("policy", policy, "lm", "adapted" if adapted else "model", True))
 
-    # the reference: with LoRA it is the policy's frozen trunk; without a KL there is none
-    if not adapted and config["kl_coef"] > 0:
+    # the reference: with LoRA it is the policy's frozen trunk, unless ref_path names another;
+    # without a KL there is none
+    if (not adapted or config.get("ref_path")) and config["kl_coef"] > 0:
         models["ref_policy"] = make("ref", policy, "lm")
 
     parts = [part.rpartition("*")[2].strip() for part in config["reward_functions"].split(",")]
-    if "reward_model" in parts and one_trunk:
-        models["reward_model"] = make("reward", policy, "scalar", "adapter")
-        models["reward_model"].rank = reward_rank or place["policy"].lora["rank"]
-    elif "reward_model" in parts:
-        models["reward_model"] = make("reward", reward, "scalar")
+    for i, reward in enumerate(rewards if "reward_model" in parts else ()):
+        name = f"reward_model {i + 1}" if i else "reward_model"
+        if one_trunk:
+            models[name] = make("reward", policy, "scalar", "adapter")
+            rank = reward_ranks[i] if i < len(reward_ranks) else 0
+            models[name].rank = rank or place["policy"].lora["rank"]
+        else:
+            models[name] = make("reward", reward, "scalar")
 
     if not grpo and value_init == "shared":  # forward and backward pass are the policy's
         models["value_model"] = make("value", policy, "scalar", "head", True)
         models["value_model"].rank = models["policy"].rank
     elif not grpo:
         own = "adapter" if one_trunk else "adapted" if place["value"].lora else "model"
-        c = reward if value_init == "reward" and not one_trunk else policy
+        c = rewards[0] if value_init == "reward" and not one_trunk else policy
         models["value_model"] = make("value", c, "scalar", own, True)
     return models
 
 
-def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
+def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding, vocab_size):
     """The sizes of a run that the formulas need, under the letters of the header."""
+    whole = config.get("top_k", 0) == config.get("min_p", 0) == 0 and config.get("top_p", 1) == 1
     dtype = config["dtype"]
     mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
     minibatch = math.ceil(config["batch_size"] / config["num_minibatches"])
@@ -219,6 +228,7 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding):
         entropy=config["entropy_coef"] > 0,
         head_chunk=config["head_chunk"],
         checkpointing=config["gradient_checkpointing"],
+        set_bytes=0 if whole else math.ceil(vocab_size / 8),
     )
 
 

@@ -47,8 +47,8 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):  # parameters without memory
         model = Transformer(config, head).to(dtype)
-        for p in model.parameters():
-            if matrices and p.dim() == 2:
+        for name, p in model.named_parameters():
+            if matrices and p.dim() == 2 and name != "score.weight":  # see model.scalar_output
                 p.data = p.data.to(matrices)
     if prepare:
         prepare(model)

@@ -3,6 +3,7 @@ Programs in a model's text, without running them: where in a completion the prog
 of the data may have as tests, and when a program's answer is the one that a test wants. Running
 them is in engine/sandbox.py.
 """
+import ast
 import itertools
 import json
 import math
@@ -164,23 +165,29 @@ def check_tests(tests, where):
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
         They give scripts [(b"1 2", b"3")].
+    A test of functions may also be an assertion, as MBPP has them: "assert add(1, 2) == 3"; see
+    read_assertion. And fn may be a method, as LeetCode has them: "Solution.add" is called on a new
+    Solution().
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
     calls, outputs, scripts = [], [], []
     for test in tests if isinstance(tests, list) else [tests]:
+        if isinstance(test, str):
+            test = read_assertion(test, where)
         fields = set(test) if isinstance(test, dict) else None
         if fields == {"fn", "inputs", "outputs"}:
             given, wanted = test["inputs"], test["outputs"]
-            if not isinstance(test["fn"], str) or not test["fn"].isidentifier():
-                raise BadInput(f"{where}: fn must be the name of a function, found "
+            parts = test["fn"].split(".") if isinstance(test["fn"], str) else []
+            if len(parts) not in (1, 2) or not all(map(str.isidentifier, parts)):
+                raise BadInput(f"{where}: fn must be the name of a function, or CLASS.METHOD, found "
                                f"{shorten(test['fn'])}")
         elif fields == {"stdin", "stdout"}:
             given, wanted = ([x] if isinstance(x, str) else x
                              for x in (test["stdin"], test["stdout"]))
         else:
-            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout; "
-                           f"found {shorten(test)}")
+            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout, or is "
+                           f"an assertion such as \"assert add(1, 2) == 3\"; found {shorten(test)}")
         lists = isinstance(given, list) and isinstance(wanted, list)
         if not lists or not len(given) == len(wanted) > 0:
             raise BadInput(f"{where}: what is given and what is wanted must be lists of one "
@@ -205,6 +212,46 @@ def check_tests(tests, where):
     if not calls and not scripts:
         raise BadInput(f"{where}: there are no tests")
     return calls, outputs, scripts
+
+
+def read_assertion(text, where):
+    """
+    An assertion as a test with one call: "assert add(1, 2) == 3" becomes {"fn": "add", "inputs":
+    [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone, as for any other test, and
+    cannot look at what is expected.
+
+    The call stands on one side of == or is, and a value on the other; `assert f(1)` wants True, and
+    `assert not f(1)` False. Function, or class and method: f(1), Solution().f(1). Arguments and the
+    value are literals of what JSON has, and tuples, which are lists here. Raises BadInput for any
+    other, such as assert f(1) in (2, 3).
+    """
+    wanted = BadInput(f"{where}: cannot read the assertion {shorten(text)}; wanted one such as "
+                      "\"assert add(1, 2) == 3\", a call with literals and the value that it has")
+    try:
+        (statement,) = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise wanted from None
+    if not isinstance(statement, ast.Assert):
+        raise wanted
+    call, value = statement.test, ast.Constant(True)
+    if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
+        call, value = call.operand, ast.Constant(False)
+    elif isinstance(call, ast.Compare):
+        if len(call.ops) != 1 or not isinstance(call.ops[0], (ast.Eq, ast.Is)):
+            raise wanted
+        call, value = call.left, call.comparators[0]
+        if isinstance(value, ast.Call):
+            call, value = value, call
+    try:
+        name = re.sub(r"^(\w+)\(\)\.", r"\1.", ast.unparse(call.func))  # Solution().f
+        inputs = [ast.literal_eval(argument) for argument in call.args]
+        # a tuple becomes a list
+        inputs, value = json.loads(json.dumps([inputs, ast.literal_eval(value)]))
+    except (AttributeError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise wanted from None
+    if call.keywords:
+        raise wanted
+    return {"fn": name, "inputs": [inputs], "outputs": [value]}
 
 
 def judge(answer, want):

@@ -4,9 +4,11 @@ of the policy, or the same text in its own tokens. One that others have trained 
 transformers do (class Reader): prompt and response are a dialogue in its own chat template, and its
 score is read at the last token that is not its pad_token_id.
 """
+from data import naming
 from engine.hf_files import find_folder, is_adapter
 from engine.tokenizers import Tokenizer, check_tokenizer_fits
 from errors import BadInput
+from formats import where_is
 
 
 def reader_of(reward_model, tokenizer, reward_format, path):
@@ -44,6 +46,32 @@ def reader_of(reward_model, tokenizer, reward_format, path):
         where += f" that is not its padding (pad_token_id = {reader.skipped_id})"
     return reader, (f"reward model {path}: {whose}it reads prompt and response {how}, and is "
                     f"scored at {where}")
+
+
+def ids_read(reader, rows, path, fields, model):
+    """
+    What a reward model reads of each row's completions: [[ids of each of the fields], ...], up to
+    the token at which its score is read. reader: from reader_of. path: of the rows, for messages.
+    Raises BadInput, also where a text does not fit into the model's context.
+    """
+    found, longest = [], model.config.max_positions
+    for number, row in enumerate(rows):
+        with naming(*where_is(rows, path, number)):
+            found.append([ids_of(reader, row["prompt"], row[field]) for field in fields])
+            if max(map(len, found[-1])) > longest:
+                raise BadInput(f"{max(map(len, found[-1]))} tokens of a reward model whose context "
+                               f"has {longest}; leave the row out")
+    return found
+
+
+def ids_of(reader, prompt, completion):
+    """ids_read of one text. What stands behind the token that is read changes nothing in it."""
+    if not isinstance(reader, Reader):
+        return reader.encode_example(prompt, completion)[0]
+    ids = list(reader.encode_response(prompt, completion))
+    while len(ids) > 1 and ids[-1] == reader.skipped_id:
+        ids.pop()
+    return ids
 
 
 class Reader(Tokenizer):

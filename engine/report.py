@@ -13,7 +13,7 @@ import torch
 
 from engine.adapters import Adapted
 from engine.limits import product_rate
-from loss import masked_sum
+from loss import importance_weights, masked_sum
 
 # --------------------------------------------------------------------------------------------------
 # figures
@@ -44,6 +44,8 @@ def summarize(batch, prefix, reward_names=()):
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
+    if "reward_model_std" in batch:  # an ensemble: how far its models are apart
+        figures["reward_model_std"] = batch["reward_model_std"].mean()
     return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
 
 
@@ -100,6 +102,18 @@ def add_up(sums, mask, tensors):
     """
     for name, x in tensors.items():
         sums[name] += torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
+
+
+def importance_of(batch, cap):
+    """
+    The figures of truncated importance sampling, over the batch's response tokens: the mean of
+    loss.importance_weights, and at which share of them the cap was reached. {} with cap = 0.
+    """
+    if cap == 0:
+        return {}
+    weights = importance_weights(batch, cap)[batch["response_mask"]]  # (tokens,)
+    return {"policy/importance": weights.mean().item(),
+            "policy/importance_capped": (weights == cap).double().mean().item()}
 
 
 def hash_of(tokens):

@@ -30,6 +30,7 @@ import urllib.error
 import torch
 
 from data import prompt_text
+from engine.expressions import check_installed
 from engine.programs import check_tests
 from engine.sandbox import check_sandbox
 from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten
@@ -39,7 +40,7 @@ from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten
 # the key reward_functions
 
 # the fields that a reward reads from a row of the data
-NEEDS = {"accuracy": ("answer",), "countdown": ("numbers", "target"), "code": ("tests",)}
+NEEDS = {"accuracy": ("answer",), "math": ("answer",), "countdown": ("numbers", "target"), "code": ("tests",)}
 
 
 def is_list_of_counts(x):
@@ -159,6 +160,8 @@ def check_rows(rewards, rows, path):
     for _, name, function in rewards:
         if name == "code":
             check_sandbox()
+        if name == "math":
+            check_installed()
         for field in NEEDS.get(name, ()):
             good, wanted = FIELDS.get(field, (lambda x: x is not None, "not null"))
             for number, row in enumerate(rows, 1):

@@ -4,6 +4,7 @@ the audit, checkpoints, the log, what it prints, and at the end its products.
 
 The scripts hold one Run and call it by one line at a time. It decides nothing about training.
 """
+import math
 import os
 import sys
 import time
@@ -18,9 +19,9 @@ from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.planner import predicted_mib
 from engine.optimizers import overflowed
-from engine.placement import sharded
-from engine.report import (flops_a_token, peak_flops, print_models, print_samples, progress,
-                           samples_of, speed)
+from engine.placement import copy_weights, sharded
+from engine.report import (flops_a_token, importance_of, peak_flops, print_models, print_samples,
+                           progress, samples_of, speed)
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
@@ -29,7 +30,7 @@ from engine.trackers import start_trackers
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
-MUST_MATCH = "seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim"
+MUST_MATCH = "seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim", "ref_path"
 
 
 def ranks_agree(config, models, tokenizers):
@@ -71,27 +72,37 @@ class Run:
         sources = ["policy_path", "prompts_path"]
         if "reward_model" in models:
             sources.append("reward_path")
+        if config["ref_path"]:
+            sources.append("ref_path")
         if config.get("ptx_path"):
             sources.append("ptx_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
         self.checkpoint, saved = open_run(  # COLLECTIVE
             self.out_dir, config, must_match, sources, token_ids=prompts[0])
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
-        self.state = saved if self.checkpoint else fresh | state
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
+                     ref_is_saved=False)
+        self.state = fresh | state | (saved or {})
+        self.saved = dict(self.trained)  # in checkpoints
+        if "ref_policy" in models and (config["ref_reset_iters"] or self.state["ref_is_saved"]):
+            self.saved["ref_policy"] = models["ref_policy"]
         if self.checkpoint:
-            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
+            there = self.saved if self.state["ref_is_saved"] else self.trained
+            load_checkpoint(self.checkpoint, there, optimizers, ema)  # COLLECTIVE
+        self.state["ref_is_saved"] = "ref_policy" in self.saved
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
-        reward_model = models.get("reward_model")
+        reward_models = [m for name, m in models.items() if name.startswith("reward_model")
+                         and not name.endswith("'s trunk")]
         self.predicted = predicted_mib(
-            config, models["policy"], reward_model, tokenizer, *prompts, self.world_size, device,
+            config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
             ptx_examples)
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
                                   for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
+        self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
         self.policy_reads = True  # a batch before its update; grpo.py may do without
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
@@ -133,6 +144,21 @@ class Run:
         if iteration % self.config["sync_check_interval"] == 0 or iteration == self.start:
             audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
 
+    def reset_reference_if_due(self):
+        """
+        A collective when it is due: the reference becomes the policy as it is now. That is before
+        the iteration's evaluation and checkpoint: a run that is stopped within the iteration does
+        the same once more.
+        """
+        every = self.config["ref_reset_iters"]
+        last = self.iteration == self.config["max_iters"]  # then its KL shall still be measured
+        self.ref_is_policy = not self.config["ref_path"] if self.iteration == 0 else (
+            every > 0 and self.iteration % every == 0 and not last)
+        if self.ref_is_policy and self.iteration > 0:
+            copy_weights(self.models["policy"], self.models["ref_policy"])  # COLLECTIVE
+            self.frozen_checksums = {key: x for key, x in self.frozen_checksums.items()
+                                     if key[0] != "ref_policy"}
+
     # checkpoints, and requests to stop
 
     def save_if_due(self):
@@ -149,7 +175,7 @@ class Run:
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
-        save_checkpoint(self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
+        save_checkpoint(self.out_dir, self.iteration, self.saved, self.optimizers, self.state,
                         self.tokenizer, self.config["keep_checkpoints"], self.ema)  # COLLECTIVE
 
     def save_as(self, name):
@@ -193,23 +219,41 @@ class Run:
         """
         A collective: the largest gap of any rank. Raises Stop, on all ranks, where it is more than
         rounding explains: before any update the log-probs of `what` must be the policy's.
+
+        The sampler's gap in 16 bits is an exception. It is other kernels that compute there, and
+        how far their rounding goes depends on how deep the model is: no limit suits all models. So
+        a large gap is said once, and stops the run only beyond the key sampler_gap_limit.
         """
-        limit = gap_limit(self.config["dtype"], self.config["temperature"])
-        return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
+        dtype, limit = self.config["dtype"], gap_limit(self.config["dtype"],
+                                                       self.config["temperature"])
+        if what != "the sampler" or dtype not in ("bfloat16", "float16"):
+            return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
+        stop = self.config["sampler_gap_limit"] or math.inf
+        worst = must_agree(worst_gap, stop, what, self.iteration, self.models)  # COLLECTIVE
+        if worst > limit and not self.gap_said:
+            self.gap_said = True
+            if self.rank == 0:
+                print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
+                      f"training forward by {worst:.2g} nats a token (rounding is mostly below "
+                      f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
+                      "corrects for it, and --sampler_gap_limit=... would stop the run",
+                      flush=True)
+        return worst
 
     def add_readings(self, batch, columns):
         """
         A collective: add what the models say of each response token to the batch. columns: {name:
         (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
-        log-probs, and in iteration 0 the reference's, must be the same; returns the sampler's gap,
-        in nats.
+        log-probs must be the same, and where the reference is the policy as it is now (in iteration
+        0, and after a reset), the reference's, too (not with top_k, top_p or min_p, which truncate
+        the policy alone); returns the sampler's gap, in nats.
         """
         batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
         check_finite({name: batch[name] for name in columns}, self.iteration)
         if "old_logprobs" not in columns:
             return None
         others = dict(sampler_logprobs="the sampler")
-        if self.iteration == 0 and "ref_logprobs" in batch:
+        if self.ref_is_policy and "ref_logprobs" in batch and "kept" not in batch:
             others["ref_logprobs"] = "the reference"
         gaps = [self.must_agree(  # COLLECTIVE
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
@@ -265,6 +309,9 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, record["policy/steps"])
             record["mem/predicted_mib"] = self.predicted
+            record |= importance_of(batch, self.config["importance_cap"])
+            if "reward_model" in self.models:
+                record["objective/score_shift"] = self.models["reward_model"].config.score_shift
         write_log(self.out_dir, record)  # COLLECTIVE
         if batch and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]

@@ -26,7 +26,7 @@ from array import array
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import sha256, write_json
-from engine.hf_files import is_adapter, model_folders, read_json
+from engine.hf_files import is_adapter, model_folders, read_json, several_paths
 from engine.placement import sharded, trunk_of
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
@@ -226,7 +226,7 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
                        "choose another --out_dir") from e
 
     for key in must_match:
-        if before.get(key) != config[key]:
+        if (before.get(key) or "") != (config[key] or ""):  # a key may be newer than the run
             raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
                            f"{config[key]!r}; choose another --out_dir, or delete the old run")
 
@@ -289,10 +289,13 @@ def hub_hash(path):
 def content_hash(path):
     """
     sha256 of a file; or of a model or tokenizer folder (or hub name): of the names and hashes of
-    its files. Raises BadInput if there is no such folder.
+    its files. Of several, with commas: of their hashes. Raises BadInput if there is no such folder.
     """
     if os.path.isfile(path):
         return sha256(path)
+    several = several_paths(path, "the model folders")
+    if len(several) > 1:
+        return hashlib.sha256("".join(map(content_hash, several)).encode()).hexdigest()
     folders = [path]
     if not os.path.isdir(path):
         folders = model_folders(path)

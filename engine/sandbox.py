@@ -60,7 +60,7 @@ from engine import CPUS
 from engine.programs import check_tests, judge, tidy
 from errors import BadInput, Stop, shorten
 
-OUTPUT_LIMIT = 2**16  # bytes that we read back from a process, besides what its tests expect
+OUTPUT_LIMIT = 2**16  # bytes that we read back, besides what tests expect, where no key says more
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process
 WALL_FACTOR = 4
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
@@ -82,7 +82,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
+def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf, output=OUTPUT_LIMIT):
     """
     Run a program against the tests of a row -> Verdict.
 
@@ -94,6 +94,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
         times as many seconds on the wall clock, in which their starts do not count.
     memory_mib: the address space of a process, of which Python itself takes 20 MiB.
     end: when everything must be over, by time.monotonic().
+    output: the bytes that are read back from a process, besides what its tests expect.
 
     Raises BadInput for tests of another form and where bwrap is missing, Stop where the sandbox
     itself fails.
@@ -103,7 +104,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     source = code.encode("utf-8", "surrogatepass")
     reasons, wall = [], WALL_FACTOR * timeout
     if calls:
-        limit = OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
+        limit = output + 1024 * len(calls) + 2 * len(json.dumps(outputs))
         written, ending, seconds = run_program(source, calls, b"", limit, timeout,
                                                memory_mib, wall, end)
         wall -= seconds
@@ -112,7 +113,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
         # the calls without an answer; "crash" if the process left before the end, even with code 0
         reasons += [ending or "crash"] * (len(outputs) - len(reasons))
     for stdin, stdout in scripts:
-        limit = OUTPUT_LIMIT + 2 * len(stdout)
+        limit = output + 2 * len(stdout)
         written, ending, seconds = run_program(source, None, stdin, limit, timeout,
                                                memory_mib, wall, end)
         wall -= seconds
@@ -125,7 +126,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     return Verdict(reasons.count("pass"), len(outputs) + len(scripts), reason)
 
 
-def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
+def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf, output=OUTPUT_LIMIT):
     """
     The Verdict of each of the programs [(code, tests)], in order, `workers` of them at a time.
 
@@ -139,7 +140,7 @@ def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
     share = seconds / 2 * workers / max(len(programs), 1)
 
     def run(program, most):
-        return run_tests(*program, timeout, memory_mib, min(end, time.monotonic() + most))
+        return run_tests(*program, timeout, memory_mib, min(end, time.monotonic() + most), output)
 
     # Threads are enough, for they only wait. OpenMP may have pinned this thread to one CPU, and new
     # threads and processes inherit that: so give them all of our CPUs back.
@@ -569,6 +570,8 @@ def boot(job, null):
     sys.argv = ["solution.py"]
     main = type(sys)("__main__" if calls is None else "solution")
     sys.modules[main.__name__] = main
+    if calls and any("." in name for name, _ in calls):  # LeetCode's signatures have List[int]
+        exec("from typing import *", vars(main))
     try:
         exec(compile(source, "solution.py", "exec"), vars(main))
     except MemoryError:
@@ -579,7 +582,11 @@ def boot(job, null):
                                 False, False, True)
     for name, arguments in calls:
         try:
-            line = "".join(encode(getattr(main, name)(*arguments), 0))
+            first, dot, method = name.partition(".")
+            function = getattr(main, first)
+            if dot:
+                function = getattr(function(), method)
+            line = "".join(encode(function(*arguments), 0))
         except MemoryError:
             line = "M"
         except BaseException:

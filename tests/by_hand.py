@@ -16,6 +16,7 @@ so that their tokens can be sampled again rather than taken from them. Any other
 noise would be as right, but both sides must know it.
 """
 import bisect
+import copy
 import hashlib
 import itertools
 import json
@@ -32,6 +33,7 @@ import transformers
 # The tokenizer: a byte is a token; then come two markers, EOS and padding.
 # The models' vocabulary is padded by a few ids more, which must never be sampled, nor counted.
 MARKERS = {"tokenizer": ["<think>", "</think>"], "other_tokenizer": ["</think>", "<think>"]}
+MARKERS["text"] = MARKERS["tokenizer"]  # what others' reward models read, whatever their tokenizer
 EOS, PAD, TOKENS, VOCABULARY = 258, 259, 260, 264
 ENDS = (EOS, 257)  # generation_config.json names a second token that ends a response
 
@@ -139,8 +141,9 @@ def scalar_model(folder, seed=None):
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        shift = json.load(f)["score_shift"]
-    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
+        said = json.load(f).get("score_shift")
+    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=said or 0.0,
+                           zero_is_said=said is not None)
 
 
 def with_new_head(trunk, seed):
@@ -161,13 +164,34 @@ def parameters_of(model):
     return dict(model.named_parameters())
 
 
-def logprobs_of(model, prompt, response, temperature):
-    """Log-prob of each token of a response, and the entropy of the distribution it came from."""
+def may_be_sampled(c, probabilities):
+    """
+    The ids that top_k, top_p and min_p leave, one after the other, as transformers has them: each
+    of the three sees the probabilities that the one before has left, scaled to 1.
+    """
+    ids = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[:c.top_k or None]
+    total, reached, nucleus = sum(probabilities[i] for i in ids), 0.0, []
+    for i in ids:
+        if reached < c.top_p * total:
+            nucleus.append(i)
+        reached += probabilities[i]
+    return [i for i in nucleus if probabilities[i] >= c.min_p * probabilities[ids[0]]]
+
+
+def logprobs_of(model, prompt, response, temperature, sets=None):
+    """
+    Log-prob of each token of a response, and the entropy of the distribution it came from. sets: the
+    ids that each token could be when it was sampled; None: any.
+    """
     logits = model(torch.tensor([prompt + response])).logits[0, :, :TOKENS] / temperature  # (T, V)
     logprobs, entropies = [], []
     for t, token in enumerate(response):
         # the logits that chose a token are one column before it
-        distribution = torch.log_softmax(logits[len(prompt) + t - 1], 0)
+        column = logits[len(prompt) + t - 1]
+        if sets:
+            ids = sorted(sets[t])
+            column, token = column[ids], ids.index(token)
+        distribution = torch.log_softmax(column, 0)
         logprobs.append(distribution[token])
         entropies.append(-(distribution.exp() * distribution).sum())
     return logprobs, entropies
@@ -302,31 +326,38 @@ def advantages_and_returns(rewards, values, gamma, lam):
 
 @torch.no_grad()
 def sample(c, policy, prompt, purpose, iteration, slot, which):
-    """A response to the prompt at this slot: the inverse of the CDF at a uniform a token."""
+    """
+    A response to the prompt at this slot: the inverse of the CDF at a uniform a token. And the ids
+    that each of its tokens could be.
+    """
     noise = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
-    response = []
+    response, sets = [], []
     for uniform in torch.rand(c.max_new_tokens, generator=noise, dtype=torch.float64).tolist():
         logits = policy(torch.tensor([prompt + response])).logits[0, -1, :TOKENS]
         probabilities = torch.softmax(logits / c.temperature, 0).tolist()
+        sets.append(may_be_sampled(c, probabilities))
+        probabilities = [p if i in sets[-1] else 0.0 for i, p in enumerate(probabilities)]
         heights = list(itertools.accumulate(probabilities))
         response.append(bisect.bisect_right(heights, uniform * heights[-1]))
         if response[-1] in ENDS:
             break
-    return response
+    return response, sets
 
 
 @torch.no_grad()
 def respond(c, models, row, purpose, iteration, slot, which=0):
     """A response to a data row, with all that the models and rules say of it."""
     prompt = encode(row["prompt"], MARKERS["tokenizer"])
-    response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
-    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
+    response, sets = sample(c, models.policy, prompt, purpose, iteration, slot, which)
+    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={},
+                        sets=sets)
     r.text = decode(response, MARKERS["tokenizer"])
     for _, name in c.mix:
         learned = name == "reward_model"
-        r.each[name] = learned_score(models.reward, row, r) if learned else RULES[name](c, row, r)
+        r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
     r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
-    r.old = [x.item() for x in logprobs_of(models.policy, prompt, response, c.temperature)[0]]
+    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, sets)
+    r.old = [x.item() for x in logprobs]
     if models.reference:
         logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
         r.reference = [x.item() for x in logprobs]
@@ -335,13 +366,21 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     return r
 
 
-def learned_score(reward, row, r):
-    """The reward model's number at the last token; of the text, if its tokenizer is another."""
+def learned_score(c, rewards, row, r):
+    """
+    The reward model's number at the last token; of the text, if its tokenizer is another. Of
+    several, what an ensemble makes of their numbers (arXiv 2310.02743, with the deviation).
+    """
     ids = r.prompt + r.response
-    if reward.tokenizer != "tokenizer":
-        markers = MARKERS[reward.tokenizer]
+    if c.reward_tokenizer != "tokenizer":
+        markers = MARKERS[c.reward_tokenizer]
         ids = encode(row["prompt"], markers) + encode(r.text, markers) + [EOS] * r.finished
-    return scalars(reward, ids)[-1].item()
+    scores = [scalars(reward, ids)[-1].item() for reward in rewards]
+    if len(scores) > 1:
+        r.apart = statistics.pstdev(scores)
+    if c.reward_ensemble == "min":
+        return min(scores)
+    return mean(scores) - (c.reward_ensemble_coef * r.apart if c.reward_ensemble == "penalised" else 0)
 
 
 def letters(c, row, r):
@@ -368,13 +407,32 @@ def sometimes(batch):
 """
 
 
+def center(c, models, rows, picked, seen):
+    """
+    The reward model's zero, where it does not say it, or shall not: the mean score of the responses
+    that end, among those to the first iteration's prompts. picked: [(slot, row, which), ...].
+    """
+    if models.reward is None or c.center_scores == "never":
+        return
+    if c.center_scores == "auto" and models.reward.zero_is_said:
+        return
+    batch = [respond(c, models, rows[i], "rollout", 0, slot, which) for slot, i, which in picked]
+    ended = [r.each["reward_model"] for r in batch if r.finished]
+    models.reward.shift -= mean(ended)
+    seen["centered"] += 1
+    seen["centered without some"] += 0 < len(ended) < len(batch)
+    if getattr(c, "value_init", None) == "reward":
+        models.value.shift = models.reward.shift
+
+
 def finish_scores(c, batch, seen, deviation=1.0):
-    """What is done to a score: divided; replaced if the response never ended; clipped."""
+    """What is done to a score: divided; less or replaced if the response never ended; clipped."""
     for r in batch:
         r.score = r.score / deviation
         if c.missing_eos_penalty and not r.finished:
-            r.score = -c.missing_eos_penalty
-            seen["no end"] += 1
+            kept = r.score if c.missing_eos == "subtract" else 0.0
+            r.score = kept - c.missing_eos_penalty
+            seen[f"no end, {c.missing_eos}"] += 1
         if c.reward_clip and abs(r.score) > c.reward_clip:
             seen["score clipped above" if r.score > 0 else "score clipped below"] += 1
             r.score = math.copysign(c.reward_clip, r.score)
@@ -389,6 +447,8 @@ def summary(c, batch, prefix):
         figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
+    if hasattr(batch[0], "apart"):
+        figures["reward_model_std"] = [r.apart for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
@@ -401,12 +461,10 @@ def evaluation(c, models, rows, iteration):
 
 
 def reward_model_of(c):
-    """The learned reward, where the run has one."""
+    """The learned reward, where the run has one: a list of one model, or of several."""
     if "reward_model" not in [name for _, name in c.mix]:
         return None
-    model = scalar_model(c.reward_path)
-    model.tokenizer = c.reward_tokenizer
-    return model
+    return [scalar_model(path) for path in c.reward_path.split(",")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -416,20 +474,25 @@ def reward_model_of(c):
 def ppo(c, data):
     """A run of ppo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None)
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
         values_own = [models.value.head]
     else:
         from_reward = c.value_init == "reward"
-        models.value = (scalar_model(c.reward_path) if from_reward else
+        models.value = (scalar_model(c.reward_path.split(",")[0]) if from_reward else
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
     log, seen, kl_coef, all_scores = [], Counter(), c.kl_coef, []
+    picked = prompts_of(c, 0, c.batch_size, len(data.train))
+    center(c, models, data.train, [(slot, i, 0) for slot, i in enumerate(picked)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
@@ -461,9 +524,12 @@ def ppo(c, data):
             record["val/grad_norm"] = value_adam.clip(seen)
             if too_far(c, of_this_step, seen):
                 break
-            policy_adam.step(policy_lr)
             value_adam.step(value_lr)
             steps += 1
+            if iteration < c.critic_warmup_iters:
+                seen["policy waits"] += 1
+                continue
+            policy_adam.step(policy_lr)
             if c.ema_decay:
                 average_into(ema, models.policy, c.ema_decay)
 
@@ -517,6 +583,14 @@ def find_advantages(c, batch, kl_coef):
         r.rewards = [-kl_coef * kl if c.kl_in == "reward" else 0.0 for kl in kls]
         penalties.append(sum(r.rewards))
         r.rewards[-1] += r.score
+    earned = mean([sum(r.rewards) for r in batch])
+    if c.whiten_rewards != "none":
+        every = flat(r.rewards for r in batch)
+        middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        stays = middle if c.whiten_rewards == "keep-mean" else 0.0
+        for r in batch:
+            r.rewards = [(x - middle) / deviation + stays for x in r.rewards]
+    for r in batch:
         r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
     every = flat(r.advantages for r in batch)
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
@@ -526,7 +600,7 @@ def find_advantages(c, batch, kl_coef):
     errors = [x - v for x, v in zip(returns, flat(r.values for r in batch), strict=True)]
     explained = 1 - statistics.variance(errors) / statistics.variance(returns)
     return {"objective/non_score_reward": mean(penalties),
-            "objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
+            "objective/rlhf_reward": earned,
             "val/explained_variance": explained}
 
 
@@ -535,7 +609,7 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     Add the gradients of a response's losses to the models'. tokens: how many the whole step has,
     by which the losses are divided. Returns figures of each of the response's tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
     values = scalars(models.value, r.prompt + r.response)
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
@@ -572,13 +646,19 @@ def too_far(c, figures, seen):
 def grpo(c, data):
     """A run of grpo.py. data: the rows to train on and those to evaluate on."""
     models = SimpleNamespace(policy=language_model(c.policy_path), reward=reward_model_of(c),
-                             reference=language_model(c.policy_path) if c.kl_coef else None,
+                             reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None,
                              value=None)
     adam = AdamW(models.policy.parameters(), c)
     ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
     log, seen = [], Counter()
+    picked = prompts_of(c, 0, c.batch_size // c.group_size, len(data.train))
+    center(c, models, data.train, [(slot, i, which) for slot, i in enumerate(picked)
+                                   for which in range(c.group_size)], seen)
 
     for iteration in range(c.max_iters):
+        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
+            models.reference = copy.deepcopy(models.policy)
+            seen["reset"] += 1
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         first, groups = sample_groups(c, models, data.train, iteration, seen)
@@ -692,7 +772,7 @@ def grpo_losses(c, models, r, weight, seen):
     Add the gradient of a response's loss to the policy's; each of its tokens counts `weight`.
     Returns figures of each of its tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []
@@ -760,15 +840,45 @@ def sft(c, data):
 def rm(c, data):
     """
     A run of rm.py. data: pairs to train on and to evaluate on, and the demonstrations that shall
-    score 0 on average.
+    score 0 on average. With a teacher what is trained on may also be single responses.
     """
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
     adam, log, seen = AdamW(parameters_of(model).values(), c), [], Counter()
+    fields = ["chosen", "rejected"] if "chosen" in data.train[0] else ["completion"]
 
-    def score(row, field):
-        ids = encode(row["prompt"] + row[field], MARKERS["tokenizer"]) + [EOS]
+    def score(row, field, model=model, tokenizer="tokenizer"):
+        ids = encode(row["prompt"] + row[field], MARKERS[tokenizer]) + [EOS]
         return scalars(model, ids)[-1]
+
+    def ask(rows, fields):
+        """What the teachers say of each completion: each one's scores less their mean; the mean."""
+        said = [[0.0] * len(fields) for _ in rows]
+        for path in c.teacher.split(","):
+            tokenizer = "other_tokenizer" if path.endswith("other") else "tokenizer"
+            seen[f"teacher, {tokenizer}"] += 1
+            teacher = scalar_model(path)
+            raw = [[score(row, field, teacher, tokenizer).item() for field in fields] for row in rows]
+            for each, x in zip(said, raw, strict=True):
+                for i in range(len(fields)):
+                    each[i] += (x[i] - mean(flat(raw))) / len(c.teacher.split(","))
+        return said
+
+    def learn(rows, wanted):
+        """
+        Of each row: the mean squared distance from what the teacher says of its completions; the
+        cross-entropy of two coins, where there are two; which is the better one.
+        """
+        distances, entropies, hits = [], [], []
+        for row, theirs in zip(rows, wanted, strict=True):
+            ours = [score(row, field) for field in fields]
+            distances.append(sum((x - y) ** 2 for x, y in zip(ours, theirs, strict=True)) / len(ours))
+            if len(ours) == 2:
+                p = 1 / (1 + math.exp(theirs[1] - theirs[0]))
+                q = 1 / (1 + torch.exp(ours[1] - ours[0]))
+                entropies.append(-p * torch.log(q) - (1 - p) * torch.log(1 - q))
+                hits.append(float(ours[0] > ours[1]))
+        return distances, entropies, hits
 
     def compare(pairs, margin=0.0, smoothing=0.0):
         """
@@ -797,9 +907,23 @@ def rm(c, data):
             seen["full bin" if inside else "empty bin"] += 1
         return total
 
+    if c.teacher:
+        with torch.no_grad():
+            wanted = ask(data.train, fields)
+            held_out = ask(data.val[:c.eval_size or None], ["chosen", "rejected"])
+
     for iteration in range(c.max_iters + 1):
         record = {}
         log.append(record)
+        if c.teacher and (iteration % c.eval_interval == 0 or iteration == c.max_iters):
+            with torch.no_grad():
+                ours = [[score(row, field).item() for field in ("chosen", "rejected")]
+                        for row in data.val[:c.eval_size or None]]
+            same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
+            record |= {"eval/agreement": mean([float(x) for x in same]),
+                       "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
+            seen["agrees"] += sum(same)
+            seen["disagrees"] += len(same) - sum(same)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
                 losses, _, chances = compare(data.val[:c.eval_size or None])
@@ -813,12 +937,22 @@ def rm(c, data):
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()
         picked = prompts_of(c, iteration, c.batch_size, len(data.train))
-        losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
-                                           c.label_smoothing)
-        ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
-        record["loss/preference"] = mean([x.item() for x in losses])
-        record["loss/centring"] = mean([x.item() for x in squares])
-        record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
+        if c.teacher:
+            distances, entropies, hits = learn([data.train[i] for i in picked],
+                                               [wanted[i] for i in picked])
+            total = c.score_coef * sum(distances) + c.preference_coef * sum(entropies)
+            (total / len(distances)).backward()
+            record["loss/score"] = mean([x.item() for x in distances])
+            if entropies:
+                record |= {"loss/preference": mean([x.item() for x in entropies]),
+                           "train/accuracy": mean(hits)}
+        else:
+            losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
+                                               c.label_smoothing)
+            ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
+            record["loss/preference"] = mean([x.item() for x in losses])
+            record["loss/centring"] = mean([x.item() for x in squares])
+            record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
         record["reward_model/grad_norm"] = adam.clip(seen)
         record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
                                                   c.max_iters, c.lr_decay)

@@ -35,12 +35,12 @@ TOLERANCE = 1e-9
 def save_random(folder, kind, tokenizer, seed, shift=None):
     """
     A random transformers model in float64, with a tokenizer beside it. kind: gpt2, or neox with the
-    head tied to the embedding. shift: the score_shift of a sequence-classification model; None: a
-    language model that says a few letters most of the time, and ends soon.
+    head tied to the embedding. shift: the score_shift of a sequence-classification model, "unsaid":
+    it has none; None: a language model that says a few letters most of the time, and ends soon.
     """
     kwargs = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     if shift is not None:
-        kwargs |= dict(num_labels=1, score_shift=shift)
+        kwargs |= dict(num_labels=1) | ({} if shift == "unsaid" else dict(score_shift=shift))
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=64,
                                          tie_word_embeddings=False, **kwargs)
@@ -77,9 +77,14 @@ def build(folder):
     world = SimpleNamespace(root=folder, rules=os.path.join(folder, "rules.py"), rows={})
     for seed, (name, *what) in enumerate([
             ("policy", "gpt2", "tokenizer"), ("tied", "neox", "tokenizer"),
-            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer")], 1):
+            ("reward", "gpt2", "tokenizer"), ("other", "neox", "other_tokenizer"),
+            ("uncentered", "gpt2", "tokenizer"), ("older", "gpt2", "tokenizer"),
+            ("second", "neox", "tokenizer"), ("third", "gpt2", "tokenizer")], 1):
         setattr(world, name, os.path.join(folder, name))
-        save_random(getattr(world, name), *what, seed, {"reward": 0.25, "other": -0.5}.get(name))
+        shifts = dict(reward=0.25, other=-0.5, uncentered="unsaid", second=0.1, third=-0.3)
+        save_random(getattr(world, name), *what, seed, shifts.get(name))
+    world.teachers = f"{world.other},{world.third}"
+    world.several = f"{world.reward},{world.second},{world.third}"
     with open(world.rules, "w", encoding="utf-8") as f:
         f.write(by_hand.RULES_FILE)
     texts = [dict(text=text) for text in PROMPTS[1:6]]
@@ -108,13 +113,16 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
             learning_rate=1e-2, warmup_iters=0, lr_decay="constant")
 SAMPLED = ADAM | dict(
     seed=3, max_iters=3, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
+    reward_ensemble="mean", reward_ensemble_coef=1.0,
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
-    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
+    missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0,
+    top_k=0, top_p=1.0, min_p=0.0, cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_in="reward", kl_estimator="k1", kl_coef_target=0.0, kl_horizon=100, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=3, cliprange_value=0.2, vf_coef=0.1,
-    value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant", ptx="")
+    whiten_rewards="none", critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
+    value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=9, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
@@ -122,7 +130,8 @@ GRPO = SAMPLED | dict(
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
-PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0)
+PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, teacher="",
+                     score_coef=1.0, preference_coef=1.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
@@ -141,6 +150,7 @@ CASES = {
     "ppo, mixed": ("ppo.py", PPO | SMALL | dict(
         kl_estimator="k3", mix=[(0.7, "reward_model"), (-0.5, "letters"), (1.0, "length")],
         policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, max_iters=2,
+        reward_model="several", reward_ensemble="penalised", reward_ensemble_coef=0.6,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
     # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk
@@ -150,16 +160,28 @@ CASES = {
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
         ptx_coef=0.4, ptx_batch_size=4, target_kl=0.1, max_iters=2)),
+    # what may be sampled is truncated in all three ways
+    "ppo, truncated": ("ppo.py", PPO | SMALL | dict(
+        top_k=7, top_p=0.9, min_p=0.2, entropy_coef=0.05, mix=[(1.0, "letters")],
+        value_init="policy", max_iters=2)),
     # k3 in the loss, rules alone
     "ppo, rules": ("ppo.py", PPO | dict(
         kl_in="loss", kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
         lam=1.0, cliprange=0.1, grad_clip=0.3, adam_eps=1e-3, beta1=0.8, num_minibatches=2,
         max_iters=2, micro_batch_size=7)),
+    # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
+    "ppo, uncentered": ("ppo.py", PPO | dict(
+        reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
+        missing_eos_penalty=1.0, missing_eos="subtract", whiten_rewards="keep-mean",
+        critic_warmup_iters=1, ema_decay=0.8)),
+    "ppo, centered": ("ppo.py", PPO | dict(
+        center_scores="always", whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2,
+        ref_model="older", ref_reset_iters=1)),
     "ppo, no reference": ("ppo.py", PPO | dict(
         kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
         max_iters=2)),
     "grpo": ("grpo.py", GRPO | dict(
-        mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
+        mix=[(0.5, "reward_model"), (1.0, "letters")], reward_model="several", aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
         grad_clip=1.0)),
     "dapo": ("grpo.py", GRPO | dict(
@@ -176,14 +198,28 @@ CASES = {
         kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
         group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
         seed=1)),
+    "grpo, truncated": ("grpo.py", GRPO | dict(
+        mix=[(1.0, "letters")], top_p=0.8, max_refills=1, batch_size=8, group_size=2, seed=2,
+        max_iters=2)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
         loss_type="cispo", baseline="others", scale_by="none", kl_estimator="k1", kl_correction=True,
         num_minibatches=1)),
+    "grpo, uncentered": ("grpo.py", GRPO | dict(
+        reward_model="uncentered", mix=[(1.0, "reward_model")], missing_eos_penalty=1.0,
+        missing_eos="subtract", max_new_tokens=3, max_iters=2)),
+    "grpo, centered": ("grpo.py", GRPO | dict(
+        center_scores="always", mix=[(1.0, "reward_model"), (0.5, "letters")],
+        missing_eos_penalty=1.0, ref_model="older", ref_reset_iters=2, kl_in="reward")),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
         kl_estimator="k1", kl_coef=0.4, mix=[(1.0, "sometimes"), (0.7, "reward_model")],
-        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2)),
+        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2,
+        reward_model="several", reward_ensemble="min")),
+    # an ensemble whose first member is what the value model starts as
+    "ppo, ensemble": ("ppo.py", PPO | dict(
+        reward_model="several", reward_ensemble="min", batch_size=4, num_minibatches=2,
+        max_iters=2)),
     "sft": ("sft.py", TUNED | dict(
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
     "sft, plain": ("sft.py", TUNED | dict(
@@ -194,10 +230,18 @@ CASES = {
     "rm, again": ("rm.py", PAIRS | dict(
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
+    # two teachers, of which one reads the text in its own tokens; pairs, and single responses
+    "rm, taught": ("rm.py", PAIRS | dict(
+        init="tied", new_head=True, teacher_model="teachers", score_coef=0.7, preference_coef=1.3,
+        micro_batch_size=3, max_iters=3)),
+    "rm, responses": ("rm.py", PAIRS | dict(
+        init="policy", new_head=True, teacher_model="third", score_coef=0.5, eval_size=2,
+        max_iters=3, grad_clip=0.5, files=dict(train_path="sft_train"))),
 }
 # these once more, on so many ranks
-RANKS = {"ppo, shared": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2, "sft": 2, "rm": 2,
-         "rm, again": 2}
+RANKS = {"ppo, shared": 2, "ppo, ensemble": 2, "ppo, ptx": 3, "ppo, shared, ptx": 2, "grpo": 2,
+         "ppo, uncentered": 3, "grpo, centered": 2, "sft": 2, "rm": 2, "rm, again": 2,
+         "rm, taught": 2, "rm, responses": 2, "ppo, truncated": 2, "grpo, truncated": 3}
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -223,15 +267,18 @@ FILES = {"ppo.py": dict(prompts_path="rl_train", eval_path="rl_val"),
          "rm.py": dict(train_path="pairs_train", val_path="pairs_val",
                        demonstrations_path="sft_val")}
 FILES["grpo.py"] = FILES["ppo.py"]
-FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init")
-NO_KEYS = ("mix", "policy_model", "reward_model", "init", "new_head", "ptx")  # said in other words there
+FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from="init",
+               ref_path="ref_model", teacher="teacher_model")
+# said in other words there
+NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
+           "files", "ptx", "ref_path")
 
 
 def command(world, script, keys):
     """The arguments of a case's run."""
     given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=60)
-    given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
-    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in FILES[script].items()}
+    files = FILES[script] | keys.get("files", {})
+    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in files.items()}
     if "mix" in keys:
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
@@ -239,6 +286,7 @@ def command(world, script, keys):
     if keys.get("ptx"):
         given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
     given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
+    given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
     return [f"--{key}={value}" for key, value in given.items()]
 
 
@@ -248,8 +296,9 @@ def worked_out(world, script, keys):
     for key, name in FOLDERS.items():
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
-    c.reward_tokenizer = "other_tokenizer" if keys.get("reward_model") == "other" else "tokenizer"
-    train, val = list(FILES[script].values())[:2]
+    read = dict(other="other_tokenizer", uncentered="text")
+    c.reward_tokenizer = read.get(keys.get("reward_model"), "tokenizer")
+    train, val = list((FILES[script] | keys.get("files", {})).values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
                            ptx=world.rows.get(keys.get("ptx")),
                            demonstrations=world.rows["sft_val"])
@@ -303,17 +352,20 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
     assert not wrong, "\n".join(wrong)
 
 BRANCHES = {
-    "ppo.py": ["below", "above", "value clipped", "no end", "score clipped above",
-               "score clipped below", "early stop", "long gradient", "short gradient",
+    "ppo.py": ["below", "above", "value clipped", "no end, replace", "no end, subtract", "centered",
+               "centered without some", "policy waits", "reset", "score clipped above", "score clipped below",
+               "early stop", "long gradient", "short gradient",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
-    "grpo.py": ["below", "above", "dual", "weight below", "weight above", "no end",
+    "grpo.py": ["below", "above", "dual", "weight below", "weight above",
+                "no end, replace", "no end, subtract", "centered", "centered without some", "reset",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
                 "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
-    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin"],
+    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin",
+              "teacher, tokenizer", "teacher, other_tokenizer", "agrees", "disagrees"],
 }
 
 

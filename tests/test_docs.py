@@ -174,10 +174,11 @@ def test_the_reward_of_ones_own_runs():
 
 
 def test_the_tests_of_a_row_are_tests():
-    rows = [json.loads(line) for line in re.findall(r'^    (\{".*\})$', REWARDS, re.MULTILINE)]
-    assert len(rows) == 2
+    rows = [json.loads(line) for line in re.findall(r'^    (\{".*\}|"assert .*")$', REWARDS, re.MULTILINE)]
+    assert len(rows) == 4
     calls, outputs, scripts = check_tests(rows, "docs")
-    assert (calls, outputs, scripts) == ([("add", [1, 2]), ("add", [3, 4])], [3, 7], [(b"1 2", b"3")])
+    assert calls == [("add", [1, 2]), ("add", [3, 4]), ("Solution.add", [1, 2]), ("add", [1, 2])]
+    assert (outputs, scripts) == ([3, 7, 3, 3], [(b"1 2", b"3")])
 
 
 def test_groups():

@@ -26,10 +26,11 @@ from tiny import forked, one_run
 TOOL = os.path.join(ROOT, "tools", "explain.py")
 DONE = 2  # iterations that the copies of the runs have done
 SEED = 6  # with which the responses looked at have 5 and 8 tokens
-BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, reward_clip=0.0)
+BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, missing_eos="replace",
+             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean")
 PPO = SimpleNamespace(**BATCH | dict(
     batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
-    kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2))
+    kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))
 GRPO = SimpleNamespace(**BATCH | dict(
     batch_size=15, group_size=3, mix=[(1.0, "letters"), (0.5, "reward_model")]))
 
@@ -155,11 +156,9 @@ def monkeypatch_module():
 def models_of(world, run, value):
     """The models with which iteration 2 of a run begins, as transformers loads them."""
     folder = os.path.join(run, f"checkpoint-{DONE:06d}")
-    reward = by_hand.scalar_model(world.reward)
-    reward.tokenizer = "tokenizer"
     return SimpleNamespace(
         policy=by_hand.language_model(os.path.join(folder, "policy")),
-        reference=by_hand.language_model(world.policy), reward=reward,
+        reference=by_hand.language_model(world.policy), reward=[by_hand.scalar_model(world.reward)],
         value=by_hand.scalar_model(os.path.join(folder, "value_model")) if value else None)
 
 

@@ -387,7 +387,7 @@ def peaks(tmp_path_factory):
         config = memory.read_config(script, args)
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
-        plans[name] = memory.predict(config, policy, policy, P, 1, DEVICE, differ, padding, held_out)["peak_mib"]
+        plans[name] = memory.predict(config, policy, [policy], P, 1, DEVICE, differ, padding, held_out)["peak_mib"]
         calls.append((f"{script}.py", "", args))
     results = in_one_process(folder, calls)
     shutil.rmtree(folder, ignore_errors=True)

@@ -29,17 +29,21 @@ SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first itera
 PPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=8, max_new_tokens=9,
                    temperature=1.2, ppo_epochs=1, num_minibatches=3, kl_in="loss", entropy_coef=0.1,
-                   cliprange=0.02, reward_format="plain"), dict(kl_estimator="k2")),
+                   cliprange=0.02, reward_format="plain", ref_path="OTHER"), dict(kl_estimator="k2")),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length",
-                    scale_scores="running", missing_eos_penalty=3.0, cliprange_value=0.0, vf_coef=1.0,
+                    scale_scores="running", missing_eos_penalty=3.0, missing_eos="subtract",
+                    center_scores="always", cliprange_value=0.0, vf_coef=1.0,
                     target_kl=0.01, fields=SWAPPED, epochs=0.5, max_prompt_tokens=2),
                dict(value_init="policy", grad_clip=2.0, too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "adaptive": (dict(kl_estimator="k3", kl_coef=0.5, kl_coef_target=5.0, kl_horizon=50,
                       reward_clip=0.1, lr_decay="cosine", value_lr_decay="constant",
+                      whiten_rewards="keep-mean", critic_warmup_iters=1,
                       max_iters=3, lora="policy=2,value=2:8:q+k+v"), {}),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
-                  value_init="policy", gamma=0.8, lam=0.5), SAVED),
+                  value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
@@ -48,19 +52,22 @@ PPO = {
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
                    temperature=1.2, num_iterations=1, num_minibatches=3, learning_rate=1e-3,
-                   reward_format="plain"), {}),
+                   reward_format="plain", ref_path="OTHER"), {}),
     "scores": (dict(reward_path="OTHER", reward_functions="0.5*reward_model,length", group_size=5,
-                    missing_eos_penalty=3.0, baseline="others", scale_by="none", fields=SWAPPED,
+                    missing_eos_penalty=3.0, center_scores="always", baseline="others", scale_by="none",
+                    fields=SWAPPED,
                     epochs=0.2, max_prompt_tokens=2), dict(too_long="cut")),
+    "ensemble": (dict(reward_ensemble="penalised", reward_ensemble_coef=3.0), dict(reward_path="SEVERAL")),
     "refills": (dict(max_refills=1, refill_by="odd", truncated="mask", aggregation="token-mean",
                      loss_type="cispo", kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
                 dict(reward_functions="ODD,reward_model")),
     "sequence": (dict(importance="sequence", cliprange=0.02, cliprange_high=0.02, dual_clip=1.01,
                       kl_correction=True), dict(num_iterations=4, learning_rate=1e-2)),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
-                     lora="4"), {}),
+                     lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
-                  grad_clip=0.05), SAVED | dict(num_minibatches=1)),
+                  grad_clip=0.05, ref_reset_iters=1), SAVED | dict(num_minibatches=1)),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
@@ -74,6 +81,9 @@ UNMOVING = {
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
     "generate_tp": 1,  # it needs two ranks: SPLIT turns it
+    # in float64 these two change a rounding, or nothing: test_off_policy.py turns them
+    "importance_cap": 0.0, "sampler_gap_limit": 0.0,
+    "code_seconds": 6, "code_memory_mib": 300, "code_output_kib": 32,  # test_sandbox.py turns these
     "compile": False,  # to compile takes long: test_compile.py turns it
     # this world has no chats: test_chats.py turns these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31"}
@@ -94,22 +104,27 @@ VALUE = ("value_init", "cliprange_value", "vf_coef", "value_learning_rate", "val
 SPLIT = {
     ("ppo.py", "world"): (3, "none", 1, False, 0, 1),
     ("ppo.py", "scores"): (3, "params", 2, True, 0, 2),
+    ("ppo.py", "ensemble"): (3, "params", 2, False, 0, 1),
     ("ppo.py", "adaptive"): (2, "none", 64, False, 0, 2),
     ("ppo.py", "adam"): (2, "params", 1, False, 5, 1),
+    ("ppo.py", "truncated"): (3, "none", 2, False, 5, 2),
     ("ppo.py", "ptx"): (3, "none", 2, False, 5, 1),
     ("ppo.py", "optim"): (1, "none", 64, False, 0, 1),
     ("ppo.py", "16 bits"): (3, "none", 64, False, 0, 2),
     ("grpo.py", "world"): (2, "optimizer", 1, True, 0, 2),
     ("grpo.py", "scores"): (2, "params", 64, False, 0, 1),
+    ("grpo.py", "ensemble"): (3, "none", 1, False, 0, 1),
     ("grpo.py", "refills"): (2, "none", 64, True, 5, 1),
     ("grpo.py", "sequence"): (2, "none", 2, False, 0, 1),
     ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5, 1),
+    ("grpo.py", "truncated"): (2, "none", 2, False, 5, 1),
     ("grpo.py", "adam"): (3, "optimizer", 64, False, 5, 2),
     ("grpo.py", "optim"): (1, "none", 64, False, 0, 1),
     ("grpo.py", "16 bits"): (2, "none", 64, False, 0, 1),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
-THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence")}
+THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
+           ("ppo.py", "ensemble"), ("grpo.py", "ensemble")}
 STOP = """
 import os, signal
 import data
@@ -168,12 +183,13 @@ def turned(world, tmp_path_factory):
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
     texts = dict(ptx_path=world.texts)
-    others = dict(policy_path=f"{folder}/other_policy", reward_path=world.other_reward,
+    others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train)
+    several = f"{world.reward},{world.second_reward}"
 
     def run(script, keys, ranks=1, code=""):
-        keys = {key: others[key] if value == "OTHER" else texts[key] if value == "TEXTS" else value
-                for key, value in keys.items()}
+        given = {"OTHER": others, "TEXTS": texts, "SEVERAL": dict(reward_path=several)}
+        keys = {key: given[value][key] if value in given else value for key, value in keys.items()}
         if "ODD" in keys.get("reward_functions", ""):
             keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
         return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)

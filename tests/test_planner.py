@@ -67,6 +67,10 @@ FAST = {
         ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
 }
 CAMPAIGN = FAST | {
+    "ppo, truncated": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(top_p=0.9)),
+    "ppo, truncated, long and many": ("ppo", 1, SMALL, 0, PPO | dict(top_p=0.9, batch_size=64, micro_batch_size=2)),
+    "grpo, truncated, a large vocabulary": ("grpo", 1, llama(64, 2, 4, 4, 176, tie_word_embeddings=True), 20_000, GRPO | dict(
+        micro_batch_size=1, max_new_tokens=16, top_k=50)),
     "ppo, neox, adafactor and average": ("ppo", 1, neox(64, 2, 4, 256), 0, PPO | dict(
         optim="adafactor", ema_decay=0.9, value_init="shared", temperature=1.0)),
     "ppo, gpt2": ("ppo", 1, gpt2(64, 3, 4), 0, PPO),
@@ -172,7 +176,7 @@ def runs(cases, folder):
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
         with mock.patch.object(kernels, "onednn_is_faster", lambda: False):  # as in DRIVER
-            plans[name] = memory.predict(config, policy, policy, P, ranks, "cpu", differ, padding, held_out)
+            plans[name] = memory.predict(config, policy, [policy], P, ranks, "cpu", differ, padding, held_out)
         work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
     results = {}
     for ranks, calls in work.items():
@@ -314,9 +318,9 @@ def test_bad_input_ends_with_code_2():
 
 def test_a_prediction_takes_no_time():
     config, c = memory.read_config("ppo", ["--head_chunk=512"]), parse_config(memory.KNOWN["llama-3.1-70b"])
-    memory.predict(config, c, c)
+    memory.predict(config, c, [c])
     began = time.process_time()
-    memory.predict(config, c, c)
+    memory.predict(config, c, [c])
     assert time.process_time() - began < 0.05
 
 
@@ -366,7 +370,7 @@ def test_without_a_kl_there_is_no_reference(script):
     c, planned = parse_config(memory.KNOWN["pythia-1b"]), {}
     for kl_coef in ("0", "1e-9"):
         config = memory.read_config(script, [f"--kl_coef={kl_coef}", "--dtype=bfloat16"])
-        planned[kl_coef] = memory.predict(config, c, c)
+        planned[kl_coef] = memory.predict(config, c, [c])
     assert planned["1e-9"]["rows"].keys() - planned["0"]["rows"].keys() == {"ref_policy"}
     assert planned["1e-9"]["peak_mib"] - planned["0"]["peak_mib"] == pytest.approx(2 * 1.012e9 / 2**20, rel=1e-3)
 
@@ -376,17 +380,9 @@ def test_one_trunk_is_a_third_of_four_models():
     c = parse_config(llama(768, 12, 12, 12, 2048, vocab_size=32000))
     config = memory.read_config("ppo", ["--batch_size=4", "--max_new_tokens=24", "--micro_batch_size=4", "--head_chunk=64",
                                         "--gradient_checkpointing=True"])
-    full, trunk = (memory.predict(config | more, c, c, 24, device="cpu")["peak_mib"] for more in (
+    full, trunk = (memory.predict(config | more, c, [c], 24, device="cpu")["peak_mib"] for more in (
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
-        print("|---|---|---|---|---|---|")
-        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
-            print(line(each, *outcome))
-
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
@@ -403,3 +399,11 @@ def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tie
     assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
     run.cuda = True
     assert formulas.decoding_copy(m, run) == 0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        print("| run | busiest phase | measured MiB | predicted MiB | error | weights, gradients, states |")
+        print("|---|---|---|---|---|---|")
+        for each, outcome in runs(CAMPAIGN if len(sys.argv) == 1 else {k: CAMPAIGN[k] for k in sys.argv[1:]}, scratch).items():
+            print(line(each, *outcome))

@@ -238,16 +238,19 @@ def logs(tmp_path_factory):
     """{name of a run: its log}, of a small run of each script; of "alone", of grpo with a single reward."""
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
-    rewards = f"{world.rule('some')},0*{world.rule('odd')}"
+    rewards = f"{world.rule('some')},0*{world.rule('odd')},0*reward_model"
+    two = f"{world.reward},{world.second_reward}"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     peak = dict(max_iters=1, peak_tflops=0.001)
-    runs = dict(ppo=world.ppo("out", value_init="policy", reward_functions=rewards, ptx_path=world.texts, **peak),
-                grpo=world.grpo("out", reward_functions=rewards, max_refills=1, **peak),
+    both = peak | dict(reward_functions=rewards, reward_path=two, importance_cap=2)
+    runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
+                grpo=world.grpo("out", max_refills=1, **both),
                 sft=world.sft("out", **peak), rm=world.rm("out", **peak),
+                taught=world.rm("out", teacher=world.second_reward, max_iters=1),
                 alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
-    results = forked(folder, {name: [one_run("grpo.py" if name == "alone" else f"{name}.py", arguments)]
-                              for name, arguments in runs.items()})
+    scripts = dict(alone="grpo.py", taught="rm.py")
+    results = forked(folder, {name: [one_run(scripts.get(name, f"{name}.py"), arguments)] for name, arguments in runs.items()})
     for (result,) in results.values():
         assert result["codes"] == [0], result["stderr"]
     return {name: tiny.read_log(os.path.join(folder, name, "out")) for name in runs}
@@ -256,8 +259,8 @@ def logs(tmp_path_factory):
 @pytest.mark.parametrize("script", ["ppo", "grpo", "sft", "rm"])
 def test_every_logged_metric_is_explained_and_no_other(script, logs):
     logged, explained = set().union(*map(metrics_of, logs[script])), documented()[script]
-    if script == "rm":  # what it measures on held-out pairs has rows of its own
-        logged = {key.replace("objective/", "eval/") for key in logged}
+    if script == "rm":  # with a teacher it logs more; what it measures on held-out pairs has rows of its own
+        logged = {key.replace("objective/", "eval/") for key in logged.union(*map(metrics_of, logs["taught"]))}
     if script in ("ppo", "grpo"):  # which phases there are may change
         logged = {key for key in logged if not key.startswith("time/") or key in explained}
     assert logged == explained

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from engine.build import load_reward_model
+from engine.build import load_reward_models
 from engine.pretrained import from_pretrained
 from engine.reading import Reader, reader_of
 from engine.tokenizers import HFTokenizer, load_tokenizer
@@ -197,7 +197,7 @@ def test_other_heads_are_named(folders, tmp_path):
                 zero_stage="", offload="", lora="", optim="adamw", compile=False, reward_format="auto", chat_date="")
     for folder, message in cases:
         with pytest.raises(BadInput, match=message) as e:
-            load_reward_model(keys | dict(reward_path=folder), torch.device("cpu"), None, None, [(1.0, "reward_model", None)])
+            load_reward_models(keys | dict(reward_path=folder), torch.device("cpu"), None, None, [(1.0, "reward_model", None)])
         assert "\n" not in str(e.value) and folder in str(e.value)
 
 

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper,
+                          TopPLogitsWarper)
 
 from engine.graphs import Replayed
 from engine.placement import decoding_copy
 from engine.pretrained import from_pretrained
 from errors import BadInput
 import kernels
+from loss import as_bits, from_bits, logprobs_and_entropy, sampling_set
 from model import freeze
 from packing import pick
 from rollout import AT_ONCE, generate, generate_in_parts, left_pad, response_uniforms, sample
@@ -130,6 +133,89 @@ def test_tokens_are_the_inverse_cdf(temperature):
         width = np.diff(curves[t], prepend=0.0)[previous, want]
         assert np.abs(out["sampler_logprobs"][:, t].numpy() - np.log(width)).max() < 1e-12
         previous = want
+
+
+WARPED = [dict(top_k=5), dict(top_k=1), dict(top_k=40), dict(top_p=0.7), dict(top_p=0.001), dict(min_p=0.1), dict(min_p=1.0),
+          dict(top_k=9, top_p=0.8), dict(top_k=9, top_p=0.95, min_p=0.15), dict(top_p=0.9, min_p=0.05)]
+
+
+def warped(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Log-probs of all tokens as transformers' generate has them: its warpers one after the other, in its order."""
+    logits = TemperatureLogitsWarper(temperature)(None, logits)
+    for warper, key, on in ((TopKLogitsWarper, top_k, top_k > 0), (TopPLogitsWarper, top_p, top_p < 1),
+                            (MinPLogitsWarper, min_p, min_p > 0)):
+        logits = warper(key)(None, logits) if on else logits
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("keys", WARPED, ids=str)
+def test_a_truncated_distribution_equals_transformers(keys):
+    """Which tokens may be sampled, what is sampled, its log-prob, and what a training forward says: all of the same set."""
+    N, V, R, temperature = 300, 30, 3, 0.7
+    table, u = 2 * random_table(R + 1, V, seed=4), uniforms(N, R)
+    model = TableModel(table)
+    model.config.vocab_size = V
+    out = generate(model, [[4]] * N, R, temperature, uniforms=u, keep_sets=True, batch_size=64,
+                   truncation=dict(top_k=0, top_p=1.0, min_p=0.0) | keys)
+    previous = torch.full((N,), 4)
+    for t in range(R):
+        want = warped(table[t, previous], temperature, **keys)  # (N, V)
+        kept = from_bits(out["kept"][:, t], V)
+        assert torch.equal(kept, want > -torch.inf)
+        got = out["tokens"][:, 1 + t]
+        curve = want.exp().cumsum(1).numpy()
+        expected = [np.searchsorted(row, x * row[-1], side="right") for row, x in zip(curve, u[:, t].numpy(), strict=True)]
+        assert got.tolist() == expected
+        chosen = want.gather(1, got[:, None])[:, 0]
+        assert (out["sampler_logprobs"][:, t] - chosen).abs().max() < 1e-12
+        # a training forward whose states are the logits themselves
+        trained, entropy = logprobs_and_entropy(table[t, previous], torch.eye(V).double(), got, temperature,
+                                                chunk=7, kept=out["kept"][:, t])
+        assert (trained - chosen).abs().max() < 1e-12
+        assert (entropy + (want.exp() * want.masked_fill(~kept, 0)).sum(1)).abs().max() < 1e-12
+        previous = got
+
+
+def test_a_truncated_distribution_by_hand():
+    logits = torch.tensor([[0.3, 0.05, 0.5, 0.15]]).log()
+    for keys, want in ((dict(top_k=3), [1, 0, 1, 1]), (dict(top_k=3, top_p=0.8), [1, 0, 1, 0]), (dict(top_k=4), [1, 1, 1, 1]),
+                       (dict(top_k=3, top_p=0.8, min_p=0.7), [0, 0, 1, 0]), (dict(top_p=0.79), [1, 0, 1, 0]),
+                       (dict(top_p=0.001), [0, 0, 1, 0]), (dict(min_p=0.2), [1, 0, 1, 1]), ({}, [1, 1, 1, 1])):
+        assert sampling_set(logits, **keys).tolist() == [[bool(x) for x in want]], keys
+    impossible = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf]])  # padding of a vocabulary is never brought back
+    for keys in (dict(top_k=3), dict(top_p=0.999), dict(min_p=1e-9)):
+        assert sampling_set(impossible, **keys).tolist() == [[True, False, True, False]]
+
+
+@pytest.mark.parametrize("V", [1, 7, 8, 9, 260])
+def test_bits_of_a_set(V):
+    kept = torch.rand(5, V, generator=torch.Generator().manual_seed(V)) < 0.5
+    assert as_bits(kept).shape == (5, -(-V // 8))
+    assert torch.equal(from_bits(as_bits(kept), V), kept)
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_the_gradient_of_a_truncated_distribution_equals_autograd(chunk):
+    """Of log-probs and entropies over the kept tokens alone: what is not kept gets no gradient."""
+    n, d, V = 8, 6, 19
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+                      for shape in ((n, d), (V, d)))
+    g, h = torch.randn(2, n, generator=generator, dtype=torch.float64)
+    logits = (hidden @ weight.T / 0.8)
+    kept = sampling_set(logits.detach(), top_p=0.7)
+    assert 1 < kept.sum(1).double().mean() < V - 2
+    tokens = logits.detach().masked_fill(~kept, -torch.inf).softmax(-1).multinomial(1, generator=generator)[:, 0]
+
+    def gradients(logprobs, entropies):
+        return torch.autograd.grad((g * logprobs + h * entropies).sum(), (hidden, weight))
+
+    of_all = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    entropies = -(of_all.exp() * of_all.masked_fill(~kept, 0)).sum(-1)
+    theirs = gradients(of_all.gather(1, tokens[:, None])[:, 0], entropies)
+    ours = gradients(*logprobs_and_entropy(hidden, weight, tokens, 0.8, chunk=chunk, kept=as_bits(kept)))
+    for a, b in zip(theirs, ours, strict=True):
+        assert (a - b).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

@@ -516,7 +516,8 @@ def test_a_function_of_the_users(tmp_path):
 @pytest.mark.parametrize("spec, message", [
     ("", "at least one reward"), ("  ", "at least one reward"), ("accuracy,", "beside a comma"), (",accuracy", "beside a comma"),
     ("2*", "missing after '2*'"), ("acuracy", "unknown reward 'acuracy'; did you mean 'accuracy'?"),
-    ("0.1*fromat", "did you mean 'format'?"), ("-length", "did you mean 'length'?"), ("qqq", "there are accuracy, format, "),
+    ("0.1*fromat", "did you mean 'format'?"), ("-length", "did you mean 'length'?"),
+    ("qqq", "there are accuracy, math, format, "),
     ("two*accuracy", "the weight of 'accuracy' must be a finite number, found 'two'"),
     ("nan*accuracy", "finite number, found 'nan'"),
     ("inf*accuracy", "finite"), ("1e999*accuracy", "finite"), ("*accuracy", "finite number, found ''"),

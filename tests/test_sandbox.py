@@ -1271,7 +1271,7 @@ def test_same(got, want, equal):
 
 
 @pytest.mark.parametrize("tests, message", [
-    ([], "there are no tests"), (None, "a test has"), ("assert f(1) == 2", "a test has"), (["assert f(1) == 2"], "a test has"),
+    ([], "there are no tests"), (None, "a test has"), ("f(1) is 2", "cannot read the assertion"), (["assert f"], "cannot read"),
     ({}, "a test has"),
     ({"fn": "f"}, "a test has"), ({"stdin": "1"}, "a test has"), ({"stdin": "1", "stdout": "1", "fn": "f"}, "a test has"),
     ({"fn": "f", "inputs": [[1]], "outputs": [1, 2]}, "lists of one length"),
@@ -1279,7 +1279,7 @@ def test_same(got, want, equal):
     ({"fn": "f", "inputs": "x", "outputs": "y"}, "lists of one length"),
     ({"fn": "f", "inputs": {"a": 1}, "outputs": [1]}, "one length"),
     ({"fn": "f", "inputs": [1], "outputs": [1]}, "a list of arguments"),
-    ({"fn": "f.x", "inputs": [[]], "outputs": [1]}, "name of a function"),
+    ({"fn": "f.x.y", "inputs": [[]], "outputs": [1]}, "name of a function"),
     ({"fn": "", "inputs": [[]], "outputs": [1]}, "name of a function"),
     ({"fn": None, "inputs": [[]], "outputs": [1]}, "name of a function"),
     ({"fn": "f()\nx", "inputs": [[]], "outputs": [1]}, "name of a function"),
@@ -1691,3 +1691,79 @@ with tempfile.NamedTemporaryFile() as f, tempfile.TemporaryDirectory() as d:
 with open("a", "r+b") as f: got.append(len(mmap.mmap(f.fileno(), 0)))
 got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
 return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 8192]) == PASSED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# assertions, methods, and limits that are keys
+
+
+@pytest.mark.parametrize("text, want", [
+    ("assert add(1, 2) == 3", ("add", [1, 2], 3)),
+    ("  assert f((1, [2, 'x']), -1.5) == [1, (2, 3)]\n", ("f", [[1, [2, "x"]], -1.5], [1, [2, 3]])),
+    ("assert 3 == add(1, 2)", ("add", [1, 2], 3)), ("assert is_odd(3), 'three is odd'", ("is_odd", [3], True)),
+    ("assert not is_odd(4)", ("is_odd", [4], False)), ("assert f() is None", ("f", [], None)),
+    ("assert f({'a': 1}) == {'b': None}", ("f", [{"a": 1}], {"b": None})),
+    ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))], ids=str)
+def test_an_assertion_is_a_call_and_what_it_gives(text, want):
+    calls, outputs, scripts = check_tests([text], "row")
+    assert (calls, outputs, scripts) == ([(want[0], want[1])], [want[2]], [])
+
+
+@pytest.mark.parametrize("text", [
+    "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(x) == 1", "assert f(1) == 1 == 1", "f(1) == 1",
+    "assert f(a=1) == 1", "assert f(1) == {1, 2}", "assert", "assert f(1) == 1; import os",
+    "assert 1 == 1", "assert f(*[1]) == 2", "assert f(1) != 2",
+    "assert set(f(1)) == set([1])", "assert a.b.c(1) == 2", "assert f(1) == b'x'", "assert " + "(" * 500 + "f(1)" + ")" * 500])
+def test_other_assertions_are_one_line(text):
+    with pytest.raises(BadInput, match="data.jsonl, row 7: (cannot read the assertion .*wanted one such as|fn must be)"):
+        check_tests([text], "data.jsonl, row 7")
+
+
+LEETCODE = """
+class Solution:
+    calls = 0
+    def __init__(self):
+        self.mine = 0
+    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
+        self.mine += 1
+        for i, x in enumerate(nums):
+            for j in range(i):
+                if x + nums[j] == target:
+                    return [j, i] if self.mine == 1 else None
+"""
+
+
+def test_assertions_and_methods_are_run():
+    tests = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", {"fn": "add", "inputs": [[1, 1]], "outputs": [2]}]
+    assert run_tests("def add(a, b): return a + b", tests) == Verdict(3, 3, "pass")
+    assert run_tests("def add(a, b): return a - b", tests) == Verdict(0, 3, "fail")
+    tests = [{"fn": "Solution.twoSum", "inputs": [[[2, 7, 11], 9], [[3, 2, 4], 6]], "outputs": [[0, 1], [1, 2]]},
+             "assert Solution().twoSum([3, 3], 6) == [0, 1]"]
+    assert run_tests(LEETCODE, tests) == Verdict(3, 3, "pass")  # each call has an object of its own
+    assert run_tests("def twoSum(nums, target): return [0, 1]", tests) == Verdict(0, 3, "error")
+    assert run_tests("class Solution: pass", tests) == Verdict(0, 3, "error")
+
+
+@pytest.mark.parametrize("attack", [  # what would make an assertion pass if it ran where the program is
+    "import builtins\nclass A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "import sys\ndef f(x): sys.exit(0)", "import os\ndef f(x): os._exit(0)",
+    "AssertionError = ValueError\ndef f(x): raise ValueError", "def f(x):\n    raise SystemExit"])
+def test_an_assertion_is_not_for_the_program_to_judge(attack):
+    verdict = run_tests(attack, ["assert f(1) == 2"])
+    assert verdict.passed == 0 and verdict.total == 1
+
+
+def test_the_limits_of_the_keys_reach_the_sandbox():
+    """Each of the three alone decides whether a program passes."""
+    programs = dict(timeout=("def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1", 1, 5),
+                    memory_mib=("def f(): return len(bytearray(150 * 2**20)) - 150 * 2**20 + 1", 100, 300),
+                    output=("def f(): return 'x' * 200_000", 2**10, 2**19))
+    for key, (code, low, high) in programs.items():
+        want = 1 if key != "output" else "y"
+        tests = {"fn": "f", "inputs": [[]], "outputs": [want]}
+        batch = dict(completions=[code], rows=[dict(prompt="q", tests=tests)], prompts=["q"])
+        verdicts = [run_all([(code, tests)], 1, **{key: value})[0] for value in (low, high)]
+        assert verdicts[0].reason in ("timeout", "memory", "output limit", "killed", "error"), (key, verdicts)
+        assert verdicts[1].reason == ("pass" if want == 1 else "fail"), (key, verdicts)
+        if want == 1:
+            assert [rewards.code(batch | dict(limits={key: value})).tolist() for value in (low, high)] == [[0.0], [1.0]]

@@ -464,6 +464,51 @@ def test_the_kl_is_zero_until_the_first_step(precise, world, kind, way):
     assert stored <= {torch.float32, torch.bfloat16, torch.float16}
 
 
+SPY = """
+import model, torch
+plain, seen = model.Layer.linear, set()
+def linear(self, name, x, adapter):
+    kinds = f"{name} in {getattr(self, name).weight.dtype}, norm in {self.norm1.weight.dtype}"
+    if torch.is_grad_enabled() and kinds not in seen:
+        print(kinds)
+        seen.add(kinds)
+    return plain(self, name, x, adapter)
+model.Layer.linear = linear
+"""
+WIDE = """
+import engine.placement
+shard = engine.placement.shard
+engine.placement.shard = lambda model, place, device, matrices=None: shard(model, place, device)
+"""
+SHORT = dict(dtype="bfloat16", max_iters=2, head_chunk=5, micro_batch_size=3)
+SHORT_RUNS = {"ppo 2": dict(zero_stage="2"), "ppo 3": dict(zero_stage="3", gradient_checkpointing=True),
+              "grpo 3": dict(zero_stage="3")}
+
+
+@pytest.fixture(scope="module")
+def short(world, tmp_path_factory):
+    folder, cases = str(tmp_path_factory.mktemp("short")), {}
+    for name, keys in SHORT_RUNS.items():
+        for end, code in (("", SPY), (", wide", SPY + WIDE)):
+            if "ppo" in name:
+                cases[name + end] = ppo(world, code=code, **SHORT, **keys)
+            else:
+                args = world.grpo("out", policy_path=world.qwen, **SHORT, **keys)
+                cases[name + end] = one_run("grpo.py", *[(args, code)] * 2)
+    return folder, succeeded(in_a_row(folder, cases))
+
+
+@pytest.mark.parametrize("name", SHORT_RUNS)
+def test_layers_are_gathered_in_16_bits_with_the_same_bits(short, name):
+    """Autocast would round the matrices anyway; norms it would not."""
+    folder, results = short
+    for model in TRAINED if "ppo" in name else TRAINED[:1]:
+        assert tiny.distance(f"{folder}/{name}/out/{model}", f"{folder}/{name}, wide/out/{model}") == 0
+    for case, bits in ((name, "torch.bfloat16"), (f"{name}, wide", "torch.float32")):
+        said = {line for line in results[case][0]["stdout"].splitlines() if ", norm in" in line}
+        assert said and all(re.search(f" in {bits}, norm in torch.float32$", line) for line in said)
+
+
 def test_frozen_matrices_alone_are_stored_in_16_bits(world):
     for name, place in (("frozen", placement.Place()), ("adapted", placement.Place(lora=dict(rank=2)))):
         model = placement.load(world.policy, place, torch.device("cpu"), matrices=torch.bfloat16, trained=name == "adapted")

@@ -178,9 +178,10 @@ def build(folder):
         direction = policy.lm_head.weight[tokenizer.eos_id]
         policy.norm.bias.copy_(4.0 * direction / direction.square().sum())
     save_model(os.path.join(folder, "policy"), policy, tokenizer)
-    for name, tokenizer_name, context in (("reward", "tokenizer", 32), ("other_reward", "other_tokenizer", 32),
-                                          ("short_reward", "tokenizer", 10)):
-        model = from_scratch(config | dict(n_positions=context), head="scalar", seed=2)
+    for name, tokenizer_name, context, seed in (
+            ("reward", "tokenizer", 32, 2), ("other_reward", "other_tokenizer", 32, 2), ("short_reward", "tokenizer", 10, 2),
+            ("second_reward", "tokenizer", 32, 3)):
+        model = from_scratch(config | dict(n_positions=context), head="scalar", seed=seed)
         model.config.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
 

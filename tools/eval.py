@@ -34,14 +34,15 @@ from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
-from engine.placement import decoding_copy, precisions  # noqa: E402
+from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.run_folder import today  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
+                     truncation_of)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -55,6 +56,9 @@ samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000
 greedy = True  # also one response to each prompt at temperature 0
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # of the samples [> 0]
+top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
@@ -65,10 +69,15 @@ chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: to
 k = ""  # of pass@k and majority@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
-reward_path = ""  # folder or hub name of a reward model, whose score is added; empty = none
+reward_path = ""  # a reward model, whose score is added; A,B,C: an ensemble; empty = none
+reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
+code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 micro_batch_size = 16  # responses that the reward model reads at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
@@ -127,7 +136,7 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
                 micro_batch_tokens=0) | config
-reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
+reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
 
 
 def try_out():
@@ -151,11 +160,11 @@ records = []  # of this rank: a dict for each response
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
     check_tokenizer_fits(tokenizer, policy, path)
-    models = dict(policy=policy) | (dict(reward_model=reward_model) if reward_model else {})
+    models = in_memory(policy=policy, reward_model=reward_models)
     decoder = decoding_copy(policy, None, device)
-    reward_tokenizer = reader if reward_model else tokenizer
+    reward_tokenizer = reader if reward_models else tokenizer
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
-    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device)
+    scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -170,7 +179,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
             with autocast:
                 batch = generate(decoder, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, stop=launch.stop_asked)
+                                 uniforms, stop=launch.stop_asked,
+                                 truncation=truncation_of(config) if heat else None)
             if launch.stop_agreed():
                 if rank == 0:
                     print("stopped; nothing is written")

@@ -372,6 +372,8 @@ def print_ppo(columns, names):
     in_reward = names["kl_in"] == "reward"
     shaped, sums, formulas = names["scores"][0].item(), [], LOGPROBS[:1]
     rewards = f"{number(sum(columns['reward']))} = shaped score {number(shaped)}"
+    if names["whiten_rewards"] != "none":
+        rewards = rewards.replace(" = ", " after whiten_rewards, of ", 1)
     if "kl" in columns:
         kl = number(sum(columns["kl"]), 4)
         sums = [("KL", f"{kl} nats, the sum of its column")]
@@ -381,7 +383,8 @@ def print_ppo(columns, names):
     print_lines(
         ("score", said_of_score(names)),
         ("shaped score", f"{number(shaped)}, after scale_scores = {names['scale_scores']}, "
-                         f"missing_eos_penalty = {names['missing_eos_penalty']:g} and "
+                         f"missing_eos_penalty = {names['missing_eos_penalty']:g} "
+                         f"({names['missing_eos']}) and "
                          f"reward_clip = {names['reward_clip']:g}"),
         *sums,
         ("rewards", rewards),
@@ -441,7 +444,7 @@ def print_grpo(columns, names):
     if scores[0].item() != batch["scores"][0].item():
         less = "" if in_loss else f", less kl_coef {kl_coef:g} * the KL"
         lines.append(("shaped score", f"{number(scores[0].item())}, after missing_eos_penalty = "
-                                      f"{names['missing_eos_penalty']:g} and reward_clip = "
+                                      f"{names['missing_eos_penalty']:g} ({names['missing_eos']}) and reward_clip = "
                                       f"{names['reward_clip']:g}{less}"))
     if "kl" in columns:
         lines.append(("KL", f"{number(sum(columns['kl']), 4)} nats, the sum of its column"))

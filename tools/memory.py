@@ -335,7 +335,7 @@ def main(argv):
     options, rest = split_arguments(argv)
     script = which_script(rest, options["script"])
     config, world_size = read_config(script, rest), options["world_size"]
-    from engine.hf_files import read_json  # here: --help need not wait for torch
+    from engine.hf_files import read_json, several_paths  # here: --help need not wait for torch
     from engine.placement import precisions
 
     device = config["device_type"]
@@ -345,16 +345,19 @@ def main(argv):
         planned = options["gpu_gb"] or options["compare"]
         device = "cuda" if planned or torch.cuda.is_available() else "cpu"
 
-    # the models; under share_base the reward model is an adapter on the policy's trunk
+    # the models; under share_base a reward model is an adapter on the policy's trunk
     policy = architecture(config["policy_path"], options["policy_config"], "--policy-config")
-    reward = policy
-    learned = "reward_model" in config["reward_functions"] and not config["share_base"]
-    known = options["reward_config"] or os.path.isdir(config["reward_path"])
-    if learned or options["compare"] and known:
-        reward = architecture(config["reward_path"], options["reward_config"], "--reward-config")
-    adapter, reward_rank = os.path.join(config["reward_path"], "adapter_config.json"), 0
-    if config["share_base"] and os.path.isfile(adapter):
-        reward_rank = read_json(adapter).get("r", 0)
+    learned, share_base = "reward_model" in config["reward_functions"], config["share_base"]
+    paths = several_paths(config["reward_path"], "reward_path") if learned else [config["reward_path"]]
+    rewards, reward_ranks = [], []
+    for path in paths:
+        known = options["reward_config"] or os.path.isdir(path)
+        own = learned and not share_base or options["compare"] and known
+        rewards.append(architecture(path, options["reward_config"], "--reward-config")
+                       if own else policy)
+        adapter = os.path.join(path, "adapter_config.json")
+        there = share_base and os.path.isfile(adapter)
+        reward_ranks.append(read_json(adapter).get("r", 0) if there else 0)
 
     # the prompts
     P, longest = options["prompt_tokens"], policy.max_positions - config["max_new_tokens"]
@@ -374,8 +377,8 @@ def main(argv):
                   f"be measured here: {e}")
 
     def plan(settings):
-        return predict(settings, policy, reward, P, world_size, device, differ, padding, held_out,
-                       reward_rank)
+        return predict(settings, policy, rewards, P, world_size, device, differ, padding, held_out,
+                       reward_ranks)
 
     tokens = config["micro_batch_tokens"]
     limit = options["gpu_gb"] or 80 * options["compare"]

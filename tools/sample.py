@@ -32,7 +32,7 @@ from formats import read_rows  # noqa: E402
 from rows import check_text, prompt_row  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
-from rollout import generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, truncation_of  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -46,6 +46,9 @@ reward_path = ""  # folder or hub name of a reward model, whose score is printed
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
+top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
+top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
+min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 batch_size = 64  # responses that decode at once [1..1000000]
 chat_template = ""  # a Jinja file in the place of the tokenizer's own chat template
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
@@ -103,7 +106,8 @@ def print_batch(picks):
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
     with precision:
         batch = generate(decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids,
-                         tokenizer.pad_id, tokenizer.vocab_size, uniforms)
+                         tokenizer.pad_id, tokenizer.vocab_size, uniforms,
+                         truncation=truncation_of(config) if temperature else None)
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
         scores = [None] * len(rows)

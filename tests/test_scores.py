@@ -1,0 +1,278 @@
+"""
+What becomes of a score before it is learned from: its zero, a missing EOS, the precision of the
+head it comes from; and a value model that is trained alone at first. Expected numbers are from
+paper. Whole runs with these keys are worked out once more in test_by_hand.py.
+"""
+import json
+import os
+
+import pytest
+import torch
+
+from engine.checkpoint import save_model
+from engine.pretrained import from_pretrained
+from engine.tokenizers import load_tokenizer
+from loss import masked_whiten
+from rewards import centering_shift, punish_missing_eos, score_sequences, zero_is_known
+
+import tiny
+from tiny import forked, measured, one_run
+
+MOVES = (-15.0, 0.0, 15.0)  # of the reward model's zero
+
+
+# --------------------------------------------------------------------------------------------------
+# formulas
+
+
+def test_a_missing_eos_is_replaced_or_subtracted():
+    scores, finished = torch.tensor([2.0, -3.0, 4.0]), torch.tensor([True, False, False])
+    assert punish_missing_eos(scores, finished, 1.5, "replace").tolist() == [2.0, -1.5, -1.5]
+    assert punish_missing_eos(scores, finished, 1.5, "subtract").tolist() == [2.0, -4.5, 2.5]
+    assert punish_missing_eos(scores, finished, 0.0, "replace").tolist() == [2.0, -3.0, 4.0]
+    # GRPO: a response without a score, which also never ended, is punished only where replaced
+    none = torch.tensor([torch.nan])
+    assert punish_missing_eos(none, finished[1:2], 1.5, "replace").tolist() == [-1.5]
+    assert punish_missing_eos(none, finished[1:2], 1.5, "subtract").isnan().all()
+
+
+def test_the_shift_is_of_the_responses_that_ended():
+    scores = torch.tensor([14.0, 16.0, -90.0])
+    assert centering_shift(scores, torch.tensor([True, True, False])) == -15.0
+    assert centering_shift(scores, torch.tensor([False] * 3)) == 20.0  # none has ended: all count
+
+
+def test_who_says_where_the_zero_is(tmp_path):
+    world = tiny.build(str(tmp_path))
+    ours = from_pretrained(world.reward, "scalar")
+    assert zero_is_known(ours, "auto") and not zero_is_known(ours, "always")
+    forget_shift(world.reward, world.reward)
+    theirs = from_pretrained(world.reward, "scalar")
+    assert not zero_is_known(theirs, "auto") and zero_is_known(theirs, "never")
+    assert all(zero_is_known(None, key) for key in ("auto", "always", "never"))
+
+
+def test_rewards_are_whitened_with_and_without_their_mean():
+    x = torch.tensor([[1.0, 3.0], [5.0, 99.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])  # mean 3, variance (4 + 0 + 4) / 3
+    a = 2 / (8 / 3) ** 0.5
+    assert torch.allclose(masked_whiten(x, mask), torch.tensor([[-a, 0], [a, 0]]).double())
+    kept = masked_whiten(x, mask, keep_mean=True)
+    assert torch.allclose(kept, torch.tensor([[3 - a, 3], [3 + a, 0]]).double())
+
+
+# --------------------------------------------------------------------------------------------------
+# the scalar head under autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scalar_head_is_in_float32_under_autocast(dtype, tmp_path):
+    """As many different scores as in float32: rounded, there would be a fraction of them."""
+    world = tiny.build(str(tmp_path))
+    reward_model = from_pretrained(world.reward, "scalar").eval()
+    with torch.no_grad():  # scores around 5
+        reward_model.norm.bias.add_(5 * reward_model.score.weight[0]
+                                    / reward_model.score.weight.square().sum())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (160, 12), generator=generator)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    plain = score_sequences(reward_model, tokens, mask, 40)
+    with torch.autocast("cpu", dtype):
+        under = score_sequences(reward_model, tokens, mask, 40)
+    assert under.dtype == torch.float32 and 4 < under.mean() < 6
+    assert len(plain.unique()) == len(under.unique()) == 160
+    if dtype == torch.bfloat16:
+        assert len(under.to(dtype).unique()) < 80  # what a rounded head would leave
+    assert (plain - under).abs().max() < 0.1
+    values = reward_model.trunk(tokens)  # the head alone: to the last bit
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(reward_model.output(values), reward_model.output(values.float()))
+        assert reward_model.output(values).dtype == torch.float32
+    assert torch.allclose(reward_model.output(values), values @ reward_model.score.weight[0])
+
+
+def test_a_frozen_head_is_not_rounded(tmp_path):
+    """Where frozen matrices are stored in 16 bits, the scalar head is not."""
+    world = tiny.build(str(tmp_path))
+    model = from_pretrained(world.reward, "scalar", matrices=torch.bfloat16)
+    assert model.layers[0].up.weight.dtype == torch.bfloat16
+    assert torch.equal(model.score.weight, from_pretrained(world.reward, "scalar").score.weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# runs
+
+
+def forget_shift(folder, to, by=0.0):
+    """
+    Copy a reward model of rm.py to a folder, where it has no score_shift any more; its scores are
+    those with the shift, moved by so much: the bias of the last norm does it.
+    """
+    model, tokenizer = from_pretrained(folder, "scalar", torch.float64), load_tokenizer(folder)
+    head = model.score.weight[0]
+    with torch.no_grad():
+        model.norm.bias.add_((by + model.config.score_shift) * head / head.square().sum())
+    save_model(to, model, tokenizer)
+    config = os.path.join(to, "config.json")
+    with open(config, encoding="utf-8") as f:
+        given = json.load(f)
+    del given["score_shift"]
+    with open(config, "w", encoding="utf-8") as f:
+        json.dump(given, f)
+
+
+SETTINGS = dict(dtype="float64", eval_interval=1, missing_eos_penalty=1.0, reward_clip=2.0,
+                scale_scores="running", keep_best=True)
+STOP = """
+import os, signal
+import data
+batch_rows, seen = data.batch_rows, set()
+def stopped(seed, iteration, *rest):
+    if iteration == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return batch_rows(seed, iteration, *rest)
+data.batch_rows = stopped
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of a tiny world; {name: (its out_dir, its result)}."""
+    folder = str(tmp_path_factory.mktemp("scores"))
+    os.makedirs(f"{folder}/world")
+    world = tiny.build(f"{folder}/world")
+    for move in MOVES:
+        forget_shift(world.reward, f"{folder}/moved {move}", move)
+    letters = world.rule("letters")
+    grpo = {k: v for k, v in SETTINGS.items() if k != "scale_scores"}
+    cases = {}
+
+    def add(name, script, moves=(0.0,), ranks=1, code="", **keys):
+        make = getattr(world, script.removesuffix(".py"))
+        for move in moves:
+            arguments = make("out", reward_path=f"{folder}/moved {move}", **keys)
+            cases[f"{name} {move}"] = [one_run(script, *[(arguments, code)] * ranks)]
+
+    for value_init in ("reward", "policy"):
+        add(value_init, "ppo.py", MOVES, value_init=value_init, **SETTINGS)
+    add("mix", "ppo.py", MOVES, reward_functions=f"0.7*reward_model,{letters}", value_init="policy",
+        **SETTINGS)
+    add("grpo", "grpo.py", MOVES, **grpo)
+    add("no eval", "ppo.py", value_init="reward", **SETTINGS | dict(eval_path="", keep_best=False))
+    add("ranks", "ppo.py", ranks=3, value_init="reward", **SETTINGS)
+    add("rules", "ppo.py", reward_functions=letters, value_init="policy", **SETTINGS)
+    add("never", "ppo.py", (15.0,), center_scores="never", **SETTINGS)
+    add("warm-up", "ppo.py", critic_warmup_iters=2, checkpoint_interval=1, keep_checkpoints=9,
+        ema_decay=0.5, **SETTINGS)
+    add("half", "ppo.py", (15.0,), dtype="bfloat16", value_init="policy")
+    add("too long", "ppo.py", critic_warmup_iters=3)
+    arguments = world.ppo("out", reward_path=f"{folder}/moved 15.0", **SETTINGS)
+    cases["resumed"] = [one_run("ppo.py", (arguments, STOP)), one_run("ppo.py", arguments)]
+    arguments = world.ppo("out", center_scores="always", **SETTINGS)
+    cases["always"] = [one_run("ppo.py", arguments)]
+    results = forked(folder, cases)
+    return {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
+
+
+def succeeded(run):
+    out, result = run
+    assert set(result["codes"]) == {0}, result
+    return out
+
+
+@pytest.mark.parametrize("name", ["policy", "mix", "grpo"])
+def test_the_zero_of_a_reward_model_changes_nothing(runs, name):
+    """(Texts that never end get -1, so without centring another zero is another task.)"""
+    logs = {}
+    for move in MOVES:
+        out = succeeded(runs[f"{name} {move}"])
+        records = [measured(record) for record in tiny.read_log(out)]
+        shifts = [record.pop("objective/score_shift") for record in records[:-1]]
+        assert len(set(shifts)) == 1
+        logs[move] = shifts[0], records
+    finished = [record["objective/finished"] for record in logs[0.0][1][:-1]]
+    assert min(finished) < 1, "all responses end: this shows nothing"
+    for move in (-15.0, 15.0):
+        assert abs(logs[move][0] - logs[0.0][0] + move) < 1e-9
+        assert tiny.alike(logs[move][1], logs[0.0][1], 1e-7)
+        for model in ["policy"] if name == "grpo" else ["policy", "value_model"]:
+            here, there = (f"{runs[f'{name} {m}'][0]}/{model}" for m in (move, 0.0))
+            assert tiny.distance(here, there) < 1e-6
+
+
+def test_nor_does_it_where_the_value_model_starts_with_it(runs):
+    """The first iteration, that is: the bias that moves the zero here is trained later on."""
+    first = [measured(tiny.read_log(succeeded(runs[f"reward {move}"]))[0]) for move in MOVES]
+    for record in first:
+        del record["objective/score_shift"], record["val/grad_norm"], record["loss/value"]
+        del record["val/clipfrac"]
+    assert tiny.alike(first[0], first[1], 1e-7) and tiny.alike(first[2], first[1], 1e-7)
+
+
+def test_the_value_model_that_starts_as_the_reward_model_has_its_zero(runs):
+    out = succeeded(runs["reward 15.0"])
+    with open(f"{out}/value_model/config.json", encoding="utf-8") as f:
+        saved = json.load(f)["score_shift"]
+    assert saved == tiny.read_log(out)[0]["objective/score_shift"] and -20 < saved < -10
+    with open(f"{succeeded(runs['policy 15.0'])}/value_model/config.json", encoding="utf-8") as f:
+        assert json.load(f)["score_shift"] == 0
+
+
+def test_the_first_rollout_scores_zero_where_it_ends(runs):
+    """With the whole first batch finished or not, the mean that is logged is of all of it."""
+    out, result = runs["policy 15.0"]
+    first = tiny.read_log(out)[0]
+    assert abs(first["objective/scores"]) < 3 and abs(first["eval/scores"]) < 3
+    assert result["stdout"][0].count("scores are shifted so that this is 0") == 1
+
+
+def test_an_evaluation_changes_no_zero_and_ranks_neither(runs):
+    one = [measured(record) for record in tiny.read_log(succeeded(runs["reward 0.0"]))]
+    none = [measured(record) for record in tiny.read_log(succeeded(runs["no eval 0.0"]))]
+    for record in one:
+        for key in [key for key in record if key.startswith("eval/")]:
+            del record[key]
+    assert one == none
+    for model in ("policy", "value_model"):
+        here = f"{runs['reward 0.0'][0]}/{model}"
+        assert tiny.distance(here, f"{runs['no eval 0.0'][0]}/{model}") == 0
+        assert tiny.distance(here, f"{succeeded(runs['ranks 0.0'])}/{model}") < 1e-9
+
+
+def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):
+    whole, resumed = succeeded(runs["reward 15.0"]), succeeded(runs["resumed"])
+    assert "resuming from" in runs["resumed"][1]["stdout"][0]
+    assert "scores are shifted" not in runs["resumed"][1]["stdout"][0]
+    logs = [[measured(r) for r in tiny.read_log(out)] for out in (whole, resumed)]
+    assert logs[0] == logs[1]
+    for model in ("policy", "value_model", "best_policy"):
+        assert tiny.distance(f"{whole}/{model}", f"{resumed}/{model}") == 0
+
+
+def test_rules_and_models_that_say_their_zero_are_left_alone(runs):
+    assert "objective/score_shift" not in tiny.read_log(succeeded(runs["rules 0.0"]))[0]
+    never = tiny.read_log(succeeded(runs["never 15.0"]))[0]
+    assert never["objective/score_shift"] == 0 and never["objective/scores"] > 10
+    always = tiny.read_log(succeeded(runs["always"]))[0]["objective/score_shift"]
+    assert always != 0.25  # which is in its config
+
+
+def test_the_policy_waits_while_the_value_model_warms_up(runs):
+    out = succeeded(runs["warm-up 0.0"])
+    start = f"{out}/checkpoint-000000"
+    policies = [f"{out}/checkpoint-00000{i}/policy" for i in (1, 2, 3)]
+    values = [f"{out}/checkpoint-00000{i}/value_model" for i in (1, 2, 3)]
+    assert not os.path.exists(start)
+    assert tiny.distance(policies[0], policies[1]) == 0 < tiny.distance(policies[1], policies[2])
+    assert min(tiny.distance(values[0], values[1]), tiny.distance(values[1], values[2])) > 0
+    records = tiny.read_log(out)
+    moved = [record["policy/approx_kl"] > 1e-20 for record in records[:3]]
+    assert moved == [False, False, True]
+    assert len({r["policy/steps"] for r in records[:3]}) == 1  # of the value model, then of both
+    code = runs["too long 0.0"][1]
+    assert code["codes"] == [2] and "critic_warmup_iters = 3 of max_iters = 3" in code["stderr"][0]
+
+
+def test_a_run_under_autocast(runs):
+    records = tiny.read_log(succeeded(runs["half 15.0"]))
+    assert len(records) == 4 and all(abs(r["objective/scores"]) < 3 for r in records[:-1])

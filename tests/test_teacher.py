@@ -1,0 +1,187 @@
+"""
+rm.py --teacher: a small reward model learns what a large one says. by_hand.py works out whole runs; here it is shown that a
+teacher is read as others read it, that shards and a stop change nothing, and what is refused.
+"""
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import models_of_the_world as models
+import tiny
+from engine.estimates import agreement, correlation
+from engine.pretrained import from_pretrained
+from engine.reading import ids_read, reader_of
+from engine.tokenizers import load_tokenizer
+from errors import BadInput
+from model import freeze
+from rows import completions_of
+from tiny import forked, jsonl, one_run
+
+STEADY = dict(dtype="float64", lr_decay="constant", eval_interval=1, max_iters=3)
+SAVES = """
+import torch, loss
+said = []
+centred = loss.centred
+def kept(x):
+    said.append(centred(x))
+    torch.save(said, f"said-{RANK}.pt")
+    return said[-1]
+loss.centred = kept
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+def refused(world, folder):
+    """{name: (keys, what the one line says)}"""
+    mixed, long = f"{folder}/mixed.jsonl", f"{folder}/long.jsonl"
+    return {
+        "missing": (dict(teacher="out/nothing"), "out/nothing: no such model folder"),
+        "a policy": (dict(teacher=world.policy), "policy' has no score head, it is a plain language model"),
+        "twice": (dict(teacher=f"{world.reward}, {world.reward}"), "teacher: '.*/reward' is given twice; keep one"),
+        "hole": (dict(teacher=f"{world.reward},"), "teacher = .*a name between two commas is missing"),
+        "zeros": (dict(teacher=f"{folder}/all_zeros"),
+                  "the teacher .*/all_zeros gives all of .*pairs_train.jsonl the same score"),
+        "smooth": (dict(teacher=world.reward, label_smoothing=0.1), "label_smoothing and centre_coef .* leave them 0"),
+        "centred": (dict(teacher=world.reward, centre_coef=0.1), "label_smoothing and centre_coef .* leave them 0"),
+        "nothing": (dict(teacher=world.reward, score_coef=0, preference_coef=0), "leave nothing to learn .*--score_coef=1"),
+        "no scores": (dict(teacher=world.reward, score_coef=0, train_path=world.sft_train),
+                      "has single responses.*--score_coef=1"),
+        "mixed": (dict(teacher=world.reward, train_path=mixed),
+                  "mixed.jsonl has 1 pairs and 1 single responses; .* one of them alone"),
+        "empty": (dict(teacher=world.reward, train_path=f"{folder}/empty.jsonl"), "empty.jsonl: the file is empty"),
+        "too long": (dict(teacher=world.short_reward, train_path=long, val_path=""),
+                     "long.jsonl, row 2: 1[0-9] tokens of a reward model whose context has 10; leave the row out"),
+        "no labels": (dict(train_path=world.sft_train), "sft_train.jsonl, line 1: field 'chosen' is missing"),
+    }
+
+
+@pytest.fixture(scope="module")
+def done(world, tmp_path_factory):
+    """(folder, {name: result})"""
+    folder = str(tmp_path_factory.mktemp("taught"))
+    pair = dict(prompt="1=", chosen="2", rejected="3")
+    jsonl(f"{folder}/mixed.jsonl", [pair, dict(prompt="1=", completion="2")])
+    jsonl(f"{folder}/long.jsonl", [pair, pair | dict(rejected="123456789")])
+    jsonl(f"{folder}/empty.jsonl", [])
+    shutil.copytree(world.reward, f"{folder}/all_zeros")
+    tensors = load_file(f"{folder}/all_zeros/model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros_like(tensors["score.weight"])}, f"{folder}/all_zeros/model.safetensors",
+              metadata={"format": "pt"})
+    two = dict(teacher=f"{world.reward},{world.other_reward}", **STEADY)
+    alone = dict(teacher=world.second_reward, train_path=world.sft_train, val_path="", **STEADY)
+
+    def run(ranks=1, code="", **keys):
+        return one_run("rm.py", *[(world.rm("out", **keys), code)] * ranks)
+
+    cases = {
+        "whole": [run(code=SAVES, **two)],
+        "three ranks": [run(3, code=SAVES, zero_stage="3", micro_batch_size=2, **two)],
+        "stopped": [run(**two | dict(max_iters=2)), run(**two), run(**two | dict(teacher=world.reward))],
+        "without": [run(**two), run(**two | dict(teacher=""))],
+        "adapter": [run(**two | dict(lora="2"))],
+        "responses": [run(**alone)],
+        "scores alone": [run(**two | dict(preference_coef=0))],
+    }
+    cases |= {name: [run(**keys)] for name, (keys, _) in refused(world, folder).items()}
+    return folder, forked(folder, cases)
+
+
+def test_runs_end(done):
+    for name in ("whole", "three ranks", "adapter", "responses", "scores alone"):
+        for result in done[1][name]:
+            assert set(result["codes"]) == {0}, (name, result["stderr"])
+
+
+@pytest.mark.parametrize("name", refused(tiny.World(""), ""))
+def test_what_cannot_be_taught_is_refused_in_one_line(done, world, name):
+    (result,), (_, said) = done[1][name], refused(world, done[0])[name]
+    assert result["codes"] == [2], result
+    assert re.fullmatch(rf"rm\.py: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), result["stderr"]
+
+
+def test_shards_ranks_and_a_stop_change_nothing(done):
+    folder = done[0]
+    assert tiny.distance(f"{folder}/whole/out/reward_model", f"{folder}/three ranks/out/reward_model") < 1e-9
+    first, second, other = done[1]["stopped"]
+    assert first["codes"] == second["codes"] == [0], second["stderr"]
+    assert "resuming from out/checkpoint-000002" in str(second["stdout"])
+    assert tiny.distance(f"{folder}/whole/out/reward_model", f"{folder}/stopped/out/reward_model") == 0
+    for result in (other, done[1]["without"][1]):  # another teacher, or none
+        assert result["codes"] == [2] and "out holds a run with teacher = " in result["stderr"][0], result["stderr"]
+
+
+def test_the_student_comes_nearer_to_its_teacher(done):
+    log = tiny.read_log(f"{done[0]}/whole/out")
+    assert log[-1]["eval/correlation"] > log[0]["eval/correlation"] and log[2]["loss/score"] < log[0]["loss/score"]
+    assert re.search(r"parameters, and the teacher .* times smaller; .* pairs a second", str(done[1]["whole"][0]["stdout"]))
+    assert {"loss/preference", "eval/agreement"}.isdisjoint(set().union(*tiny.read_log(f"{done[0]}/responses/out")))
+
+
+def test_teachers_say_what_they_say_in_transformers(done, world):
+    """Each one's own scores of the text in its own tokens, less their mean; the two markers are another token to each."""
+    said = torch.load(f"{done[0]}/whole/said-0.pt")  # of each teacher: training pairs, held-out pairs
+    assert len(said) == 4
+    for teacher, name in enumerate(("reward", "other_reward")):
+        path = getattr(world, name)
+        model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path).eval(), load_tokenizer(path)
+        for kind, ours in zip(("train", "val"), said[2 * teacher:], strict=False):
+            with open(f"{world.root}/pairs_{kind}.jsonl", encoding="utf-8") as f:
+                rows = [json.loads(line) for line in f]
+            theirs = []
+            for row in rows:
+                ids = [tokenizer.encode(row["prompt"] + row[field]) + [tokenizer.eos_id] for field in ("chosen", "rejected")]
+                with torch.no_grad():  # one text, without padding
+                    states = [model.transformer(torch.tensor([x])).last_hidden_state[0, -1] for x in ids]
+                theirs.append([(model.score.weight[0] @ s).item() for s in states])
+            theirs = torch.tensor(theirs)
+            assert (ours - (theirs - theirs.mean())).abs().max() < 1e-4 < 0.01 < ours.std()
+    on_ranks = [torch.load(f"{done[0]}/three ranks/said-{rank}.pt") for rank in range(3)]
+    assert all((a - b).abs().max() < 1e-12 for told in on_ranks for a, b in zip(told, said, strict=True))
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_a_teacher_of_others_is_read_as_transformers_reads_it(name, tmp_path):
+    """In its chat template, up to the last token that is not its padding: what is behind that is cut off."""
+    folder = models.make(tmp_path / name, name, head="scalar")
+    rows = [dict(prompt=f"What is {i}?", completion="Paris is 1+2=3 " * (i + 1)) for i in range(4)]
+    theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    own = freeze(from_pretrained(folder, "scalar"))
+    reader, _ = reader_of(own, load_tokenizer(folder), "auto", folder)
+    found = ids_read(reader, rows, "rows.jsonl", ["completion"], own)
+    for row, (ids,) in zip(rows, found, strict=True):
+        if tokenizer.chat_template:
+            chat = [dict(role="user", content=row["prompt"]), dict(role="assistant", content=row["completion"])]
+            whole = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)["input_ids"]
+        else:
+            whole = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
+        with torch.no_grad():
+            want = theirs(torch.tensor([whole])).logits[0, 0]
+            ours = own(torch.tensor([ids]))[0, -1]
+        assert abs(want - ours) < 1e-4 and whole[:len(ids)] == ids
+    with pytest.raises(BadInput, match="^rows.jsonl, row 2: [0-9]+ tokens of a reward model whose context has"):
+        ids_read(reader, [rows[0], rows[0] | dict(completion="Paris " * 10_000)], "rows.jsonl", ["completion"], own)
+
+
+def test_agreement_and_correlation():
+    a = torch.tensor([[1.0, 0.0], [2.0, 3.0], [5.0, 1.0], [0.0, 4.0]])
+    b = torch.tensor([[0.5, 0.1], [9.0, 3.0], [1.0, 0.0], [0.0, 0.2]])
+    assert agreement(a, b) == 0.75 and agreement(a, a) == 1.0 and agreement(a, a.flip(1)) == 0.0
+    want = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
+    assert correlation(a, b) == pytest.approx(want) and correlation(a, 3 * a - 7) == pytest.approx(1.0)
+    assert correlation(a, -a) == pytest.approx(-1.0) and correlation(a, torch.ones(4, 2)) == 0.0
+
+
+def test_rows_of_one_kind():
+    pair, single = dict(prompt="p", chosen="a", rejected="b"), dict(prompt="p", completion="a")
+    assert completions_of([pair, pair], "x") == ("chosen", "rejected") and completions_of([single], "x") == ("completion",)
+    with pytest.raises(BadInput, match="^x has 2 pairs and 1 single responses"):
+        completions_of([pair, single, pair], "x")
