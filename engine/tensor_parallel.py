@@ -191,16 +191,18 @@ class SplitTransformer(Transformer):
 
     def __init__(self, c, ranks):
         """c: the ModelConfig of the whole. Parameters without values, see `part_of`."""
-        super().__init__(part_config(c, ranks.number, ranks.n))
-        self.whole, self.ranks = c, ranks
+        part = part_config(c, ranks.number, ranks.n)
+        super().__init__(part)
+        # its logits are those of all tokens
+        self.config, self.ranks = dataclasses.replace(part, vocab_size=c.vocab_size), ranks
         self.places = places(c, ranks.number, ranks.n)
         self.embed = SplitEmbedding(self.places["embed"], c.d_model, ranks)
-        self.layers = nn.ModuleList(SplitLayer(self.config, i, ranks) for i in range(c.n_layers))
+        self.layers = nn.ModuleList(SplitLayer(part, i, ranks) for i in range(c.n_layers))
 
     def output(self, x):
         """The head, on the trunk's states (..., d) -> the logits of all tokens (..., V)."""
         logits = super().output(x)  # (..., V / n)
-        sizes = [len(share(self.whole.vocab_size, i, self.ranks.n)) for i in range(self.ranks.n)]
+        sizes = [len(share(self.config.vocab_size, i, self.ranks.n)) for i in range(self.ranks.n)]
         logits = F.pad(logits, (0, max(sizes) - logits.shape[-1]))  # all_gather wants one shape
         parts = self.ranks.gather(logits)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
