@@ -15,11 +15,11 @@ python tools/memory.py config/llama_70b_grpo.py --world-size=32 --gpu-gb=80:
     parameters        8.21        4.11     12.32
     gradients         8.21        0.00      8.21
     optimizer        16.43        0.00     16.43
-    activations       9.76        0.65
+    activations       8.61        0.65
     logits            9.06        0.98
     KV cache          7.50        0.00
     buffers          16.43        0.06
-    update 68.96 | rollout 61.85 | score 53.40 | audit 37.05 | save 36.96
+    update 62.59 | rollout 61.85 | score 50.69 | audit 37.05 | save 36.96
 
 To save, rank 0 puts the weights (282 GB in fp32) and then Adam's states (564 GB) together in its
 machine's memory, and a checkpoint takes 847 GB on the disk, twice that while the next one is
