@@ -163,7 +163,7 @@ BAD = {  # name -> (ranks, keys, what is said)
     "one rank": (1, dict(generate_tp=2), "generate_tp = 2 does not divide the 1 rank of this run"),
     "heads": (4, dict(generate_tp=4), "generate_tp = 4: the policy has 2 attention heads, .* possible are 1, 2$"),
     "graphs": (2, dict(generate_tp=2, cuda_graphs=True), "cuda_graphs with generate_tp: .*leave one of them out$"),
-    "zero": (1, dict(generate_tp=0), "generate_tp = 0 .*is out of range: \[1\.\.1024\]"),
+    "zero": (1, dict(generate_tp=0), r"generate_tp = 0 .*is out of range: \[1\.\.1024\]"),
 }
 
 
