@@ -85,6 +85,7 @@ min_p = 0.0  # of these those at least this times as likely as the most likely o
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
+generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]

@@ -16,6 +16,7 @@ from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
+from engine.tensor_parallel import check_split
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
 from rows import prompt_row, ptx_row
@@ -88,6 +89,7 @@ def load_policy(config, device):
     add_ends(tokenizer, config["extra_eos_ids"])
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
+    check_split(policy.config, config["generate_tp"])
     return policy, tokenizer
 
 

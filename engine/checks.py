@@ -78,6 +78,13 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
+    if world_size % c["generate_tp"]:
+        raise BadConfig(f"generate_tp = {c['generate_tp']} does not divide the {world_size} "
+                        f"rank{'s' * (world_size > 1)} of this run; type --generate_tp=1, or start "
+                        f"a multiple of {c['generate_tp']}")
+    if c["generate_tp"] > 1 and c["cuda_graphs"]:
+        raise BadConfig("cuda_graphs with generate_tp: a step of sampling that sends is not "
+                        "recorded; leave one of them out")
     check_ensemble(c, terms)
     check_judge(c, [name for _, name, _ in terms])
     rules = [term for term in terms if term[2]]
