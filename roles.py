@@ -157,7 +157,7 @@ class Batches:
             self.scoring += [order] * self.scorers
             return
         wanted = order.wanted(self.data, self.config)
-        mine, _, _ = sample_share(
+        mine, _, _ = sample_share(  # COLLECTIVE
             self.policy, self.scorer.tokenizer, self.config, self.run.device, wanted,
             order.purpose, order.iteration, launch.stop_asked)
         self.run.leave_if_asked()  # COLLECTIVE
@@ -348,8 +348,9 @@ class Generator:
             return crew.abandoned
 
         wanted, others = order.wanted(self.data, self.config), {"train", "score"} & crew.ranks.keys()
-        mine, _, _ = sample_share(self.policy, self.tokenizer, self.config, self.device, wanted,
-                                  order.purpose, order.iteration, abandoned)
+        mine, _, _ = sample_share(  # COLLECTIVE
+            self.policy, self.tokenizer, self.config, self.device, wanted, order.purpose,
+            order.iteration, abandoned)
         given_up = torch.tensor(float(crew.abandoned), device=parallel.wire())
         if parallel.all_reduce_max(given_up):  # COLLECTIVE
             for role in others:

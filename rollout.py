@@ -34,6 +34,7 @@ from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.graphs import Replayed
 from engine.placement import decoding_copy
+from engine.tensor_parallel import neighbours
 from errors import BadInput
 from loss import as_bits, logprobs_from_logits, sampling_set, scaled_logits
 from model import autocast_dtype
@@ -394,8 +395,9 @@ def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
     """
     run.enter(purpose)
     # the rules work on a part of the responses while others are sampled
-    mine, texts, pending = sample_share(policy, scorer.tokenizer, config, run.device, wanted,
-                                        purpose, iteration, launch.stop_asked, scorer.start)
+    mine, texts, pending = sample_share(  # COLLECTIVE
+        policy, scorer.tokenizer, config, run.device, wanted, purpose, iteration,
+        launch.stop_asked, scorer.start)
     run.leave_if_asked()  # COLLECTIVE
 
     if purpose == "rollout":
@@ -409,27 +411,36 @@ def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
 
 def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, stop, start=None):
     """
-    Sample this rank's share of the responses that are wanted, see sample_and_score; all ranks must
-    call it, for the weights may be sharded. stop: see generate. start: a function that is given
-    each part of them as soon as it is there, and which fraction of the share it is.
+    A collective where several ranks decode together (generate_tp), or the weights are sharded:
+    sample this rank's share of the responses that are wanted, see sample_and_score. stop: see
+    generate. start: a function that is given each part of them as soon as it is there, and which
+    fraction of the share it is.
 
     Returns what `generate` returns for them; their rows, prompts and completions, lists; and what
     `start` gave for each part.
     """
     width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
-    mine = parallel.my_share(wanted)
-    ids, slots, samples = ([one[k] for one in mine] for k in (1, 2, 3))
+    numbers = range(len(wanted))
+    mine = parallel.my_share(numbers)  # the rows that this rank returns
+    # with generate_tp several ranks decode together what is theirs
+    ranks = neighbours(config["generate_tp"])  # COLLECTIVE
+    ours = parallel.my_share(numbers, ranks.n)
+    ids, our_slots, samples = ([wanted[i][k] for i in ours] for k in (1, 2, 3))
     R = config["max_new_tokens"]
-    uniforms = response_uniforms(config["seed"], purpose, iteration, slots, R, samples)
-    decoder = decoding_copy(policy, decoding_dtype(config, device), device)
+    uniforms = response_uniforms(config["seed"], purpose, iteration, our_slots, R, samples)
+    decoder = decoding_copy(policy, decoding_dtype(config, device), device, ranks)
     parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
     with autocast(config, device):
         for part in generate_in_parts(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=stop, cuda_graphs=config["cuda_graphs"],
-                truncation=truncation_of(config), keep_sets=True):
-            chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
+                prompt_width=width, stop=lambda: ranks.any(stop(), every=16),
+                cuda_graphs=config["cuda_graphs"], truncation=truncation_of(config),
+                keep_sets=True):
+            decoded, ours = ours[:len(part["tokens"])], ours[len(part["tokens"]):]
+            kept = [row for row, i in enumerate(decoded) if i in mine]
+            part = {name: t[kept] for name, t in part.items()}
+            chunk = [wanted[decoded[row]] for row in kept]  # may be empty
             said = texts_of(chunk, part, tokenizer)
             for name in texts:
                 texts[name] += said[name]
@@ -500,7 +511,10 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         for reward_model in unknown:
             batch = sample_and_score(  # COLLECTIVE
                 run, policy, scorer.of_one(reward_model), config, wanted, "rollout", 0)
-            shift = centering_shift(batch["scores"], batch["finished"])
+            scores, counted = batch["scores"], batch["finished"]
+            if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+                scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
+            shift = centering_shift(scores, counted)
             shifts.append(reward_model.config.score_shift + shift)
             if parallel.rank_and_size()[0] == 0:
                 print(f"the reward model scores {-shift:.3f} on average at first; its scores are "

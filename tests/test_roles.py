@@ -46,6 +46,8 @@ def runs(world, tmp_path_factory):
                     cases[f"{name} {staleness} {roles}"] = [
                         on(world, script, ranks, staleness=staleness, roles=roles, **keys)]
                     names.append((name, staleness, roles))
+    names.append(("ppo", 1, "train=1,generate=2"))  # who hold the policy together while they sample
+    cases["ppo 1 train=1,generate=2"] = [on(world, "ppo.py", 3, staleness=1, roles="train=1,generate=2", generate_tp=2)]
     results = forked(folder, cases, at_once=3)
     return folder, {name: result for name, (result,) in zip(names, results.values(), strict=True)}
 
