@@ -15,7 +15,7 @@ import torch
 
 from data import right_pad
 from kernels import linear, product, transposed_product
-from model import at_least_float32, autocast_dtype
+from model import at_least_float32, autocast_dtype, head_operands, head_precision
 from packing import pack_choices, pack_responses, unpack
 
 
@@ -434,8 +434,9 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
     packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
     hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
-    return logprobs_and_entropy(hidden, model.lm_head_weight(), packed.chosen,
-                                vocab_size=tokenizer.vocab_size, chunk=chunk, entropy=False)[0]
+    with head_precision(model, hidden):
+        return logprobs_and_entropy(*head_operands(model, hidden), packed.chosen, chunk=chunk,
+                                    vocab_size=tokenizer.vocab_size, entropy=False)[0]
 
 
 def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True, truncated=True):
@@ -451,9 +452,10 @@ def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True,
     mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
     hidden = response_states(model, mb, packed)  # (n, d)
     kept = mb["kept"][mask] if truncated and "kept" in mb else None  # (n, V / 8)
-    logprobs, entropies = logprobs_and_entropy(
-        hidden, model.lm_head_weight(), packed.chosen, temperature, vocab_size, chunk, entropy,
-        kept)
+    with head_precision(model, hidden):
+        logprobs, entropies = logprobs_and_entropy(
+            *head_operands(model, hidden), packed.chosen, temperature, vocab_size, chunk, entropy,
+            kept)
     return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
 
 

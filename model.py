@@ -14,6 +14,7 @@ In shapes: B rows, T new tokens, S columns in all (cached and new), V vocabulary
 residual stream, H heads with hd coordinates each, KV heads of keys and values. Without a cache all
 rows lie one behind the other, without padding: then B is 1 and T is N, see packing.py.
 """
+import contextlib
 import functools
 import inspect
 import itertools
@@ -70,7 +71,16 @@ class ModelConfig:
     embed_scale: float = None  # Gemma: the embeddings are multiplied by this
     windows: tuple = ()  # sliding attention window of each layer, 0 = sees everything
     score_shift: float = 0.0  # added to a reward model's scalar, see rm.py (N+ detail 15)
+    fp32_head: bool = False  # the key: an LM head in float32 also where the trunk is in 16 bits
     hf: dict = None  # config.json as it was read, for saving
+
+    def stays_wide(self, name, head="lm"):
+        """
+        Whether a parameter keeps its 32 bits where other matrices are stored in 16: a scalar head,
+        and with fp32_head the matrix of the LM head.
+        """
+        matrix = "embed.weight" if self.tied else "lm_head.weight"
+        return name == "score.weight" or self.fp32_head and head == "lm" and name == matrix
 
 
 class RMSNorm(nn.Module):
@@ -443,7 +453,7 @@ class Transformer(nn.Module):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
         if self.head == "scalar":
             return scalar_output(self.score, x)
-        return linear(x, self.lm_head_weight())
+        return lm_output(self, x)
 
     def lm_head_weight(self):
         """(V, d)."""
@@ -490,6 +500,25 @@ class Transformer(nn.Module):
     def weights(self):
         """{our name: parameter}, all that the model is made of."""
         return {name: p.detach() for name, p in self.named_parameters()}
+
+
+def lm_output(model, x):
+    """The LM head of a Transformer or an Adapted, on states (..., d) -> logits (..., V)."""
+    with head_precision(model, x):
+        return linear(*head_operands(model, x))
+
+
+def head_precision(model, x):
+    """The context in which an LM head reads states x: with fp32_head autocast is off there."""
+    if model.config.fp32_head:
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def head_operands(model, x):
+    """States (..., d) and the head's matrix (V, d), in at least float32 with fp32_head."""
+    operands = x, model.lm_head_weight()
+    return tuple(map(at_least_float32, operands)) if model.config.fp32_head else operands
 
 
 def scalar_output(score, x):

@@ -85,9 +85,9 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 # more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
-# A reward model has one output a token and no logits, so it has no head_chunk
+# A reward model has one output a token and no logits, so it has neither head_chunk nor fp32_head
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
-                   head_chunk=None)
+                   head_chunk=None, fp32_head=None)
 # -------------------------------------------------------------------------------------------------
 teachers = several_paths(teacher, "teacher") if teacher else []
 if teacher and (label_smoothing or centre_coef):
@@ -179,8 +179,8 @@ if master:
     times = max_iters * batch_size / len(train_rows)
     print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
-    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} pairs held "
-          f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
+    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
+          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ if init_from == "scratch":
                      intermediate_size=d_ff, max_position_embeddings=context)
     architecture = dict(model_type=family, tie_word_embeddings=False, **sizes, **ids)
     policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
+    policy.config.fp32_head = fp32_head
     policy.recompute(gradient_checkpointing)
     compile_layers(policy, compile, device)
     first_weights = fingerprint(policy)
@@ -115,7 +116,7 @@ if init_from == "scratch":
         shard(policy, place, device)
 else:
     policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True,
-                  recompute=gradient_checkpointing, compiled=compile)
+                  recompute=gradient_checkpointing, compiled=compile, fp32_head=fp32_head)
     first_weights = fingerprint(trunk_of(policy))
 check_tokenizer_fits(tokenizer, policy, init_from)
 

@@ -43,7 +43,8 @@ def settings(config, device):
     """The arguments of `load` that are the same for all models of a run."""
     _, weights_dtype, frozen_dtype = precisions(config["dtype"], config["master_weights"], device)
     return dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=config["seed"],
-                recompute=config["gradient_checkpointing"], compiled=config["compile"])
+                recompute=config["gradient_checkpointing"], compiled=config["compile"],
+                fp32_head=config["fp32_head"])
 
 
 def read_prompts(path, terms, fields=""):

@@ -1,5 +1,6 @@
 """
-What samples say of a policy: pass@k, majority@k, the win rate of two policies, means with errors.
+What samples say of a policy: pass@k, majority@k, best of k, the win rate of two policies, means with
+errors.
 And how far to trust the probabilities that a reward model gives.
 Plain functions of lists of numbers and texts; tools/eval.py has made them.
 """
@@ -23,6 +24,41 @@ def pass_at_k(n, right, k):
     if n - right < k:
         return 1.0  # there are not k wrong ones
     return 1.0 - math.prod(1.0 - k / i for i in range(n - right + 1, n + 1))
+
+
+def best_of_k(scores, values, k):
+    """
+    What the best of k samples is worth: the mean of its value, estimated from n samples, 1 <= k <= n.
+    The best one is that of the highest score; of equal ones it is any. scores, values: n numbers.
+
+    It is the mean over all sets of k of the n samples, and so unbiased: the best of a set is the
+    sample of rank i from the top (i = 0, 1, ...) in C(n - 1 - i, k - 1) of C(n, k) sets. With the
+    scores 3, 1, 2, which are their own values, and k = 2: the sets' best are 3, 3, 2, mean 2.667.
+    """
+    ranked, n = sorted(zip(scores, values, strict=True), reverse=True), len(scores)
+    total, above = 0.0, 0  # samples of higher scores
+    while above < n:
+        tied = [value for score, value in ranked if score == ranked[above][0]]
+        # the share of sets whose best is one of these: those without a higher one, less those
+        # without one of these, too
+        share = none_of(above, n, k) - none_of(above + len(tied), n, k)
+        total += share * math.fsum(tied) / len(tied)
+        above += len(tied)
+    return total
+
+
+def none_of(m, n, k):
+    """The share of all sets of k of n that have none of certain m: C(n - m, k) / C(n, k)."""
+    return math.prod((n - m - i) / (n - i) for i in range(k)) if n - m >= k else 0.0
+
+
+def kl_of_best_of(n):
+    """
+    How far, in nats a response, taking the best of n samples leads from the policy at most: log n -
+    (n - 1) / n (Stiennon et al., arXiv 2009.01325, appendix G.3; that it is a bound: Beirami et al.,
+    arXiv 2401.01879). With n = 4: 0.636.
+    """
+    return math.log(n) - (n - 1) / n
 
 
 def majority(answers):

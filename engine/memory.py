@@ -93,10 +93,10 @@ def root_shapes(c, head):
 
 def base_tensors(m):
     """[(shape, bytes of an element)] of the Transformer."""
-    layers = list(layer_shapes(m.c).values()) * m.c.n_layers
-    shapes = [*root_shapes(m.c, m.head).values(), *layers]
-    # norms, biases and the scalar head are not rounded
-    return [(shape, m.e if len(shape) > 1 and shape[0] > 1 else m.wide) for shape in shapes]
+    layers = list(layer_shapes(m.c).items()) * m.c.n_layers
+    # norms and biases are not rounded, nor is a head that stays wide
+    return [(shape, m.e if len(shape) > 1 and not m.c.stays_wide(f"{name}.weight", m.head)
+             else m.wide) for name, shape in [*root_shapes(m.c, m.head).items(), *layers]]
 
 
 def added_tensors(m):
@@ -298,8 +298,11 @@ def decoding_copy(m, run):
         # a head that is the embedding's table becomes a tensor of its own
         layers = [(shape, m.e) for shape in layer_shapes(m.c).values()] * m.c.n_layers
         tensors = tensors + table * m.c.tied if sharded(m) else layers + table
-    return sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
-               for shape, size in tensors)
+    copied = sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
+                 for shape, size in tensors)
+    if m.c.fp32_head and run.autocast and not packed:  # the LM head is not cast
+        copied += m.c.vocab_size * m.c.d_model * (m.wide * sharded(m) - run.a)
+    return copied
 
 
 # --------------------------------------------------------------------------------------------------

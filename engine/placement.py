@@ -235,13 +235,14 @@ def precisions(dtype, master_weights, device):
 
 
 def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False,
-         recompute=False, compiled=False):
+         recompute=False, compiled=False, fp32_head=False):
     """
     A model as its Place says: read by from_pretrained, sharded before it takes any memory, and
     with adapters where there is LoRA (an Adapted on a frozen Transformer).
 
     dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
-    the backward pass computes the layers again. compiled: the key compile. Raises BadInput.
+    the backward pass computes the layers again. compiled, fp32_head: the keys compile, fp32_head.
+    Raises BadInput.
     """
     adapted = trained and place.lora is not None
     frozen = not trained or adapted
@@ -255,7 +256,7 @@ def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, see
             shard(model, place, device, None if frozen else matrices)
 
     model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
-                            matrices if frozen else None, prepare)
+                            matrices if frozen else None, prepare, fp32_head)
     model.recompute(recompute and trained)
     compile_layers(model, compiled, device)
     if model.head == "scalar" and split:
@@ -446,10 +447,12 @@ def decoding_copy(policy, matrices, device):
     matrix = trunk.layers[0].q.weight
     packs = matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
 
-    def needs_no_cast(p):
-        return matrices is None or p.dim() != 2 or p.dtype == matrices
+    def to_cast(name, p):
+        return (matrices is not None and p.dim() == 2 and p.dtype != matrices
+                and not trunk.config.stays_wide(name))
 
-    if not packs and not sharded(policy) and all(map(needs_no_cast, trunk.parameters())):
+    casts = any(to_cast(name, p) for name, p in trunk.named_parameters())
+    if not packs and not sharded(policy) and not casts:
         return policy
     # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
     c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
@@ -465,7 +468,7 @@ def decoding_copy(policy, matrices, device):
 
     for name, p in trunk.named_parameters():
         t = my_part(p.detach()).to(device)
-        if matrices and p.dim() == 2:
+        if to_cast(name, p):
             t = t.to(matrices)
         if is_shard(p):
             t = gather(t, p)

@@ -6,6 +6,7 @@ The peak is what always lies in memory (weights, gradients, optimizer states), p
 of the busiest phase: rollout, score, update, save or audit. engine/memory.py has the formulas of
 each model, and says what the letters mean.
 """
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -158,6 +159,7 @@ def models_of(config, policy, rewards, world_size, reward_ranks=(), judge=None):
     from engine.placement import placements
 
     grpo, dtype = "group_size" in config, config["dtype"]
+    policy = dataclasses.replace(policy, fp32_head=config.get("fp32_head", False))
     value_init, one_trunk = config.get("value_init"), config["share_base"]
     keys = (config[key] for key in ("zero_stage", "offload", "lora", "optim", "share_base"))
     place = placements(("policy",) if grpo else ("policy", "value"), *keys, value_init)

@@ -27,7 +27,7 @@ from model import Transformer
 
 
 def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, matrices=None,
-                    prepare=None):
+                    prepare=None, fp32_head=False):
     """
     The Transformer in a Hugging Face directory, or of that name on the hub. A directory with only
     an adapter is its base model with the adapter merged into the weights.
@@ -36,19 +36,21 @@ def from_pretrained(path, head="lm", dtype=torch.float32, device="cpu", seed=0, 
     plain language model it draws a new scalar head from seed, and sets model.new_head.
     dtype: of the weights. matrices: another dtype for the matrices, or None.
     prepare: a function that gets the model before it takes any memory, for example to shard it.
+    fp32_head: the key of that name.
     Raises BadInput when a file or tensor is missing, unexpected or of another shape, or the
     architecture is unknown.
     """
     *adapters, folder = model_folders(path)
     file = os.path.join(folder, "config.json")
     config = parse_config(read_json(file), file)
+    config.fp32_head = fp32_head
     find_tensors(path, folder, config, head)  # raises, if one is missing, before the model is made
     loras = [read_lora(adapter, config, head) for adapter in reversed(adapters)]
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):  # parameters without memory
         model = Transformer(config, head).to(dtype)
         for name, p in model.named_parameters():
-            if matrices and p.dim() == 2 and name != "score.weight":  # see model.scalar_output
+            if matrices and p.dim() == 2 and not config.stays_wide(name, head):
                 p.data = p.data.to(matrices)
     if prepare:
         prepare(model)

@@ -242,7 +242,7 @@ class Run:
                 print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
                       f"training forward by {worst:.2g} nats a token (rounding is mostly below "
                       f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
-                      "corrects for it, and --sampler_gap_limit=... would stop the run",
+                      "corrects for it, --fp32_head=True makes it smaller, and --sampler_gap_limit=... would stop the run",
                       flush=True)
         return worst
 

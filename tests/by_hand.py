@@ -409,20 +409,23 @@ def sometimes(batch):
 
 def center(c, models, rows, picked, seen):
     """
-    The reward model's zero, where it does not say it, or shall not: the mean score of the responses
-    that end, among those to the first iteration's prompts. picked: [(slot, row, which), ...].
+    Each reward model's zero, where it does not say it, or shall not: the mean score of the
+    responses that end, among those to the first iteration's prompts. picked: [(slot, row, which)].
     """
-    if models.reward is None or c.center_scores == "never":
+    unknown = [reward for reward in models.reward or () if c.center_scores == "always" or
+               c.center_scores == "auto" and not reward.zero_is_said]
+    if not unknown:
         return
-    if c.center_scores == "auto" and models.reward.zero_is_said:
-        return
-    batch = [respond(c, models, rows[i], "rollout", 0, slot, which) for slot, i, which in picked]
-    ended = [r.each["reward_model"] for r in batch if r.finished]
-    models.reward.shift -= mean(ended)
+    batch = [(rows[i], respond(c, models, rows[i], "rollout", 0, slot, which))
+             for slot, i, which in picked]
+    ended = [(row, r) for row, r in batch if r.finished]
+    alone = SimpleNamespace(**vars(c) | dict(reward_ensemble="mean"))
+    for reward in unknown:
+        reward.shift -= mean([learned_score(alone, [reward], row, r) for row, r in ended])
     seen["centered"] += 1
     seen["centered without some"] += 0 < len(ended) < len(batch)
     if getattr(c, "value_init", None) == "reward":
-        models.value.shift = models.reward.shift
+        models.value.shift = models.reward[0].shift
 
 
 def finish_scores(c, batch, seen, deviation=1.0):

@@ -587,6 +587,7 @@ def runs(tmp_path_factory):
         "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
         "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample],
                              "command line: .*surrogate"),
+        "best of nothing": ("tools/sample.py", ["--prompt=1", "--best_of=4"], "best_of = 4 needs a score .*--reward_path"),
         "sample many": ("tools/sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
     }
     respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})

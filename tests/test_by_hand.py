@@ -218,7 +218,8 @@ CASES = {
         reward_model="several", reward_ensemble="min")),
     # an ensemble whose first member is what the value model starts as
     "ppo, ensemble": ("ppo.py", PPO | dict(
-        reward_model="several", reward_ensemble="min", batch_size=4, num_minibatches=2,
+        reward_model="several", reward_ensemble="min", center_scores="always", batch_size=4,
+        num_minibatches=2,
         max_iters=2)),
     "sft": ("sft.py", TUNED | dict(
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),

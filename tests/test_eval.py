@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tiny
-from engine.estimates import bootstrap, calibration_error, majority, majority_at_k, mean_and_error, pass_at_k, wins
+from engine.estimates import (best_of_k, bootstrap, calibration_error, kl_of_best_of, majority, majority_at_k, mean_and_error,
+                              pass_at_k, wins)
 from tiny import arguments, forked, one_run
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -29,6 +30,43 @@ def test_pass_at_k_of_many_samples():
     exact = 1 - math.comb(9000, 5000) / math.comb(10000, 5000)
     assert pass_at_k(10000, 1000, 5000) == pytest.approx(exact)
     assert pass_at_k(10000, 3, 100) == pytest.approx(1 - math.comb(9997, 100) / math.comb(10000, 100), rel=1e-9)
+
+
+@pytest.mark.parametrize("scores", [[3, 1, 2], [5, 5, 1, 0, 2], [1, 1, 1, 1], [0.5, -1, 2, 2, 2, 7], [4]])
+def test_best_of_k_is_the_mean_over_all_subsets(scores):
+    """Of equal scores any may be taken: the mean of their values."""
+    values = [10 * i + 1 for i in range(len(scores))]
+    for k in range(1, len(scores) + 1):
+        found = []
+        for subset in itertools.combinations(range(len(scores)), k):
+            best = max(scores[i] for i in subset)
+            found.append(statistics.mean(values[i] for i in subset if scores[i] == best))
+        assert best_of_k(scores, values, k) == pytest.approx(statistics.mean(found), abs=1e-12)
+    assert best_of_k([3, 1, 2], [3, 1, 2], 2) == pytest.approx(8 / 3)
+    right = [1.0, 0.0, 1.0, 0.0]
+    assert best_of_k(right, right, 2) == pytest.approx(pass_at_k(4, 2, 2))  # by the truth itself it is pass@k
+
+
+def test_best_of_k_is_unbiased():
+    """Over all ways to sample n = 3 of a policy with three answers, its mean is the true worth of the best of 2."""
+    probability, score = [0.5, 0.3, 0.2], [0.0, 1.0, 5.0]
+
+    def expectation(n, of):
+        return sum(math.prod(probability[i] for i in drawn) * of([score[i] for i in drawn])
+                   for drawn in itertools.product(range(3), repeat=n))
+
+    assert expectation(3, lambda x: best_of_k(x, x, 2)) == pytest.approx(expectation(2, max))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 9])
+def test_the_kl_of_the_best_of_n(n):
+    """It is that of a policy of many equally likely answers of different scores, and above that of one with few."""
+    kls = {}
+    for answers in (4, 10_000):
+        best = [((i + 1) / answers) ** n - (i / answers) ** n for i in range(answers)]  # the answer of rank i is the best
+        kls[answers] = sum(q * math.log(q * answers) for q in best if q > 0)
+    assert kls[4] <= kls[10_000] + 1e-12 and kls[10_000] == pytest.approx(kl_of_best_of(n), abs=1e-3)
+    assert kl_of_best_of(4) == pytest.approx(0.636, abs=5e-4)
 
 
 @pytest.mark.parametrize("answers, place", [
@@ -161,7 +199,15 @@ def test_the_figures_are_those_of_the_samples(done):
         scores = r["scores"]
         assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
         assert scores["scores"] == pytest.approx(2 * scores["letters"] + scores["length"] + scores["reward_model"])
-    assert {"pass@1", "pass@2", "majority@1", "majority@2"} == {k for k in its if "@" in k}
+    best = {f"best@{x} {name}" for x in (1, 2)
+            for name in ("accuracy", "letters", "length", "reward_model", "scores", "kl bound")}
+    assert {"pass@1", "pass@2", "majority@1", "majority@2"} | best == {k for k in its if "@" in k}
+    by_row = [[r["scores"] for r in part if r["row"] == row] for row in range(12)]
+    for name in ("scores", "letters"):  # of each pair of samples that of the higher sum
+        pairs = [[max(pair, key=lambda s: s["scores"])[name] for pair in itertools.combinations(row, 2)] for row in by_row]
+        assert its[f"best@2 {name}"]["mean"] == pytest.approx(statistics.mean(map(statistics.mean, pairs)))
+        assert its[f"best@1 {name}"]["mean"] == pytest.approx(statistics.mean(s[name] for row in by_row for s in row))
+    assert its["best@2 kl bound"] == dict(mean=pytest.approx(math.log(2) - 0.5), error=None)
     assert its["pass@1"] == its["accuracy"]
     assert len({r["text"] for r in mine if r["mode"] == "sampled"}) > 12
 

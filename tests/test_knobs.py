@@ -50,7 +50,7 @@ PPO = {
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
-    "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
+    "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
 }
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
@@ -75,7 +75,7 @@ GRPO = {
               dict(reward_functions="judge,0.1*length") | JUDGED),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
-    "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
+    "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
 }
 # Only memory, files or prints depend on these. The first eleven may change a rounding.
 UNMOVING = {

@@ -1,13 +1,18 @@
 """
 Sampling by other kernels than training: what a run does about the gap, and truncated importance
-sampling. The gap is made here: the sampler says that its tokens were likelier than they were.
+sampling, and an LM head in float32. Most gaps are made here: the sampler says that its tokens were
+likelier than they were.
 """
 import math
 
 import pytest
 import torch
 
-from loss import importance_weights
+from engine.placement import decoding_copy
+from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from loss import importance_weights, logprobs_and_entropy, response_logprobs
+from model import head_operands, head_precision
+from rollout import generate
 
 import tiny
 from tiny import forked, one_run
@@ -113,3 +118,92 @@ def test_a_limit_stops_it_and_float32_has_one(runs, script):
 def test_a_cap_below_1_is_refused(runs, script):
     result = runs[f"{script} small cap"][1]
     assert result["codes"] == [2] and "importance_cap = 0.5 would" in result["stderr"][0]
+
+
+# --------------------------------------------------------------------------------------------------
+# the LM head in float32
+
+
+def random_policy(tied):
+    """A model of 16 bits' usual troubles: two layers, 300 tokens, and logits that differ."""
+    config = dict(model_type="llama", vocab_size=300, hidden_size=64, intermediate_size=96,
+                  num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=None,
+                  eos_token_id=0, pad_token_id=0)
+    policy = from_scratch(config, seed=1)
+    with torch.no_grad():
+        policy.lm_head_weight().mul_(4)
+    return policy
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_fp32_head_computes_as_without_autocast(tied, chunk):
+    """Logits, log-probs and gradients, given the states that the trunk has computed in 16 bits."""
+    policy = random_policy(tied)
+    states = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(7)
+
+    def gradients(half):
+        policy.zero_grad()
+        x = states.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
+            logits = policy.output(x)
+            with head_precision(policy, x):
+                logprobs, entropy = logprobs_and_entropy(*head_operands(policy, x), tokens,
+                                                         chunk=chunk)
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        return logits, logprobs, x.grad, policy.lm_head_weight().grad.clone()
+
+    plain, rounded = gradients(False), gradients(True)
+    policy.config.fp32_head = True
+    wide = gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wide, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(plain, rounded, strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_with_an_fp32_head_the_sampler_is_nearer_to_the_training_forward(tied, tmp_path):
+    prompts = torch.randint(1, 300, (24, 6), generator=torch.Generator().manual_seed(1)).tolist()
+    gaps = {}
+    for wide in (False, True):
+        policy = random_policy(tied)
+        policy.config.fp32_head = wide
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.no_grad():
+            decoder = decoding_copy(policy, torch.bfloat16, torch.device("cpu"))
+            batch = generate(decoder, prompts, 30, vocab_size=300)
+            logprobs, _ = response_logprobs(policy, batch, 1.0, 300)
+        head = decoder.lm_head_weight()
+        assert head.dtype == (torch.float32 if wide else torch.bfloat16)
+        assert decoder.layers[0].up.weight.dtype == torch.bfloat16
+        gaps[wide] = (logprobs - batch["sampler_logprobs"]).abs().mean()
+    assert 0 < gaps[True] < gaps[False]
+
+
+def test_frozen_heads_stay_wide(tmp_path):
+    for tied in (False, True):
+        folder = str(tmp_path / str(tied))
+        policy = random_policy(tied)
+        save_pretrained(policy, folder)
+        for wide in (False, True):
+            frozen = from_pretrained(folder, matrices=torch.bfloat16, fp32_head=wide)
+            assert frozen.layers[0].up.weight.dtype == torch.bfloat16
+            assert (frozen.lm_head_weight().dtype == torch.float32) == wide
+        assert torch.equal(frozen.lm_head_weight(), policy.lm_head_weight())
+
+
+def test_runs_with_an_fp32_head(tmp_path):
+    """Policy and reference are still the same to the last bits at first; on ranks and with LoRA."""
+    world = tiny.build(str(tmp_path))
+    half = dict(dtype="bfloat16", fp32_head=True)
+    cases = {"ppo": [one_run("ppo.py", *[world.ppo("out", zero_stage=3, **half)] * 2)],
+             "lora": [one_run("grpo.py", world.grpo("out", lora="4", **half))],
+             "sft": [one_run("sft.py", world.sft("out", **half))],
+             "rm": [one_run("rm.py", world.rm("out", fp32_head=True))]}
+    results = forked(str(tmp_path), cases)
+    for name in ("ppo", "lora"):
+        assert set(results[name][0]["codes"]) == {0}, results[name]
+        first = tiny.read_log(f"{tmp_path}/{name}/out")[0]
+        assert abs(first["eval/kl"]) < 1e-6 and first["policy/ratio_gap"] < 1e-6
+    assert results["sft"][0]["codes"] == [0] and results["rm"][0]["codes"] == [2]
+    assert "fp32_head" in results["rm"][0]["stderr"][0]

@@ -87,6 +87,7 @@ CAMPAIGN = FAST | {
     "ppo, rollout in parts": ("ppo", 1, SMALL, 0, PPO | dict(batch_size=64, micro_batch_size=2, rollout_batch_size=8)),
     "ppo, float64": ("ppo", 1, SMALL, 0, PPO | dict(dtype="float64")),
     "ppo, bf16 under autocast": ("ppo", 1, SMALL, 0, PPO | dict(dtype="bfloat16")),
+    "ppo, bf16, fp32 head": ("ppo", 1, SMALL, 0, PPO | dict(dtype="bfloat16", fp32_head=True)),
     "ppo, pure bf16": ("ppo", 1, SMALL, 0, PPO | dict(dtype="bfloat16", master_weights=False)),
     "ppo, LoRA": ("ppo", 1, SMALL, 0, PPO | dict(lora="policy=4,value=8:16:q+v")),
     "ppo, one trunk": ("ppo", 1, SMALL, 0, PPO | dict(lora="4", share_base=True, reward_path="adapter")),

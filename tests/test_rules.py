@@ -625,7 +625,7 @@ def test_check_rows():
             dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
     rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
-    assert set(NEEDS) == {"accuracy", "countdown", "code"}
+    assert set(NEEDS) == {"accuracy", "math", "countdown", "code"}
     only = [r for r in rewards if r[1] not in NEEDS]
     check_rows(only, [dict(prompt="?")], "data.jsonl")
     for field, name in (("answer", "accuracy"), ("numbers", "countdown"), ("target", "countdown"), ("tests", "code")):

@@ -1,6 +1,6 @@
 """
-Judge one policy or several on a file of prompts: how often they are right, pass@k, majority@k,
-lengths, rewards, and how often one wins against another.
+Judge one policy or several on a file of prompts: how often they are right, pass@k, majority@k, best
+of k, lengths, rewards, and how often one wins against another.
 
 python tools/eval.py --policies=out/arithmetic_ppo/policy
 python tools/eval.py --policies=out/arithmetic_sft/policy,out/arithmetic_ppo/policy \\
@@ -33,7 +33,8 @@ from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
-from engine.estimates import bootstrap, majority_at_k, mean_and_error, pass_at_k, wins  # noqa: E402
+from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
+                              mean_and_error, pass_at_k, wins)
 from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.run_folder import today  # noqa: E402
@@ -66,7 +67,7 @@ template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
 chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
 # judging
-k = ""  # of pass@k and majority@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
+k = ""  # of pass@k, majority@k and best@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; A,B,C: an ensemble; empty = none
@@ -77,7 +78,9 @@ judge_path = ""  # folder or hub name of a judge, whose score is added; empty = 
 judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
 judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
 judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
-compare_by = ""  # who wins; empty = scores (the sum of all rewards), or without rewards right_by
+# who wins, and which of k samples is the best; empty = scores (the sum of all rewards), or without
+# rewards right_by, and no best of k
+compare_by = ""
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
@@ -259,6 +262,14 @@ for (name, mode), prompts in by_prompt.items():
         numbers[f"majority@{x}"] = [
             majority_at_k([record["answer"] for record in prompt], values, x)
             for prompt, values in zip(judged, right, strict=True)]
+    # the best of k samples by the reward: its own score, and what else is measured of it
+    ranked = [prompt for prompt in prompts if len(scores_of(prompt, compare_by)) == len(prompt)]
+    for x in ks if mode == "sampled" and terms else ():
+        for score in known:
+            both = [(scores_of(prompt, compare_by), scores_of(prompt, score)) for prompt in ranked]
+            numbers[f"best@{x} {score}"] = [best_of_k(by, values, x) for by, values in both
+                                            if len(values) == len(by)]
+        numbers[f"best@{x} kl bound"] = [kl_of_best_of(x)]
     numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
     numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
     figures[name] |= {f"{mode} {metric}": mean_and_error(values)

@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
 from engine.placement import decoding_copy  # noqa: E402
+from engine.estimates import kl_of_best_of  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -42,6 +43,7 @@ prompts = ""  # JSONL file with "prompt"; both empty = each line of standard inp
 fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
+best_of = 1  # of so many for each of these only that of the best score is shown [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = no scores
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 max_new_tokens = 48  # longest response [1..1000000]
@@ -62,6 +64,12 @@ config = configure(globals())
 
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
+if best_of > 1 and not reward_path:
+    raise BadConfig(f"best_of = {best_of} needs a score to find the best by; give one with "
+                    "--reward_path=FOLDER")
+if best_of > 1:
+    print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a response "
+          "from the policy")
 device = device_type
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,16 +99,20 @@ def answer(rows, path, first=0):
     from, for errors. first: the number of the first prompt; seed and number decide the noise.
     """
     ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, scorer_tokenizer)
-    total = len(rows) * samples
-    for begin in range(0, total, batch_size):
-        picks = [divmod(i, samples) for i in range(begin, min(begin + batch_size, total))]
-        print_batch([(rows[p], ids[p], first + p, sample) for p, sample in picks])
+    each, waiting = samples * best_of, []  # responses to a prompt; those that wait for others
+    for begin in range(0, len(rows) * each, batch_size):
+        picks = [divmod(i, each) for i in range(begin, min(begin + batch_size, len(rows) * each))]
+        waiting += respond([(rows[p], ids[p], first + p, sample) for p, sample in picks])
+        while len(waiting) >= best_of:
+            show(*max(waiting[:best_of], key=lambda response: response[-1]), waiting[0][1])
+            waiting = waiting[best_of:]
 
 
-def print_batch(picks):
+def respond(picks):
     """
-    Print one response to each of [(row, prompt ids, the prompt's number, which of its samples)].
-    All of them decode together.
+    A response to each of [(row, prompt ids, the prompt's number, which of its samples)], which
+    decode together: [(row, which, text, finished, score), ...]; the score is 0 without a reward
+    model.
     """
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
@@ -110,18 +122,22 @@ def print_batch(picks):
                          truncation=truncation_of(config) if temperature else None)
         texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
                  for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
-        scores = [None] * len(rows)
+        scores = [0.0] * len(rows)
         if reward_path:
             batch |= dict(rows=rows, completions=texts)
             scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer,
                                          batch_size).tolist()
-    for i, (row, text, score) in enumerate(zip(rows, texts, scores, strict=True)):
-        if which[i] == 0 and (prompt or prompts):
-            said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            print(f"> {said}")
-        cut = "" if batch["finished"][i] else " [cut off at max_new_tokens]"
-        scored = "" if score is None else f"   (score {score:.2f})"
-        print(f"{text or '[empty]'}{cut}{scored}", flush=True)
+    return list(zip(rows, which, texts, batch["finished"].tolist(), scores, strict=True))
+
+
+def show(row, _, text, finished, score, which):
+    """Print a response, and above the first of a prompt, which = 0, the prompt."""
+    if which == 0 and (prompt or prompts):
+        said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"> {said}")
+    cut = "" if finished else " [cut off at max_new_tokens]"
+    scored = f"   (score {score:.2f})" if reward_path else ""
+    print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 
 
 def as_row(text, where):
