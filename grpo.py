@@ -80,8 +80,10 @@ temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
+generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py

@@ -37,7 +37,9 @@ all_reduce of 2 numbers a step). So do some iterations: the first one (row 8 onc
 reference) and those that audit, evaluate or save. zero_stage 1 sends the new weights around after
 each optimizer step. Models that are sharded (zero_stage 2 and 3) gather their weights and reduce
 their gradients within forward and backward, by themselves; then clip_gradients adds an all_reduce
-of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy.
+of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy. With
+generate_tp the ranks that decode together exchange, beside all this, a few numbers for each row,
+layer and token, see engine/tensor_parallel.py: they are a group of their own.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
 and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
@@ -103,9 +105,14 @@ def share(n, rank, size):
     return range(rank * n // size, (rank + 1) * n // size)
 
 
-def my_share(items):
-    """This rank's contiguous part of a sequence that all ranks hold. It may be empty."""
-    mine = share(len(items), *rank_and_size())
+def my_share(items, together=1):
+    """
+    This rank's contiguous part of a sequence that all ranks hold. It may be empty. together: so
+    many neighbouring ranks have one part in common. It is the parts of each of them, one behind the
+    other, whatever does not divide: rank r's part begins at r n // ranks.
+    """
+    rank, size = rank_and_size()
+    mine = share(len(items), rank // together, size // together)
     return items[mine.start:mine.stop]
 
 

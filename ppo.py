@@ -82,8 +82,10 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
+generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
@@ -94,6 +96,8 @@ scale_scores = "none"  # running: divide scores by their deviation so far [none 
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
 # no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
+# learned scores less those of the rows' demonstrations, the field "completion" (N+ detail 15)
+subtract_demonstration = False  # a response as good as its demonstration then scores 0
 missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
 missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
@@ -150,7 +154,7 @@ rank, world_size, device = launch.init(device_type, timeout, deterministic)  # C
 fix_chat_date(config)  # COLLECTIVE: of templates that print one
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+train_rows, eval_rows = (build.read_prompts(path, terms, fields, subtract_demonstration)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained

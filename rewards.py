@@ -375,17 +375,27 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
                                micro_batch_size, count, prompts=prompt_width(batch))
 
+    return text_scores(batch["rows"], batch["completions"], batch["finished"].tolist(),
+                       reward_model, reward_tokenizer, micro_batch_size, count,
+                       batch["tokens"].device)
+
+
+def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size, count,
+                device):
+    """
+    A collective: the reward model's score, (B,), of completions to the prompts of data rows, both
+    as text. finished: whether EOS, or the end of the turn, stands behind each. micro_batch_size,
+    count: see score_sequences.
+    """
     def encode():
         sequences = []
-        for row, completion, finished in zip(batch["rows"], batch["completions"],
-                                             batch["finished"].tolist(), strict=True):
-            ids = reward_tokenizer.encode_response(row["prompt"], completion, finished)
+        for row, completion, ended in zip(rows, completions, finished, strict=True):
+            ids = reward_tokenizer.encode_response(row["prompt"], completion, ended)
             sequences.append(ids[:reward_model.config.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
     # If encoding fails on one rank, together tells the others, before they wait for its forwards.
     tokens, mask = together.together(encode)  # COLLECTIVE
-    device = batch["tokens"].device
     return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
                            count, reward_tokenizer.skipped_id)
 
@@ -539,7 +549,9 @@ class Scorer:
         """
         A collective: the scores of this rank's b responses, (b,) each: by each reward, as
         "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud; of
-        an ensemble also "reward_model_std", how far its models are apart.
+        an ensemble also "reward_model_std", how far its models are apart; with
+        subtract_demonstration also the reward model's scores of the rows' demonstrations, as
+        "reward/demonstration".
 
         mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
         how many responses all ranks have together.
@@ -554,14 +566,21 @@ class Scorer:
         forwards = parallel.most_micro_batches(rows, at_once)
         apart = {}
         if self.reward_models:
-            each = []  # (b,) of each model; one after the other is on the device
+            each, shown = [], []  # (b,) of each model; one after the other is on the device
+            demonstrations = [row.get("completion") for row in mine["rows"]]
             for reward_model in self.reward_models:
                 with self.autocast, no_grad_forwards([reward_model], self.device):
                     each.append(reward_model_scores(mine, reward_model, self.reward_tokenizer,
                                                     self.tokenizer, at_once, forwards))
+                    if self.config.get("subtract_demonstration"):
+                        shown.append(text_scores(  # COLLECTIVE
+                            mine["rows"], demonstrations, [True] * len(demonstrations),
+                            reward_model, self.reward_tokenizer, at_once, forwards, self.device))
             each = torch.stack(each)  # (M, b)
-            scores["reward_model"] = ensemble_score(each, self.config["reward_ensemble"],
-                                                    self.config["reward_ensemble_coef"])
+            how = self.config["reward_ensemble"], self.config["reward_ensemble_coef"]
+            scores["reward_model"] = ensemble_score(each, *how)
+            if shown:
+                scores["demonstration"] = ensemble_score(torch.stack(shown), *how)
             if len(each) > 1:
                 apart = dict(reward_model_std=spread(each))
         if self.judge:
@@ -583,6 +602,8 @@ class Scorer:
         for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
             learned = batch[f"reward/{name}"]
             batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
+            if name == "reward_model" and "reward/demonstration" in batch:
+                batch["reward/reward_model"] -= batch["reward/demonstration"]
             if len(learned) > 1 and (learned == learned[0]).all():
                 self.say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
                               f"score {learned[0]:.4g}: nothing can be learned from it", name)

@@ -34,6 +34,7 @@ from engine import audit, launch
 from engine.build import autocast, decoding_dtype
 from engine.graphs import Replayed
 from engine.placement import decoding_copy
+from engine.tensor_parallel import neighbours
 from errors import BadInput, Lost, Stop
 from loss import as_bits, logprobs_from_logits, sampling_set, scaled_logits
 from model import autocast_dtype
@@ -401,18 +402,26 @@ def sample_and_score(run, policy, scorer, config, rows, prompts, purpose, iterat
               for row, prompt, slot in zip(rows, prompts, slots, strict=True)
               for sample in range(group_size)]
     width = max(map(len, prompts))  # one P for all ranks
-    mine = parallel.my_share(wanted)
-    ids, my_slots, samples = ([one[k] for one in mine] for k in (1, 2, 3))
-    uniforms = response_uniforms(config["seed"], purpose, iteration, my_slots, R, samples)
-    decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device)
+    numbers = range(len(wanted))
+    mine = parallel.my_share(numbers)  # the rows that this rank scores
+    # with generate_tp several ranks decode together what is theirs
+    ranks = neighbours(config["generate_tp"])  # COLLECTIVE
+    ours = parallel.my_share(numbers, ranks.n)
+    ids, our_slots, samples = ([wanted[i][k] for i in ours] for k in (1, 2, 3))
+    uniforms = response_uniforms(config["seed"], purpose, iteration, our_slots, R, samples)
+    decoder = decoding_copy(policy, decoding_dtype(config, run.device), run.device, ranks)
     parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
     with autocast(config, run.device):
         for part in generate_in_parts(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=launch.stop_asked, cuda_graphs=config["cuda_graphs"],
-                truncation=truncation_of(config), keep_sets=True):
-            chunk = mine[len(texts["rows"]):][:len(part["tokens"])]  # may be empty
+                prompt_width=width, stop=lambda: ranks.any(launch.stop_asked(), every=16),
+                cuda_graphs=config["cuda_graphs"], truncation=truncation_of(config),
+                keep_sets=True):
+            decoded, ours = ours[:len(part["tokens"])], ours[len(part["tokens"]):]
+            kept = [row for row, i in enumerate(decoded) if i in mine]
+            part = {name: t[kept] for name, t in part.items()}
+            chunk = [wanted[decoded[row]] for row in kept]  # may be empty
             said = dict(rows=[one[0] for one in chunk],
                         prompts=[tokenizer.decode(one[1]) for one in chunk],
                         completions=decode_responses(tokenizer, part))
@@ -470,7 +479,10 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
             batch = sample_and_score(  # COLLECTIVE
                 run, policy, scorer.of_one(reward_model), config, [rows[i] for i in picked],
                 [prompts[i] for i in picked], "rollout", 0, group_size=group_size)
-            shift = centering_shift(batch["scores"], batch["finished"])
+            scores, counted = batch["scores"], batch["finished"]
+            if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+                scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
+            shift = centering_shift(scores, counted)
             shifts.append(reward_model.config.score_shift + shift)
             if parallel.rank_and_size()[0] == 0:
                 print(f"the reward model scores {-shift:.3f} on average at first; its scores are "

@@ -50,7 +50,7 @@ from engine.hf_files import check_dtype, check_numbers, read_headers, read_json,
 from engine.pretrained import (
     check_lora, draw_score_head, fill, from_hf, hf_name, read_shift, to_hf)
 from errors import BadInput, shorten
-from model import freeze, lm_output, scalar_output
+from model import freeze, scalar_output
 
 LINEAR_MAPS = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer; not every family has all
 
@@ -109,7 +109,7 @@ class Adapted(nn.Module):
         """The head, on the trunk's states (..., d) -> logits (..., V), or scalars (...)."""
         if self.head == "scalar":
             return scalar_output(self.score, x)
-        return lm_output(self, x)
+        return self.base.output(x)
 
     def lm_head_weight(self):
         """(V, d)."""

@@ -16,7 +16,8 @@ from engine.optimizers import MovingAverage, make_optimizer
 from engine.placement import load, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.tensor_parallel import check_split
+from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
 from rows import prompt_row, ptx_row
 from model import freeze
@@ -47,16 +48,21 @@ def settings(config, device):
                 fp32_head=config["fp32_head"])
 
 
-def read_prompts(path, terms, fields=""):
+def read_prompts(path, terms, fields="", demonstrations=False):
     """
-    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
-    BadInput.
+    The rows of a file of prompts, which have what the rewards need, and demonstrations where these
+    are wanted; none, if path is "". Raises BadInput.
     """
     rows = read_rows(path, prompt_row, fields) if path else Rows()
     rules, first = [term for term in terms if term[2]], 0
     for file, _, count in rows.parts:
         check_rows(rules, rows[first:first + count], file)
         first += count
+        for number, row in enumerate(rows[first - count:first] if demonstrations else (), 1):
+            if not isinstance(row.get("completion"), str) or not row["completion"].strip():
+                raise BadInput(f"{file}, row {number}: subtract_demonstration needs the field "
+                               "'completion', a string that is not blank; give demonstrations, "
+                               "such as those of sft.py, or leave the key out")
     return rows
 
 
@@ -80,8 +86,10 @@ def load_policy(config, device):
     """
     path = config["policy_path"]
     tokenizer = load_tokenizer(path, config)
+    add_ends(tokenizer, config["extra_eos_ids"])
     policy = load(path, places(config)["policy"], trained=True, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
+    check_split(policy.config, config["generate_tp"])
     return policy, tokenizer
 
 

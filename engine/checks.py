@@ -23,6 +23,9 @@ def check_ppo(config, terms, world_size):
     if c["critic_warmup_iters"] >= c["max_iters"] and not c["epochs"]:
         raise BadConfig(f"critic_warmup_iters = {c['critic_warmup_iters']} of max_iters = "
                         f"{c['max_iters']}: the policy would never learn; lower it")
+    if c["subtract_demonstration"] and not uses_reward_model(terms):
+        raise BadConfig("subtract_demonstration is for learned scores, but reward_functions does "
+                        "not use reward_model; leave it out")
     if c["value_init"] == "reward" and not uses_reward_model(terms):
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
                         "type --value_init=policy")
@@ -75,6 +78,13 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
+    if world_size % c["generate_tp"]:
+        raise BadConfig(f"generate_tp = {c['generate_tp']} does not divide the {world_size} "
+                        f"rank{'s' * (world_size > 1)} of this run; type --generate_tp=1, or start "
+                        f"a multiple of {c['generate_tp']}")
+    if c["generate_tp"] > 1 and c["cuda_graphs"]:
+        raise BadConfig("cuda_graphs with generate_tp: a step of sampling that sends is not "
+                        "recorded; leave one of them out")
     check_ensemble(c, terms)
     check_judge(c, [name for _, name, _ in terms])
     rules = [term for term in terms if term[2]]

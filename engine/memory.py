@@ -269,30 +269,34 @@ def kv_cache(m, run, n):
     return 2 * m.c.n_layers * n * m.c.n_kv_heads * m.c.head_dim * (run.P + run.R - 1) * run.a
 
 
-def decoding(m, run, n):
+def decoding(m, run, n, group=1, part=None):
     """
     Beside the cache, the larger one of
-        the prompts  forward_only of n rows of P tokens; of a group it is one
+        the prompts  forward_only of n rows of P tokens; of a group of responses it is one row
         a step       logits n V a, and for the sampler up to three tensors n V f: the scaled logits,
                      their softmax, its running sum; attention over all tokens so far, 2 n heads T a
-    and 20 n R of random numbers and sampled tokens.
+    and 20 n R of random numbers and sampled tokens. part: what a rank holds of the model where
+    several decode together: then the logits are gathered, which takes n V a more.
     """
-    V = m.c.vocab_size
+    V, part = m.c.vocab_size, part or m
     copies = 2 + (run.temperature != 1.0 or run.vocab_padding or run.a != run.f)
-    step = n * V * (run.a + copies * run.f) + 2 * n * m.c.n_heads * run.T * run.a
-    return max(forward_only(m, run, -(-n // run.group), run.P), step) + 20 * n * run.R
+    step = n * V * (run.a * (1 if part is m else 2) + copies * run.f)
+    step += 2 * n * part.c.n_heads * run.T * run.a
+    return max(forward_only(part, run, -(-n // group), run.P), step) + 20 * n * run.R
 
 
-def decoding_copy(m, run):
+def decoding_copy(m, run, part=None):
     """
     elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
     the policy's own would be cast, or gathered from all ranks, for every token. Where they are
-    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied.
+    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied. part: as
+    above; a part of weights that are neither cast nor gathered is a view of them.
     """
-    packed = not run.cuda and not run.autocast and run.a == 4 and packing_pays(torch.float32)
+    packed = part is None and not run.cuda and not run.autocast and run.a == 4 \
+        and packing_pays(torch.float32)
     if not sharded(m) and not packed and not (run.autocast and m.e > run.a):
         return 0
-    tensors = base_tensors(m)
+    tensors = base_tensors(part or m)
     if packed:
         table = [((m.c.vocab_size, m.c.d_model), m.e)]
         # a head that is the embedding's table becomes a tensor of its own
@@ -303,6 +307,11 @@ def decoding_copy(m, run):
     if m.c.fp32_head and run.autocast and not packed:  # the LM head is not cast
         copied += m.c.vocab_size * m.c.d_model * (m.wide * sharded(m) - run.a)
     return copied
+
+
+def splitting(m, run):
+    """2 x the largest tensor x a: a sharded model's tensors are gathered one by one, and cut."""
+    return 2 * max(math.prod(shape) for shape, _ in base_tensors(m)) * run.a * sharded(m)
 
 
 # --------------------------------------------------------------------------------------------------

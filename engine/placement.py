@@ -37,6 +37,7 @@ import torch.nn as nn
 import parallel
 from engine.adapters import Adapted
 from engine.pretrained import fill, from_pretrained
+from engine.tensor_parallel import ALONE, SplitTransformer
 from errors import BadConfig, shorten
 from kernels import pack_weight, packing_pays
 from model import RMSNorm, Transformer, freeze
@@ -433,7 +434,7 @@ def reshard(trunk):
             module.reshard()
 
 
-def decoding_copy(policy, matrices, device):
+def decoding_copy(policy, matrices, device, ranks=ALONE):
     """
     The model that the rollout decodes with. All ranks call this. It is the policy itself, unless
     one of these makes a copy, which is to be deleted after the rollout:
@@ -442,43 +443,56 @@ def decoding_copy(policy, matrices, device):
     - autocast would round the matrices to the dtype `matrices` at every token: the copy has them in
       that dtype;
     - on this CPU a product is faster with a packed matrix, see kernels.pack_weight.
+
+    ranks: the Neighbours that decode together (generate_tp). Each gets its part of the model: a
+    sharded policy is gathered tensor by tensor, and only the part is kept. It is not packed.
     """
     trunk = trunk_of(policy)
-    matrix = trunk.layers[0].q.weight
-    packs = matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
+    matrix, split = trunk.layers[0].q.weight, ranks.n > 1
+    packs = not split and matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
 
     def to_cast(name, p):
         return (matrices is not None and p.dim() == 2 and p.dtype != matrices
                 and not trunk.config.stays_wide(name))
 
     casts = any(to_cast(name, p) for name, p in trunk.named_parameters())
-    if not packs and not sharded(policy) and not casts:
+    if not split and not packs and not sharded(policy) and not casts:
         return policy
     # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
     c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
     with torch.device("meta"):  # no memory yet
-        whole = freeze(Transformer(c, trunk.head))
+        model = SplitTransformer(c, ranks) if split else Transformer(c, trunk.head)
+    freeze(model)
 
     def put(name, t):
         name, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
-        module = whole.get_submodule(name)
+        module = model.get_submodule(name)
         if packs and isinstance(module, nn.Linear) and kind == "weight":
             t = pack_weight(t)
         setattr(module, kind, nn.Parameter(t, requires_grad=False))
 
     for name, p in trunk.named_parameters():
-        t = my_part(p.detach()).to(device)
+        t = my_part(p.detach())
+        if split and not is_shard(p):
+            t = model.part_of(name, t)
+        t = t.to(device)
         if to_cast(name, p):
             t = t.to(matrices)
         if is_shard(p):
             t = gather(t, p)
+            if split:
+                t = model.part_of(name, t).clone()  # the rest of it is freed
         put(name, t)
         if name == "embed.weight" and trunk.config.tied and packs and trunk.head == "lm":
             put("lm_head.weight", t)
     if not isinstance(policy, Adapted):
-        return whole
+        return model
+    if split:
+        twin = Adapted(model)
+        twin.layers = model.parts_of_adapters(policy.layers)
+        return twin
     twin = copy.copy(policy)  # it has the policy's own adapters, on the copy of the trunk
-    twin.stand_on(whole)
+    twin.stand_on(model)
     return twin
 
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from engine.memory import (LINEAR, ROWS, Model, audit, batch_tensors, decoding, decoding_copy,
                            forward_only, gathered, gradients, kept_by_trunk, kv_cache,
                            layer_backward, logits_forward, logits_training, moving_average,
-                           optimizer_states, parameters, saving, sharded, stepping, update)
+                           optimizer_states, parameters, saving, sharded, splitting, stepping,
+                           update)
 
 
 QUESTION = 128  # tokens of a judge's template; those that are built in have 60 to 130
@@ -55,22 +56,28 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
                   save=max(saving(m, run) for m in models.values()),
                   audit=batch + max(map(audit, models.values())))
 
-    # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones
     asked = None  # the model that is the judge
     if "judge" in rewards_of(config):
         asked = next(name for name in ("judge", "ref_policy", "policy") if name in models)
-    copy = decoding_copy(models["policy"], run)
+    # rollout and scoring: a rank's share of an iteration's responses, or of the held-out ones. With
+    # generate_tp the policy is in parts while it samples, and several ranks decode all their rows
+    together, sampler = config["generate_tp"], models["policy"]
+    part = part_of(sampler, together) if together > 1 else None
+    copy = decoding_copy(sampler, run, part)
     stay = sum(gathered(m, run, False)[0] for m in models.values())  # until all models have scored
     evaluated = (config["eval_size"] or eval_rows) if config["eval_path"] else 0
     sampled, held_out = (math.ceil(n / world_size) for n in (run.batch_size, evaluated))
-    for share, missing in ((sampled, states if config["max_iters"] == 1 else 0), (held_out, 0)):
-        n = min(config["rollout_batch_size"] or share, share)
+    only = states if config["max_iters"] == 1 else 0
+    for share, group, missing in ((sampled, run.group, only), (held_out, 1, 0)):
+        decoded, row = share * together, 9 * run.T + (5 + 2 * run.set_bytes) * run.R
+        n = min(config["rollout_batch_size"] or decoded, decoded)
         b = min(rows_at_once(config, run.P), share)
-        responses = batch + share * (9 * run.T + (5 + 2 * run.set_bytes) * run.R) - missing
-        cache = kv_cache(models["policy"], run, n)
+        others = batch - missing
+        cache = kv_cache(part or sampler, run, n)
         rows["policy"]["KV cache"] = max(rows["policy"]["KV cache"], cache)
-        phases["rollout"] = max(phases["rollout"],
-                                cache + copy + decoding(models["policy"], run, n) + responses)
+        sampling = cache + decoding(sampler, run, n, group, part) + decoded * row
+        sampling = max(sampling, splitting(sampler, run)) if part else sampling
+        phases["rollout"] = max(phases["rollout"], copy + sampling + others)
         for name, m in models.items():
             layer = forward_only(m, run, b, run.T)
             logits = logits_forward(m, run, b * run.R)
@@ -84,7 +91,8 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)
             scoring = stay + visiting + max(passes + max(layer, logits), ends)
-            phases["score"] = max(phases["score"], scoring + responses + 12 * share * run.R)
+            scoring += share * (row + 12 * run.R) + others
+            phases["score"] = max(phases["score"], scoring)
 
     # the update
     passes = config.get("ppo_epochs", config.get("num_iterations"))
@@ -106,6 +114,14 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
     in_mib = {name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()}
     return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
                 rows=in_mib)
+
+
+def part_of(m, n):
+    """The Model of what a rank holds of m while n ranks sample together, the one with most of it."""
+    from engine.tensor_parallel import check_split, part_config  # here: as in models_of
+
+    check_split(m.c, n)
+    return dataclasses.replace(m, c=part_config(m.c, n - 1, n))
 
 
 def always_there(models, run, world_size):

@@ -41,6 +41,8 @@ def summarize(batch, prefix, reward_names=()):
     if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
         figures["accuracy"] = batch["accuracy"].mean()
         figures["thinks"] = batch["thinks"].mean()
+    if "reward/demonstration" in batch:
+        figures["reward/demonstration"] = mean_of(batch["reward/demonstration"])
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])

@@ -84,6 +84,20 @@ def load_tokenizer(path, config=None):
     return tokenizer
 
 
+def add_ends(tokenizer, extra):
+    """
+    Let a response end with these tokens, too. extra: the key extra_eos_ids, such as "198,50256"; ""
+    adds none. Raises BadInput for what is no id of the tokenizer.
+    """
+    words = [word.strip() for word in extra.split(",") if word.strip()]
+    for word in words:
+        if not (word.isascii() and word.isdigit() and int(word) < tokenizer.vocab_size):
+            raise BadInput(f"extra_eos_ids = {extra!r}: {word!r} is no id of the tokenizer; wanted "
+                           f"numbers below {tokenizer.vocab_size}, such as "
+                           f"--extra_eos_ids={tokenizer.eos_id}")
+    tokenizer.eos_ids = tokenizer.eos_ids | {int(word) for word in words}
+
+
 def check_tokenizer_fits(tokenizer, model, path):
     """
     Raise BadInput if the tokenizer has ids for which the model has no embedding. Fewer ids are

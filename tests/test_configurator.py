@@ -582,8 +582,8 @@ def test_every_config_file_fits_its_script(name):
 def test_config_names_say_their_script():
     names = {"sft.py": ["arithmetic_sft", "tldr_sft", "code_sft"], "rm.py": ["tldr_rm"],
              "ppo.py": ["llama", "llama_8b", "tldr_ppo", "arithmetic_hydra", "arithmetic_shared"],
-             "grpo.py": ["arithmetic_grpo", "gsm8k_grpo", "countdown_grpo", "code_grpo", "dr_grpo", "dapo", "gspo",
-                         "rloo", "cispo"]}
+             "grpo.py": ["arithmetic_grpo", "llama_70b_grpo", "gsm8k_grpo", "countdown_grpo", "code_grpo", "dr_grpo", "dapo",
+                         "gspo", "rloo", "cispo"]}
     for script, configs in names.items():
         assert {script_of(f"{config}.py") for config in configs} == {script}
 

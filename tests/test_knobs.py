@@ -22,6 +22,7 @@ import tiny
 from tiny import alike, in_a_row, measured, one_run
 
 HELD = dict(dtype="float64", max_iters=2, micro_batch_size=64)
+THIRDS = ",".join(map(str, range(0, 256, 3)))  # ids of tokens
 SWAPPED = "answer>prompt,prompt>answer"
 SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first iteration is looked at, too
 JUDGED = dict.fromkeys(("judge_path", "judge_template", "judge_principles"), "FIRST")
@@ -45,9 +46,10 @@ PPO = {
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
     "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
-              dict(reward_functions="judge,length", value_init="policy") | JUDGED),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
-    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6), dict(too_long="cut")),
+               dict(reward_functions="judge,length", value_init="policy") | JUDGED),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS), dict(max_new_tokens=12)),
+    "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
+                 subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
     "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
@@ -66,7 +68,7 @@ GRPO = {
                 dict(reward_functions="ODD,reward_model")),
     "sequence": (dict(importance="sequence", cliprange=0.02, cliprange_high=0.02, dual_clip=1.01,
                       kl_correction=True), dict(num_iterations=4, learning_rate=1e-2)),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02), dict(max_new_tokens=12)),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS), dict(max_new_tokens=12)),
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
@@ -85,6 +87,7 @@ UNMOVING = {
     "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
+    "generate_tp": 1,  # it needs two ranks: SPLIT turns it
     # in float64 these two change a rounding, or nothing: test_off_policy.py turns them
     "importance_cap": 0.0, "sampler_gap_limit": 0.0,
     "code_seconds": 6, "code_memory_mib": 300, "code_output_kib": 32,  # test_sandbox.py turns these
@@ -105,29 +108,29 @@ VALUE = ("value_init", "cliprange_value", "vf_coef", "value_learning_rate", "val
          "value_lr_decay")
 
 # How the two ranks hold a group's models: stage, offload, micro_batch_size, gradient_checkpointing,
-# head_chunk. Every two of these meet in every combination. (Stage 1 has tests in test_zero.py.)
+# head_chunk, generate_tp. Every two of these meet in every combination. (Stage 1 has tests in test_zero.py.)
 SPLIT = {
-    ("ppo.py", "world"): (3, "none", 1, False, 0),
-    ("ppo.py", "scores"): (3, "params", 2, True, 0),
-    ("ppo.py", "ensemble"): (3, "params", 2, False, 0),
-    ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
-    ("ppo.py", "adam"): (2, "params", 1, False, 5),
-    ("ppo.py", "truncated"): (3, "none", 2, False, 5),
-    ("ppo.py", "ptx"): (3, "none", 2, False, 5),
-    ("ppo.py", "optim"): (1, "none", 64, False, 0),
-    ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
-    ("ppo.py", "judge"): (3, "params", 2, True, 0),
-    ("grpo.py", "judge"): (2, "none", 64, False, 0),
-    ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
-    ("grpo.py", "scores"): (2, "params", 64, False, 0),
-    ("grpo.py", "ensemble"): (3, "none", 1, False, 0),
-    ("grpo.py", "refills"): (2, "none", 64, True, 5),
-    ("grpo.py", "sequence"): (2, "none", 2, False, 0),
-    ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
-    ("grpo.py", "truncated"): (2, "none", 2, False, 5),
-    ("grpo.py", "adam"): (3, "optimizer", 64, False, 5),
-    ("grpo.py", "optim"): (1, "none", 64, False, 0),
-    ("grpo.py", "16 bits"): (2, "none", 64, False, 0),
+    ("ppo.py", "world"): (3, "none", 1, False, 0, 1),
+    ("ppo.py", "scores"): (3, "params", 2, True, 0, 2),
+    ("ppo.py", "ensemble"): (3, "params", 2, False, 0, 1),
+    ("ppo.py", "adaptive"): (2, "none", 64, False, 0, 2),
+    ("ppo.py", "adam"): (2, "params", 1, False, 5, 1),
+    ("ppo.py", "truncated"): (3, "none", 2, False, 5, 2),
+    ("ppo.py", "ptx"): (3, "none", 2, False, 5, 1),
+    ("ppo.py", "optim"): (1, "none", 64, False, 0, 1),
+    ("ppo.py", "16 bits"): (3, "none", 64, False, 0, 2),
+    ("ppo.py", "judge"): (3, "params", 2, True, 0, 2),
+    ("grpo.py", "judge"): (2, "none", 64, False, 0, 1),
+    ("grpo.py", "world"): (2, "optimizer", 1, True, 0, 2),
+    ("grpo.py", "scores"): (2, "params", 64, False, 0, 1),
+    ("grpo.py", "ensemble"): (3, "none", 1, False, 0, 1),
+    ("grpo.py", "refills"): (2, "none", 64, True, 5, 1),
+    ("grpo.py", "sequence"): (2, "none", 2, False, 0, 1),
+    ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5, 1),
+    ("grpo.py", "truncated"): (2, "none", 2, False, 5, 1),
+    ("grpo.py", "adam"): (3, "optimizer", 64, False, 5, 2),
+    ("grpo.py", "optim"): (1, "none", 64, False, 0, 1),
+    ("grpo.py", "16 bits"): (2, "none", 64, False, 0, 1),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
 THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
@@ -156,7 +159,7 @@ def test_splits_have_all_pairs():
     """And both scripts meet all stages."""
     assert set(GROUPS) - SPLIT.keys() == {("ppo.py", "dtype"), ("grpo.py", "dtype")}
     rows = [split for (_, name), split in SPLIT.items() if name not in ("optim", "16 bits")]
-    for a, b in itertools.combinations(range(5), 2):
+    for a, b in itertools.combinations(range(6), 2):
         values = [{row[i] for row in rows} for i in (a, b)]
         assert {(row[a], row[b]) for row in rows} == set(itertools.product(*values)), (a, b)
     for script in MODELS:
@@ -165,12 +168,12 @@ def test_splits_have_all_pairs():
 
 def split(script, group):
     """The keys of SPLIT."""
-    stage, offload, micro, again, chunk = SPLIT[script, group]
+    stage, offload, micro, again, chunk, together = SPLIT[script, group]
     trained = ("policy", "value") if script == "ppo.py" else ("policy",)
     models = {"none": (), "optimizer": trained, "params": (*trained, "ref", "reward", "judge")}[offload]
     return dict(zero_stage=str(stage), offload=",".join(f"{model}={offload}" for model in models),
                 micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk,
-                rollout_batch_size=3)
+                rollout_batch_size=3, generate_tp=together)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +192,7 @@ def turned(world, tmp_path_factory):
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
-    texts = dict(ptx_path=world.texts)
+    texts = dict(ptx_path=world.texts, prompts_path=world.sft_train)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
                   prompts_path=world.rl_val, eval_path=world.rl_train, judge_path=world.other_judge,
                   judge_template=f"{world.root}/other_question.txt",

@@ -53,6 +53,7 @@ GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, nu
             reward_functions="reward_model", kl_coef=0.04)
 SHORT = dict(max_new_tokens=20, eval_size=1)
 SMALL = llama(64, 3, 4, 2, 176)
+TOGETHER = dict(generate_tp=2, micro_batch_size=4, batch_size=4, eval_size=64)  # a long rollout, which is then the peak
 # name: (script, ranks, architecture, how many more embeddings than tokens, keys). FAST is the suite's part of the campaign
 FAST = {
     "ppo, llama with grouped queries": ("ppo", 1, SMALL, 0, PPO | SHORT),
@@ -61,6 +62,8 @@ FAST = {
         GRPO | SHORT | dict(dtype="bfloat16", head_chunk=32, gradient_checkpointing=True)),
     "grpo, a judge": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="judge")),
     "grpo, the reference judges": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="ref_policy")),
+    "grpo, stage 3, two ranks sample together": (
+        "grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | TOGETHER | dict(zero_stage="3")),
     "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
     "ppo, long texts beside it": ("ppo", 1, SMALL, 0, PPO | SHORT | dict(
         ptx_path="texts.jsonl", ptx_max_tokens=120, ptx_batch_size=8, too_long="cut")),
@@ -98,6 +101,12 @@ CAMPAIGN = FAST | {
     "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero_stage="1")),
     "ppo, stage 2": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(
         micro_batch_size=1, batch_size=4, zero_stage="2", head_chunk=8)),
+    "grpo, stage 3, bf16, two ranks sample together": ("grpo", 2, llama(256, 4, 4, 2, 688), 900, GRPO | TOGETHER | dict(
+        zero_stage="3", dtype="bfloat16")),
+    "ppo, stage 2, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 900, PPO | TOGETHER | dict(
+        zero_stage="2", rollout_batch_size=48, ppo_epochs=1, max_new_tokens=120)),
+    "ppo, whole weights, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | TOGETHER | dict(
+        lora="4", ppo_epochs=1)),
     "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
         micro_batch_size=1, zero_stage="3", dtype="bfloat16")),
 }
@@ -332,17 +341,17 @@ def printed(monkeypatch, capsys, *argv):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["llama_8b", "llama", "gsm8k_grpo", "countdown_grpo"])
+@pytest.mark.parametrize("name", ["llama_70b_grpo", "llama_8b", "llama", "gsm8k_grpo", "countdown_grpo"])
 def test_headers_of_configs_quote_the_prediction(name, monkeypatch, capsys):
     """What a config's header says it needs is what memory.py says of it."""
     with open(os.path.join(ROOT, "config", f"{name}.py"), encoding="utf-8") as f:
         header = f.read().split('"""')[1]
-    said = printed(monkeypatch, capsys, f"config/{name}.py", "--gpu-gb=80", "--world-size=8")
+    said = printed(monkeypatch, capsys, f"config/{name}.py", "--gpu-gb=80", f"--world-size={32 if '70b' in name else 8}")
     lines = said.splitlines()
     peaks = {w[0]: w[1] for w in map(str.split, lines) if len(w) > 1 and w[0] in ("rollout", "update", "score", "audit", "save")}
     peak, always = max(peaks.values(), key=float), re.search(r"optimizer \(([\d.]+)\)", said).group(1)
     assert float(peak) < 80e9 / 2**30
-    if name == "llama_8b":
+    if name in ("llama_8b", "llama_70b_grpo"):
         rows = [line.strip() for line in header.splitlines() if line.strip().startswith((*memory.ROWS, "GiB"))]
         assert len(rows) == 8 and all(any(line.startswith(row) for line in lines) for row in rows), said
         assert " | ".join(f"{phase} {peaks[phase]}" for phase in peaks) in header

@@ -183,7 +183,7 @@ KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/
                                        "runs/peers/*.py")))
 KEYS |= memory.OPTIONS.keys()
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
-          "rdzv_endpoint", "rdzv_id", "local_dir"}  # of pip, torchrun and hf
+          "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
 

@@ -5,10 +5,12 @@ paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 """
 import json
 import os
+import re
 
 import pytest
 import torch
 
+from data import batch_rows
 from engine.checkpoint import save_model
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
@@ -49,7 +51,6 @@ def test_who_says_where_the_zero_is(tmp_path):
     forget_shift(world.reward, world.reward)
     theirs = from_pretrained(world.reward, "scalar")
     assert not zero_is_known(theirs, "auto") and zero_is_known(theirs, "never")
-    assert all(zero_is_known(None, key) for key in ("auto", "always", "never"))
 
 
 def test_rewards_are_whitened_with_and_without_their_mean():
@@ -164,6 +165,15 @@ def runs(tmp_path_factory):
     add("never", "ppo.py", (15.0,), center_scores="never", **SETTINGS)
     add("warm-up", "ppo.py", critic_warmup_iters=2, checkpoint_interval=1, keep_checkpoints=9,
         ema_decay=0.5, **SETTINGS)
+    shown = dict(prompts_path=world.sft_train, eval_path="", dtype="float64", max_iters=2)
+    for name, more in (("less", dict(subtract_demonstration=True)), ("not less", {}),
+                       ("less, ranks", dict(subtract_demonstration=True, zero_stage=3))):
+        cases[name] = [one_run("ppo.py", *[world.ppo("out", **shown | more)] * (1 + ("ranks" in name)))]
+    add("less", "ppo.py", (-15.0, 15.0), subtract_demonstration=True, value_init="policy", **shown)
+    for name, more in (("bare rows", dict(prompts_path=world.rl_train)),
+                       ("rules alone", dict(reward_functions=letters, value_init="policy"))):
+        keys = shown | dict(subtract_demonstration=True) | more
+        cases[name] = [one_run("ppo.py", world.ppo("out", **keys))]
     add("half", "ppo.py", (15.0,), dtype="bfloat16", value_init="policy")
     add("too long", "ppo.py", critic_warmup_iters=3)
     arguments = world.ppo("out", reward_path=f"{folder}/moved 15.0", **SETTINGS)
@@ -171,7 +181,8 @@ def runs(tmp_path_factory):
     arguments = world.ppo("out", center_scores="always", **SETTINGS)
     cases["always"] = [one_run("ppo.py", arguments)]
     results = forked(folder, cases)
-    return {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
+    runs = {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
+    return runs | dict(world=world)
 
 
 def succeeded(run):
@@ -276,3 +287,42 @@ def test_the_policy_waits_while_the_value_model_warms_up(runs):
 def test_a_run_under_autocast(runs):
     records = tiny.read_log(succeeded(runs["half 15.0"]))
     assert len(records) == 4 and all(abs(r["objective/scores"]) < 3 for r in records[:-1])
+
+
+def test_scores_less_those_of_the_demonstrations(runs):
+    """The same texts: of the first iteration, the score is the plain one less the demonstration's."""
+    less, plain = (tiny.read_log(succeeded(runs[name]))[0] for name in ("less", "not less"))
+    assert less["objective/texts"] == plain["objective/texts"]
+    world = runs["world"]
+    model = from_pretrained(world.reward, "scalar", torch.float64)
+    with open(world.sft_train, encoding="utf-8") as f:
+        rows = [json.loads(line) for line in f]
+    scores = []
+    for i in batch_rows(1, 0, 7, len(rows)):
+        ids = [*rows[i]["prompt"].encode()]
+        for piece in re.split("(</?think>)", rows[i]["completion"]):
+            ids += {"<think>": [256], "</think>": [257]}.get(piece, [*piece.encode()])
+        scores.append(model(torch.tensor([ids + [258]]))[0, -1].item() + 0.25)
+    mean = sum(scores) / len(scores)
+    assert max(scores) - min(scores) > 0.1 and len(scores) == 7
+    assert less["objective/reward/demonstration"] == pytest.approx(mean, abs=1e-9)
+    assert less["objective/scores"] == pytest.approx(plain["objective/scores"] - mean, abs=1e-9)
+    assert "objective/reward/demonstration" not in plain
+
+
+def test_demonstrations_on_ranks_and_where_the_zero_moves(runs):
+    records = [measured(r) for r in tiny.read_log(succeeded(runs["less"]))]
+    ranks = [measured(r) for r in tiny.read_log(succeeded(runs["less, ranks"]))]
+    assert tiny.alike(records, ranks, 1e-9)
+    moved = [[measured(r) for r in tiny.read_log(succeeded(runs[f"less {by}"]))] for by in (-15.0, 15.0)]
+    shifts = [[r.pop("objective/score_shift") for r in records[:-1]] for records in moved]
+    assert shifts[0][0] == pytest.approx(shifts[1][0] + 30) and tiny.alike(*moved, 1e-7)
+    # the demonstrations are the zero: of the first iteration's prompts they score 0
+    assert abs(moved[0][0]["objective/reward/demonstration"]) < 1e-9
+
+
+def test_demonstrations_that_are_not_there(runs):
+    for name, said in (("bare rows", "row 1: subtract_demonstration needs the field 'completion'"),
+                       ("rules alone", "subtract_demonstration is for learned scores")):
+        result = runs[name][1]
+        assert result["codes"] == [2] and said in result["stderr"][0], result

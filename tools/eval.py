@@ -38,7 +38,7 @@ from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k
 from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.run_folder import today  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
@@ -60,6 +60,7 @@ temperature = 1.0  # of the samples [> 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
@@ -140,6 +141,8 @@ config["chat_date"] = chat_date or together.from_rank(today)
 if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
 tokenizers = [load_tokenizer(path, config) for path in paths]
+for tokenizer in tokenizers:
+    add_ends(tokenizer, extra_eos_ids)
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",

@@ -27,7 +27,7 @@ from engine.placement import decoding_copy  # noqa: E402
 from engine.estimates import kl_of_best_of  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from formats import read_rows  # noqa: E402
 from rows import check_text, prompt_row  # noqa: E402
@@ -51,6 +51,7 @@ temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 batch_size = 64  # responses that decode at once [1..1000000]
 chat_template = ""  # a Jinja file in the place of the tokenizer's own chat template
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
@@ -80,6 +81,7 @@ weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, config)
+add_ends(tokenizer, extra_eos_ids)
 policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
 decoder = decoding_copy(policy, None, torch.device(device))
 check_tokenizer_fits(tokenizer, policy, policy_path)
