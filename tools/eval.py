@@ -147,7 +147,7 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0, policy_path="") | config
+                micro_batch_tokens=0, policy_path="", fp32_head=False) | config
 reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
 judge = build.load_judge(settings, device, None, None, terms)
 if judge:
