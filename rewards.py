@@ -375,9 +375,9 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
                                micro_batch_size, count, prompts=prompt_width(batch))
 
-    return text_scores(batch["rows"], batch["completions"], batch["finished"].tolist(),
-                       reward_model, reward_tokenizer, micro_batch_size, count,
-                       batch["tokens"].device)
+    return text_scores(  # COLLECTIVE
+        batch["rows"], batch["completions"], batch["finished"].tolist(), reward_model,
+        reward_tokenizer, micro_batch_size, count, batch["tokens"].device)
 
 
 def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size, count,

@@ -275,13 +275,33 @@ def tool(capsys, monkeypatch, *argv):
 
 def test_a_table_for_70b_and_six_ways_to_train_it(capsys, monkeypatch):
     out = tool(capsys, monkeypatch, "config/llama.py", "--policy-config=llama-3.1-70b", "--world-size=16", "--zero_stage=3")
-    assert all(f"\n{row}" in out for row in (*memory.ROWS, *memory.PHASES)) and "predicted peak" in out
+    phases = memory.PHASES.keys() - {"weights"}  # which only ranks with roles have
+    assert all(f"\n{row}" in out for row in (*memory.ROWS, *phases)) and "predicted peak" in out
     assert "planned with the shape of llama-3.2-1b" in out  # the reward model's: the hub is out of reach
     out = tool(capsys, monkeypatch, "config/llama.py", "--compare", "--gpu-gb", "80")
     for column in ("PPO", "PPO + LoRA", "PPO one trunk", "GRPO", "GRPO + LoRA", "GRPO + reward model"):
         assert f"  {column}" in out
     sizes = [int(x) for x in next(line for line in out.splitlines() if line.startswith("micro-batch")).split()[1:7]]
     assert 0 < sizes[0] < sizes[3] and sizes[0] < sizes[1]  # GRPO and LoRA leave more room
+
+
+def test_a_table_for_each_role(capsys, monkeypatch):
+    """Generators train nothing, scorers hold what is frozen; trainers keep what is on its way to the generators."""
+    models = "config/llama.py", "--policy-config=llama-3.2-1b", "--reward-config=llama-3.2-1b", "--world-size=4"
+    out = tool(capsys, monkeypatch, *models, "--roles=train=2,generate=1,score=1")
+    train, generate, score = out.split("1 rank(s) that ")
+    assert "2 rank(s) that train" in train and "ref_policy" not in train and "value_model" in train and "\nrollout" not in train
+    assert "\nweights" in generate and "\nupdate" not in generate and "value_model" not in generate
+    assert "ref_policy  reward_model" in score and "\nrollout" not in score and "\nupdate" not in score
+
+    def peak(staleness):
+        out = tool(capsys, monkeypatch, *models, "--roles=train=3,generate=1", f"--staleness={staleness}")
+        return float(out.split("predicted peak: ")[1].split()[0])
+
+    policy = 1_235_814_400 * 2 / 2**30  # in 16 bits, but for the norms
+    assert abs(peak(3) - peak(1) - 2 * policy) < 0.05
+    with pytest.raises(BadConfig, match="has 3 ranks, but there are 4"):
+        tool(capsys, monkeypatch, *models, "--roles=train=2,generate=1")
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(capsys, monkeypatch):
