@@ -44,7 +44,7 @@ from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
-from roles import Batches, serve
+from batches import Batches, serve
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memo
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # how many updates ahead of its own a batch is sampled; see roles.py [0..100]
+staleness = 0  # how many updates ahead of its own a batch is sampled; see batches.py [0..100]
 max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
 refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py

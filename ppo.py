@@ -46,7 +46,7 @@ from loss import (adapt_kl_coef, example_logprobs, explained_variance, importanc
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
 from rewards import Scorer, last_real, punish_missing_eos, reward_terms
-from roles import Batches, serve
+from batches import Batches, serve
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memo
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # how many updates ahead of its own a batch is sampled; see roles.py [0..100]
+staleness = 0  # how many updates ahead of its own a batch is sampled; see batches.py [0..100]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]

@@ -401,10 +401,14 @@ def text_scores(rows, completions, finished, reward_model, reward_tokenizer, mic
 
 
 def judge_scores(batch, judge, micro_batch_size, count=0):
-    """The judge's score of each response, (B,); see ask_judge. batch: see this file's header."""
+    """
+    A collective: the judge's score of each response, (B,); see ask_judge. batch: see this file's
+    header.
+    """
     questions = [(row, [completion]) for row, completion
                  in zip(batch["rows"], batch["completions"], strict=True)]
-    return ask_judge(judge, questions, batch["tokens"].device, micro_batch_size, count)
+    device = batch["tokens"].device
+    return ask_judge(judge, questions, device, micro_batch_size, count)  # COLLECTIVE
 
 
 def ask_judge(judge, questions, device, micro_batch_size, count=0):
@@ -587,7 +591,7 @@ class Scorer:
                 apart = dict(reward_model_std=spread(each))
         if self.judge:
             with self.autocast, no_grad_forwards([self.judge.model], self.device):
-                scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)
+                scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)  # COLLECTIVE
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
         said |= {name: x.to(like) for name, x in apart.items()}

@@ -346,7 +346,8 @@ for iteration in range(start, max_iters + 1):
     for part in parallel.overlap_all_reduce(
             gradients, micro_batches_of(examples, tokens_of, config)):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        losses = losses_of(scores, scores.new_tensor([what for _, what in part]))  # (b,) each
+        told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
+        losses = losses_of(scores, told)  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (loss_scale * total / batch_size).backward()
         right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}

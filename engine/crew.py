@@ -1,5 +1,5 @@
 """
-Ranks with roles: who has which role, and how the roles talk to each other. roles.py says what they
+Ranks with roles: who has which role, and how the roles talk to each other. batches.py says what they
 say.
 
     trainers     the first ranks; rank 0 leads the run

@@ -125,7 +125,7 @@ class Run:
         self.frozen_checksums = {}  # filled by the first audit
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
         self.policy_reads = True  # a batch before its update; grpo.py may do without
-        self.batches = None  # roles.Batches, which sets it
+        self.batches = None  # batches.Batches, which sets it
         self.age = 0  # how many updates ago the policy was that has sampled the iteration's batch
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()

@@ -27,7 +27,7 @@ TOOL = os.path.join(ROOT, "tools", "explain.py")
 DONE = 2  # iterations that the copies of the runs have done
 SEED = 6  # with which the responses looked at have 5 and 8 tokens
 BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, missing_eos="replace",
-             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean")
+             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean", top_k=0, top_p=1.0, min_p=0.0)
 PPO = SimpleNamespace(**BATCH | dict(
     batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
     kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))

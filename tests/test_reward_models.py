@@ -193,7 +193,8 @@ def test_other_heads_are_named(folders, tmp_path):
         (spoilt("plain", lambda t: {n: x for n, x in t.items() if n != "score.weight"}, architectures=["Qwen2ForCausalLM"]),
          "plain' has no score head, it is a plain language model"),
     ]
-    keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True, gradient_checkpointing=False,
+    keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True,
+                gradient_checkpointing=False, fp32_head=False,
                 zero_stage="", offload="", lora="", optim="adamw", compile=False, reward_format="auto", chat_date="")
     for folder, message in cases:
         with pytest.raises(BadInput, match=message) as e:
@@ -329,7 +330,7 @@ def test_score_and_runs_say_how_they_read(folders, trained, tmp_path):
         "unsteady": ("tools/score.py", [f"--reward_path={unsteady}", "--pairs=../pairs.jsonl"]),
         "letters": ("tools/score.py", [f"--reward_path={trained['qwen2.5'][0]}", "--pairs=../letters.jsonl"]),
         "two": ("tools/score.py", [f"--reward_path={two}", "--pairs=../pairs.jsonl"]),
-        "grpo": ("grpo.py", [*keys, *grpo, f"--reward_path={folders['llama3.2']}"]),
+        "grpo": ("grpo.py", [*keys, *grpo, f"--reward_path={folders['llama3.2']}", "--center_scores=never"]),
         "ppo": ("ppo.py", [*keys, f"--reward_path={folders['qwen3']}", "--value_init=reward"]),
         "refused": ("grpo.py", [*keys, *grpo, f"--reward_path={folders['gpt2']}"]),
     }

@@ -235,13 +235,13 @@ if RANK == 1:
     rollout.sample = slow
 """
 NUDGE = """
-import roles
-f = roles.Generator.take_weights
+import batches
+f = batches.Generator.take_weights
 def nudged(self, *args):
     f(self, *args)
     self.policy.lm_head.weight.data[0, 0] += 1e-13
 if RANK == 1:
-    roles.Generator.take_weights = nudged
+    batches.Generator.take_weights = nudged
 """
 RAISES_LATE = """
 late = 0

@@ -196,7 +196,9 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
 
 def read_again(names):
     """The batch, as policy, reference and value model read it after the update."""
-    batch = dict(names["batch"])
+    batch = {name: x for name, x in names["batch"].items()
+             if name not in ("old_logprobs", "ref_logprobs", "values")}
+    names["run"].age = 0  # old_logprobs are then those of the policy of now
     minibatches = names["orders"][0].tensor_split(names["num_minibatches"])
     names["run"].must_agree = lambda gap, what: gap  # the policy has moved: no other agrees with it
     with contextlib.redirect_stdout(io.StringIO()):
