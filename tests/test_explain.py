@@ -294,7 +294,7 @@ def test_the_prompt_is_what_is_answered(runs, explained, letters):
     policy = by_hand.language_model(os.path.join(runs, "ppo", "out", "checkpoint-000004", "policy"))
     c = SimpleNamespace(**BATCH | dict(seed=1))
     prompt = by_hand.encode("12+34=", by_hand.MARKERS["tokenizer"])
-    response = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
+    response, _ = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
     logprobs, _ = by_hand.logprobs_of(policy, prompt, response, c.temperature)
     assert close(table(printed(explained, "ppo_over"), 13)[0], [x.item() for x in logprobs])
 
