@@ -809,7 +809,7 @@ def print_table(results):
         good = sum(not r["problems"] for r in mine)
         print(f"{job[0]:<7} {job[1]:>5} {len(mine):>6} {a:>11}{b:>9}{c:>6}{d:>7}{e:>6}{sum(count.values()):>11}"
               f"{f'{good}/{len(mine)}':>13}{max(r['slowest'] for r in mine):>11.1f} s"
-              + "  roles {!r}, staleness {}".format(*job[2:]) * (len(job) > 2))
+              + ("  roles {!r}, staleness {}".format(*job[2:]) if len(job) > 2 else ""))
     codes = sum((r["codes"] for r in results), collections.Counter())
     print(f"the other ranks of killed runs ended with: {', '.join(f'{code} x {n}' for code, n in sorted(codes.items())) or '-'}")
 
