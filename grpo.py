@@ -57,7 +57,7 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
-ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
+ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
 reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
@@ -184,7 +184,7 @@ run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(sco
           ema=ema)
 state = run.state
 
-parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
+parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
@@ -318,7 +318,7 @@ for iteration in range(run.start, max_iters + 1):
     batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) read: the log-probs of policy and reference before any update; sampler and policy must agree
+    # 2) read: the log-probs of policy and reference before any update; the sampler must agree
     run.enter("score")
     orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
               for epoch in range(num_iterations)]  # (B,) each: another order in each epoch
@@ -341,7 +341,7 @@ for iteration in range(run.start, max_iters + 1):
     if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
         batch["counted"] = batch["counted"] & ~flat.repeat_interleave(group_size)[:, None]
     learns = (advantages != 0) & batch["counted"].any(1)
-    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, R): filled before each step
+    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, R): filled before a step
 
     # 4) update
     run.enter("update")

@@ -104,8 +104,8 @@ def packing_pays(dtype):
 
 def pack_weight(weight):
     """
-    A matrix (m, n) for `linear` alone, in the order in which oneDNN reads it: with few rows of x, as
-    in a step of decoding, most of the time goes to reading the matrix. It takes as much memory.
+    A matrix (m, n) for `linear` alone, in the order in which oneDNN reads it. With few rows of x,
+    as in a step of decoding, most of the time goes to reading the matrix. It takes as much memory.
     """
     # the number of rows for which the order is made; it is as good for any other
     return torch.ops.mkldnn._reorder_linear_weight(weight, 512)

@@ -59,7 +59,7 @@ keep_best = False  # also leave out_dir/best_policy, the one with the best held-
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
-ref_reset_iters = 0  # iterations after which the reference becomes the policy of then, 0 = never [>= 0]
+ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
 reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
@@ -127,8 +127,8 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
-# PPO-ptx: an SFT loss beside PPO's in every step, so that the policy does not forget what it learned
-ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = no PPO-ptx
+# PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
+ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
 ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
 ptx_batch_size = 64  # demonstrations a step, over all ranks [1..1000000]
 ptx_max_tokens = 0  # longest of them, 0 = the policy's context; too_long holds for them, too [>= 0]
@@ -203,7 +203,7 @@ state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
     state["kl_coef"] = kl_coef  # a run that resumes may have been given another one
 
-parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all ranks begin with rank 0's bytes
+parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients

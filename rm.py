@@ -66,7 +66,7 @@ teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty 
 score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
 preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
-margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if it has one [>= 0]
+margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if any [>= 0]
 label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
 # optimizer: AdamW
