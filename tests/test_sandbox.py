@@ -1343,7 +1343,8 @@ def test_sleeping_is_bounded_over_all_tests():
     scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
     start = time.monotonic()
     passed, total, reason = run_tests("import time\ntime.sleep(0.5)", scripts, timeout=0.25)
-    assert (passed <= 1, total, reason) == (True, 10, "timeout")
+    # one, or two where the clock is read late; all ten if nothing bounded them
+    assert (passed <= 2, total, reason) == (True, 10, "timeout")
     assert time.monotonic() - start < 4  # five seconds of sleep without the bound
     both = [{"fn": "f", "inputs": [[]], "outputs": [None]}, scripts]
     code = "import time\ndef f(): time.sleep(0.9)\nif __name__ == '__main__': time.sleep(0.5)"
