@@ -591,7 +591,7 @@ def test_nasty_runs_end_well(world, tmp_path):
     names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir")]
     small = [x for x in NASTY if len(x) < 20]
     fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}
-    for i in range(40):
+    for i in range(60):
         new = {k: rng.choice(fitting[type(defaults[k])] if i % 4 else small) for k in rng.sample(names, 2)}
         cases[str(i)] = [one_run("ppo.py", world.ppo("out", **new))]
     codes = []
@@ -599,7 +599,7 @@ def test_nasty_runs_end_well(world, tmp_path):
         codes += result["codes"]
         assert result["codes"][0] in (0, 1, 2), (cases[name], result)
         assert result["codes"] == [0] and result["stderr"] == [""] or is_one_line(result["stderr"][0], ""), (cases[name], result)
-    assert 2 < codes.count(0) < 35
+    print(codes.count(0)); assert 5 < codes.count(0) < 35, codes
 
 
 def test_no_line_of_data_makes_a_traceback(world, tmp_path):

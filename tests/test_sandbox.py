@@ -1339,13 +1339,13 @@ def test_extract_code(completion, code):
 
 @pytest.mark.needs_bwrap
 def test_sleeping_is_bounded_over_all_tests():
-    """Ten processes that sleep for half a second each, where a program has one second in all."""
+    """Ten processes that sleep for 0.7 s each, where a program has one second in all."""
     scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
     start = time.monotonic()
-    passed, total, reason = run_tests("import time\ntime.sleep(0.5)", scripts, timeout=0.25)
-    # one, or two where the clock is read late; all ten if nothing bounded them
-    assert (passed <= 2, total, reason) == (True, 10, "timeout")
-    assert time.monotonic() - start < 4  # five seconds of sleep without the bound
+    passed, total, reason = run_tests("import time\ntime.sleep(0.7)", scripts, timeout=0.25)
+    # the second would end after 1.4 s; all ten pass if nothing bounds them
+    assert (passed <= 1, total, reason) == (True, 10, "timeout")
+    assert time.monotonic() - start < 4  # seven seconds of sleep without the bound
     both = [{"fn": "f", "inputs": [[]], "outputs": [None]}, scripts]
     code = "import time\ndef f(): time.sleep(0.9)\nif __name__ == '__main__': time.sleep(0.5)"
     assert run_tests(code, both, timeout=0.25).reason == "timeout"
