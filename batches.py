@@ -149,7 +149,7 @@ class Batches:
                 self.ahead[iteration] = order
 
     def give_out(self, order):
-        """A collective: let the generators sample an order; or sample it here, if there are none."""
+        """A collective: let the generators sample an order; without generators, sample it here."""
         if self.generators:
             self.publish(order.version)  # COLLECTIVE
             order.job = order.scoring = self.crew.post(do="sample", **order.as_job())
@@ -229,7 +229,7 @@ class Batches:
         return tensors
 
     def restore(self, tensors):
-        """The inverse of to_save: go on with the batches of a checkpoint. Their scores come anew."""
+        """The inverse of to_save: take the batches of a checkpoint; they are scored again."""
         size = self.config["batch_size"] // self.config.get("group_size", 1)
         for key, t in tensors.items():
             iteration, version, name = key.split(".")
@@ -328,8 +328,8 @@ class Generator:
     def check_copy(self, iteration):
         """Raise Stop if this copy of the policy is not what the trainers have sent."""
         if self.checksum and checksum_of(trained_weights(self.policy)) != self.checksum:
-            raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of version "
-                       f"{self.version} differs on rank {self.crew.rank}, which generates")
+            raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of "
+                       f"version {self.version} differs on rank {self.crew.rank}, which generates")
 
     def audit(self, iteration):
         """A collective: what the trainers do with their models, too."""
@@ -347,7 +347,8 @@ class Generator:
             parallel.beat()
             return crew.abandoned
 
-        wanted, others = order.wanted(self.data, self.config), {"train", "score"} & crew.ranks.keys()
+        wanted = order.wanted(self.data, self.config)
+        others = {"train", "score"} & crew.ranks.keys()
         mine, _, _ = sample_share(  # COLLECTIVE
             self.policy, self.tokenizer, self.config, self.device, wanted, order.purpose,
             order.iteration, abandoned)
@@ -409,7 +410,8 @@ class ScoringRank:
                 for turn in range(math.ceil(trainers / size)):
                     # those of trainer `whose`; where there are not enough, a forward for nobody
                     whose = turn * size + rank
-                    for mb in my_micro_batches(batch, rows, c, (min(whose, trainers - 1), trainers)):
+                    part = min(whose, trainers - 1), trainers
+                    for mb in my_micro_batches(batch, rows, c, part):
                         parallel.beat()
                         logprobs, _ = response_logprobs(
                             self.ref_policy, mb, c["temperature"], self.scorer.tokenizer.vocab_size,

@@ -28,7 +28,7 @@ class Lost(Stop):
 # Functions that a run of several ranks puts here, at its start:
 tell_others = None  # message -> whether rank 0 leaves with the same one; None once all ranks agree
 torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
-leaving = None  # a function that tells ranks of other roles with which BadInput or Stop this one ends
+leaving = None  # tells ranks of other roles with which BadInput or Stop this one ends
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
 

@@ -275,7 +275,8 @@ def rename(row, names):
         value = given
         for key in [theirs] if theirs in given else theirs.split("."):
             if not isinstance(value, dict) or key not in value:
-                raise BadInput(f"field {theirs!r} is missing, which fields names; {names_in(given)}")
+                raise BadInput(f"field {theirs!r} is missing, which fields names; "
+                               f"{names_in(given)}")
             value = value[key]
         if theirs not in [name for _, name in names]:
             row.pop(theirs, None)

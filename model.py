@@ -391,8 +391,8 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         self.new_head = False  # True when the scalar head was not on disk but freshly drawn
         self.shared_trunk = False  # True: a value model stands on this policy, see loss.py
-        # (device, whether local_rope's) -> rope_frequencies; not a buffer, because .bfloat16() would
-        # round a buffer
+        # (device, whether local_rope's) -> rope_frequencies; not a buffer, because .bfloat16()
+        # would round a buffer
         self.frequencies = {}
 
     def forward(self, *args, **kwargs):

@@ -59,8 +59,8 @@ from errors import Lost
 
 phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
-# Where ranks have roles (batches.py), everything here happens among the ranks of one role: `group` is
-# theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
+# Where ranks have roles (batches.py), everything here happens among the ranks of one role: `group`
+# is theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
 group, first, others = None, 0, "the other ranks"
 beat = None  # with roles: a function that tells the other roles that this rank is alive
 

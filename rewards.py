@@ -75,7 +75,7 @@ def math_answer(batch):
     printed line says so.
     """
     scores = accuracy(batch)
-    open_ = [i for i, score in enumerate(scores.tolist()) if score == 0]  # accuracy has refused them
+    open_ = [i for i, score in enumerate(scores.tolist()) if score == 0]  # accuracy refuses them
     texts, rows = whole_responses(batch), batch["rows"]
     pairs = [(final_answer(texts[i]), final_answer(str(rows[i]["answer"]))) for i in open_]
     pairs = [pair if "<think>" not in pair[0] else ("", pair[1]) for pair in pairs]
@@ -84,8 +84,8 @@ def math_answer(batch):
     said = dict(zip(different, same_expressions(different, cpus_of_a_rank(), seconds), strict=True))
     late = sum(said.get(pair, False) is None for pair in pairs)
     if late:
-        print(f"reward 'math': {late} of {len(texts)} answers were not compared in {seconds:.0f} s, "
-              "and score 0; raise reward_timeout", flush=True)
+        print(f"reward 'math': {late} of {len(texts)} answers were not compared in "
+              f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
     for i, pair in zip(open_, pairs, strict=True):
         scores[i] = float(bool(said.get(pair)))
     return scores
@@ -380,8 +380,8 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
         reward_tokenizer, micro_batch_size, count, batch["tokens"].device)
 
 
-def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size, count,
-                device):
+def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size,
+                count, device):
     """
     A collective: the reward model's score, (B,), of completions to the prompts of data rows, both
     as text. finished: whether EOS, or the end of the turn, stands behind each. micro_batch_size,

@@ -5,7 +5,7 @@ so that of two completions of a prompt the preferred one scores higher at its la
 
 python rm.py config/arithmetic_rm.py                      # the toy, on a laptop
 torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPUs
-python rm.py --teacher=big/rm --init_from=small/policy    # a small model learns a large one's scores
+python rm.py --teacher=big/rm --init_from=small/policy    # learns the scores of a larger one
 
 Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and
 out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
@@ -129,7 +129,8 @@ check_tokenizer_fits(tokenizer, reward_model, init_from)
 
 def encode(rows, path, *fields):
     """[the ids of each of these completions behind its prompt, ...] of all rows."""
-    lists = encode_examples(config, rows, path, tokenizer, fields, reward_model.config.max_positions)
+    lists = encode_examples(config, rows, path, tokenizer, fields,
+                            reward_model.config.max_positions)
     return [tuple(ids for ids, _ in examples) for examples in zip(*lists, strict=True)]
 
 
@@ -179,8 +180,8 @@ if master:
     times = max_iters * batch_size / len(train_rows)
     print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
-    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
-          f"{max_iters} steps of {batch_size} are {times:.1f} epochs")
+    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held "
+          f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ if master:
 
 
 def tokens_of(example):
-    """How many tokens there are in the sequences of an example: (sequences, what is known of it)."""
+    """How many tokens an example has: (its sequences, what is known of them)."""
     return sum(map(len, example[0]))
 
 
@@ -273,7 +274,8 @@ if teacher:
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
     for path in teachers:
         model = load(path, Place(place.stage), device, "scalar", weights_dtype, frozen_dtype, seed)
-        reader, said = reader_of(model, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
+        its_tokenizer = load_tokenizer(path, {"chat_date": chat_date})
+        reader, said = reader_of(model, its_tokenizer, "auto", path)
         if said and master:
             print(said)
         teacher_size += sum(p.numel() for p in model.parameters())

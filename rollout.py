@@ -306,7 +306,7 @@ def read_prompts(policy, cache, rows, prompts):
 
 
 def truncation_of(config):
-    """The keys top_k, top_p and min_p, as `generate` takes them; None where they leave all tokens."""
+    """The keys top_k, top_p and min_p, as `generate` takes them; None if they leave all tokens."""
     c = {key: config[key] for key in ("top_k", "top_p", "min_p")}
     return c if c["top_k"] > 0 or c["top_p"] < 1 or c["min_p"] > 0 else None
 

@@ -89,8 +89,8 @@ def preference_row(row):
     margin = {} if row.get("margin") in (None, "") else {"margin": margin_of(row)}
     for field in ("chosen", "rejected"):
         if row.get(field) is None:
-            raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen and "
-                           "rejected, or whole dialogues as chosen and rejected; rename with "
+            raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen "
+                           "and rejected, or whole dialogues as chosen and rejected; rename with "
                            "fields, such as better>chosen,worse>rejected")
     names = names_in(row)
     row = {name: row.get(name) for name in ("system", "prompt", "chosen", "rejected")}
@@ -316,7 +316,7 @@ def from_sharegpt(turns):
 
 
 def refuse_weight(message, role, field):
-    """Raise BadInput for a message of the assistant's that shall not be learned: all of them are."""
+    """Raise BadInput for an assistant message that shall not be learned: all of them are."""
     if role == "assistant" and message.get("weight") not in (None, 1):
         raise BadInput(f"field {field!r} has an assistant message of weight "
                        f"{shorten(message['weight'])}; all are learned alike: end the row before "
@@ -402,9 +402,9 @@ def margin_of(row):
     except (ValueError, OverflowError):
         number = -1.0
     if not 0 <= number < math.inf:
-        raise BadInput(f"field 'margin' must be a number from 0 on, found {shorten(margin)}; it says "
-                       "by how much the chosen one is better. Leave it out with fields, such as "
-                       "margin>unused")
+        raise BadInput(f"field 'margin' must be a number from 0 on, found {shorten(margin)}; it "
+                       "says by how much the chosen one is better. Leave it out with fields, "
+                       "such as margin>unused")
     return number
 
 

@@ -3,7 +3,7 @@ Any data set that formats.py can read -> our JSONL, and what data/*/prepare.py s
 
     python data/convert.py --source=hf:openai/gsm8k:main:train --out=train.jsonl
     python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05
-    python data/convert.py --source=rows.csv --fields="task>prompt,solution>answer" --out=train.jsonl
+    python data/convert.py --source=rows.csv --fields="task>prompt,steps>answer" --out=train.jsonl
 
 A row becomes one of three kinds: a demonstration for sft.py, a pair for rm.py, a prompt for ppo.py
 and grpo.py (--kind; the first row decides if it is not given). A row that makes no sense as that is
@@ -149,7 +149,7 @@ def dialogues(row):
     row = dict(row)
     for name in ("chosen", "rejected"):
         if isinstance(row.get(name), str) and row[name].startswith("\n\nHuman:"):
-            parts = re.split(r"\n\n(Human|Assistant):", row[name])  # "", "Human", " x", "Assistant" ...
+            parts = re.split(r"\n\n(Human|Assistant):", row[name])  # "", "Human", " x", ...
             row[name] = [{"role": ROLES[who], "content": text.strip()}
                          for who, text in zip(parts[1::2], parts[2::2], strict=True)]
     alpaca = all(isinstance(row.get(name), str) for name in ("instruction", "output"))

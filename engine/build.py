@@ -44,7 +44,7 @@ def places(config):
 
 
 def role():
-    """What this rank does, where ranks have roles: train, generate or score; "" where all do all."""
+    """What this rank does where ranks have roles: train, generate or score; "" without roles."""
     return launch.crew.role if launch.crew else ""
 
 
@@ -155,7 +155,7 @@ def load_reward_models(config, device, policy, tokenizer, terms):
 
 
 def reads_alike(reader, other):
-    """Whether two tokenizers or Readers give a text the same ids, and scores are read at the same."""
+    """Whether two tokenizers or Readers give a text the same ids, and read scores at the same."""
     return all(getattr(reader, name, None) == getattr(other, name, None)
                for name in ("fingerprint", "chat_fingerprint", "eos_id", "pad_id", "skipped_id"))
 

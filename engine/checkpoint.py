@@ -319,8 +319,8 @@ def say_dtype(final, dtype, merged, own):
     beside = f"; {os.path.basename(final)}_adapter beside it is the adapter alone" * merged
     if dtype.itemsize == 2 and (merged or own != dtype):
         steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
-        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than about "
-              f"{steps} of a weight is rounded away; --save_dtype=float32 keeps it{beside}")
+        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than "
+              f"about {steps} of a weight is rounded away; --save_dtype=float32 keeps it{beside}")
     elif dtype.itemsize > 2 and merged and own.itemsize == 2:
         print(f"{final} is saved in {in_words(dtype)}, as 16 bits would round small changes away; "
               f"--save_dtype=bfloat16 halves it{beside}")

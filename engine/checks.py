@@ -71,8 +71,8 @@ def check_common(c, terms, world_size):
             raise BadConfig(f"{key} = {c[key]!r} with kl_coef = 0: there is no reference then; "
                             "type --kl_coef=0.05, or leave it out")
     if c["ref_reset_iters"] and c["lora"].strip():
-        raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference its "
-                        "trunk, which stays as it is; leave one of the two out")
+        raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference "
+                        "its trunk, which stays as it is; leave one of the two out")
     if c["ref_reset_iters"] and "score" in c["roles"]:
         raise BadConfig("ref_reset_iters: the reference becomes the policy, which ranks that score "
                         "do not hold; leave score out of roles")

@@ -1,6 +1,6 @@
 """
-Ranks with roles: who has which role, and how the roles talk to each other. batches.py says what they
-say.
+Ranks with roles: who has which role, and how the roles talk to each other. What they say stands in
+batches.py.
 
     trainers     the first ranks; rank 0 leads the run
     generators   the next ranks
@@ -91,7 +91,7 @@ class Crew:
         parallel.others = f"the other ranks that {self.role}"
         self.leads = rank == parallel.first
         self.jobs, self.receptions = 0, 0  # how many there have been
-        self.sent = collections.defaultdict(collections.deque)  # role: messages that may be on their way
+        self.sent = collections.defaultdict(collections.deque)  # role: messages under way
         self.gone = None  # a rank whose process has ended
         self.leaving = False  # the run is over: others may end before this rank
         self.stop_wanted = self.abandoned = False
@@ -111,7 +111,7 @@ class Crew:
     # signs of life
 
     def watch(self, rank):
-        """A thread: wait for a message that never comes. When the other process ends, this fails."""
+        """A thread: wait for a message that never comes; this fails when the other process ends."""
         try:
             dist.recv(torch.zeros(1), src=rank, group=self.watched)
         except RuntimeError:
@@ -129,7 +129,7 @@ class Crew:
         if self.gone is not None:
             self.mourn(self.gone, "its process has ended")
         now = time.monotonic()
-        asked = self.stop_asked() and not self.stop_wanted  # a signal: the others shall know at once
+        asked = self.stop_asked() and not self.stop_wanted  # a signal: tell the others at once
         if allowed is None and not asked and now - self.last_beat < min(self.timeout / 10, 0.5):
             return
         self.allowed, self.last_beat = allowed or self.allowed, now
@@ -163,7 +163,8 @@ class Crew:
             pass  # the store is gone, too
         if ended and ended["kind"] != "Lost":
             raise (BadConfig if ended["kind"] == "BadInput" else Stop)(ended["message"])
-        self.lost = ended["who"] if ended and ended["who"] else f"{who}: it was killed, or hangs ({why})"
+        known = ended and ended["who"]
+        self.lost = known or f"{who}: it was killed, or hangs ({why})"
         raise Lost(f"{parallel.phase}: lost touch with {self.lost}. The last checkpoint is good; "
                    "resume with the same command")
 
@@ -293,7 +294,7 @@ class Crew:
         return shares
 
     def leave(self):
-        """On the trainers, before the run ends: what is being sampled is given up, and all leave."""
+        """On the trainers, before the run ends: give up what is being sampled; all ranks leave."""
         if self.leads:
             self.store.set("abandon", "all")
         self.post(do="leave")

@@ -62,8 +62,8 @@ def read_records(file, fields=()):
                 for field in fields:
                     record[field]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); did these "
-                           "scripts write it?") from e
+            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); did "
+                           "these scripts write it?") from e
     if not records:
         raise BadInput(f"{file}: nothing is logged yet")
     return records

@@ -59,11 +59,12 @@ def encode_examples(config, rows, path, tokenizer, fields, longest, most=None, k
     """
     For sft.py, rm.py and PPO-ptx: for each of the fields, such as "completion", or "chosen" and
     "rejected", a list with (ids, trained) of each row's prompt and that completion. ids is an array
-    of token ids; trained, an array of the same length, has 1 for the tokens that SFT trains, else 0.
+    of token ids; trained, of the same length, has 1 for the tokens that SFT trains, else 0.
 
-    An example of more tokens than `most` (None: max_tokens; 0: no limit; key: how messages call it),
-    or than `longest`, the model's context, is an error. With too_long = "drop" its row is left out, and taken out of `rows`; with
-    "cut" it loses its end, and so its EOS. Raises BadInput.
+    An example is too long if it has more tokens than `longest`, the model's context, or than `most`
+    (None: the key max_tokens; 0: no limit). `key` is the name of that limit in messages. The key
+    too_long says what happens then: "error" raises BadInput, "drop" takes the row out of `rows` as
+    well, "cut" takes away the end of the example, and so its EOS.
     """
     say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
     lists = [encode_all(rows, path, tokenizer, field, folder_of(config)) for field in fields]
@@ -194,7 +195,8 @@ def name_of(rows, path, tokenizer, field):
     change in how a row is encoded, such as a date that a template prints, gives another name.
     """
     fast = getattr(getattr(tokenizer, "backend", None), "backend_tokenizer", None)
-    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint, fast and fast.to_str(), field]
+    settings = [type(tokenizer).__name__, tokenizer.whole_fingerprint,
+                fast and fast.to_str(), field]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for row in rows:
         hashed.update(json.dumps([row["prompt"], row.get(field)]).encode())
@@ -246,7 +248,8 @@ def read(file, count):
     columns = []
     for lengths, kind, name in zip(tensors["lengths"].T.tolist(), "ib", ("ids", "trained"),
                                    strict=True):
-        flat, ends = array(kind, tensors[name].numpy().tobytes()), [0, *itertools.accumulate(lengths)]
+        flat = array(kind, tensors[name].numpy().tobytes())
+        ends = [0, *itertools.accumulate(lengths)]
         columns.append([flat[begin:end] for begin, end in itertools.pairwise(ends)])
     return list(zip(*columns, strict=True))
 
@@ -254,7 +257,9 @@ def read(file, count):
 def joined(arrays, dtype):
     """Arrays one behind the other, as a tensor."""
     content = b"".join(part.tobytes() for part in arrays)
-    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0).to(dtype)
+    if not content:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype)
 
 
 def sha256_of(tensors):

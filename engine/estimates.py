@@ -1,7 +1,6 @@
 """
-What samples say of a policy: pass@k, majority@k, best of k, the win rate of two policies, means with
-errors.
-And how far to trust the probabilities that a reward model gives.
+What samples say of a policy: pass@k, majority@k, best of k, the win rate of two policies, means
+with errors. And how far to trust the probabilities that a reward model gives.
 Plain functions of lists of numbers and texts; tools/eval.py has made them.
 """
 import math
@@ -28,7 +27,7 @@ def pass_at_k(n, right, k):
 
 def best_of_k(scores, values, k):
     """
-    What the best of k samples is worth: the mean of its value, estimated from n samples, 1 <= k <= n.
+    What the best of k samples is worth: the mean of its value, estimated from n >= k samples.
     The best one is that of the highest score; of equal ones it is any. scores, values: n numbers.
 
     It is the mean over all sets of k of the n samples, and so unbiased: the best of a set is the
@@ -54,9 +53,9 @@ def none_of(m, n, k):
 
 def kl_of_best_of(n):
     """
-    How far, in nats a response, taking the best of n samples leads from the policy at most: log n -
-    (n - 1) / n (Stiennon et al., arXiv 2009.01325, appendix G.3; that it is a bound: Beirami et al.,
-    arXiv 2401.01879). With n = 4: 0.636.
+    How far the best of n samples is from the policy at most, as a KL in nats a response:
+    log n - (n - 1) / n. With n = 4: 0.636. The formula: Stiennon et al., arXiv 2009.01325, appendix
+    G.3; that it is a bound: Beirami et al., arXiv 2401.01879.
     """
     return math.log(n) - (n - 1) / n
 

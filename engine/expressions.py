@@ -27,8 +27,8 @@ START_SECONDS = 60  # to import math-verify and sympy
 LONGEST = 2000  # characters of an answer; a longer one is wrong
 idle = queue.SimpleQueue()  # processes that wait for work
 
-# A line in: [given, truth] as JSON; a line out: 1 or 0. An answer without dollars is one expression.
-# Whatever math-verify prints goes to stderr.
+# A line in: [given, truth] as JSON; a line out: 1 or 0. An answer without dollars is one
+# expression. Whatever math-verify prints goes to stderr.
 WORKER = r"""
 import json, logging, os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))

@@ -27,15 +27,15 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of whole models; the fir
 
 def several_paths(spec, key):
     """
-    The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"]. Raises
-    BadInput where one is empty or there twice.
+    The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"].
+    Raises BadInput where one is empty or there twice.
     """
     if os.path.exists(spec):
         return [spec]  # one folder, even if there is a comma in its name
     paths = [path.strip() for path in spec.split(",")]
     if not all(paths):
-        raise BadInput(f"{key} = {spec!r}: a name between two commas is missing; wanted one folder, "
-                       "or several such as A,B,C")
+        raise BadInput(f"{key} = {spec!r}: a name between two commas is missing; wanted one "
+                       "folder, or several such as A,B,C")
     for path in paths:
         if paths.count(path) > 1:
             raise BadInput(f"{key}: {path!r} is given twice; keep one")

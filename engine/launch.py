@@ -98,7 +98,8 @@ def choose_kernels(deterministic):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Not warn_only: with it the backward of flash attention keeps adding up in any order. An
-        # operation without an exact kernel is an error; tests/test_device.py knows that none is used.
+        # operation without an exact kernel is an error; tests/test_device.py shows that none is
+        # used.
         torch.use_deterministic_algorithms(True)
         # torch would also fill each new tensor with NaN, to show who reads what was never written
         torch.utils.deterministic.fill_uninitialized_memory = False

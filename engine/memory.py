@@ -289,8 +289,8 @@ def decoding_copy(m, run, part=None):
     """
     elements x a (norms and biases as they are): a whole copy of the weights for the rollout, where
     the policy's own would be cast, or gathered from all ranks, for every token. Where they are
-    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied. part: as
-    above; a part of weights that are neither cast nor gathered is a view of them.
+    packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied.
+    part: as above; a part of weights that are neither cast nor gathered is a view of them.
     """
     packed = part is None and not run.cuda and not run.autocast and run.a == 4 \
         and packing_pays(torch.float32)

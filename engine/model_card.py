@@ -53,18 +53,20 @@ def model_card(name, folder, config, source, model_config, elements, dtype, reco
                   "quartet adds to the score that transformers computes: with it the average "
                   "demonstration of the training scores 0. It changes no comparison of two "
                   "responses. The score is read at the last token, the end of the response: what a "
-                  "chat template writes behind the end of the last turn, such as a line break, must "
-                  "be cut off. Batches may be padded: the pad_token_id ends nothing."]
+                  "chat template writes behind the end of the last turn, such as a line break, "
+                  "must be cut off. Batches may be padded: the pad_token_id ends nothing."]
 
     data = {key: value for key, value in config.items()
             if key.endswith("_path") and value and "policy" not in key and "reward" not in key}
     if data:
-        lines += ["", "## Data", "", *(f"- {key}: `{public(value)}`" for key, value in data.items())]
+        lines += ["", "## Data", ""]
+        lines += [f"- {key}: `{public(value)}`" for key, value in data.items()]
     if record:
         lines += ["", f"## Metrics, iteration {record.get('iteration')}", "", "| metric | value |",
                   "|---|---|"]
         lines += [f"| {key} | {value:.4g} |" for key, value in record.items()
-                  if isinstance(value, int | float) and key.startswith(("eval/", "loss/", "train/"))]
+                  if isinstance(value, int | float)
+                  and key.startswith(("eval/", "loss/", "train/"))]
     if config:
         lines += ["", "## Settings", "", "```",
                   *(f"{key} = {public(value)!r}" for key, value in config.items()), "```"]
@@ -81,9 +83,9 @@ def how_to_load(name, folder, adapter, source):
         lines += ["With quartet:", "", f"    python tools/sample.py --policy_path={folder}", ""]
     if adapter and os.path.isdir(source) and is_adapter(source):
         # peft would not add the two up, but silently put this one in the place of the other
-        return [*lines, "The model that it was trained on is an adapter itself, and peft loads only "
-                f"one of the two. With peft or transformers, load `{name}` beside this folder: that "
-                "is the whole model."]
+        return [*lines, "The model that it was trained on is an adapter itself, and peft loads "
+                "only one of the two. With peft or transformers, load "
+                f"`{name}` beside this folder: that is the whole model."]
     kind = "SequenceClassification" if scalar else "CausalLM"
     if adapter:
         labels = ", num_labels=1" * scalar
@@ -103,7 +105,7 @@ def how_to_load(name, folder, adapter, source):
 
 
 def public(value):
-    """A setting as others may see it: of absolute paths, which name the user, the last part alone."""
+    """A setting as others may see it: of absolute paths, which name the user, the last part."""
     if not isinstance(value, str):
         return value
     return re.sub(r"(^|[\s,=*])/(?:[^/,\s]+/)*", r"\1", value)

@@ -357,7 +357,9 @@ def lacking_to_compile(device):
         return (f"a {language} compiler, and there is no {' and no '.join(compilers)} (the "
                 f"variable {variable} can name another)")
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
-    return "" if os.path.exists(headers) else f"the header files of Python, and there is no {headers}"
+    if os.path.exists(headers):
+        return ""
+    return f"the header files of Python, and there is no {headers}"
 
 
 # --------------------------------------------------------------------------------------------------

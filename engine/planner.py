@@ -11,11 +11,10 @@ import math
 from types import SimpleNamespace
 
 from engine.memory import (LINEAR, ROWS, Model, added_tensors, audit, base_tensors, batch_tensors,
-                           decoding, decoding_copy, forward_only, gathered, gradients, kept_by_trunk,
-                           kv_cache, layer_backward, logits_forward, logits_training,
-                           moving_average, optimizer_states, parameters, saving, sharded, splitting,
-                           stepping,
-                           update)
+                           decoding, decoding_copy, forward_only, gathered, gradients,
+                           kept_by_trunk, kv_cache, layer_backward, logits_forward,
+                           logits_training, moving_average, optimizer_states, parameters, saving,
+                           sharded, splitting, stepping, update)
 
 
 QUESTION = 128  # tokens of a judge's template; those that are built in have 60 to 130
@@ -166,7 +165,7 @@ def weights_sent(m, run):
 
 
 def part_of(m, n):
-    """The Model of what a rank holds of m while n ranks sample together, the one with most of it."""
+    """The Model of what a rank holds of m while n ranks sample together: the largest part."""
     from engine.tensor_parallel import check_split, part_config  # here: as in models_of
 
     check_split(m.c, n)

@@ -175,8 +175,8 @@ def check_one_score(path, c, files):
         labels = c.hf.get("id2label")
         labels = list(labels.values()) if isinstance(labels, dict) else []
         named = f" ({', '.join(map(str, labels[:3]))})" if labels else ""
-        raise BadInput(f"{path}: its head gives {shape[0] if shape else 'no'} labels{named}: it is a "
-                       f"classifier; {wanted}. rm.py or TRL's RewardTrainer makes one")
+        raise BadInput(f"{path}: its head gives {shape[0] if shape else 'no'} labels{named}: it "
+                       f"is a classifier; {wanted}. rm.py or TRL's RewardTrainer makes one")
     if "score.bias" in files:
         raise BadInput(f"{path}: its head has a bias, 'score.bias', as a token classifier's has; "
                        f"{wanted}, from score.weight alone")

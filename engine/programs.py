@@ -180,14 +180,15 @@ def check_tests(tests, where):
             given, wanted = test["inputs"], test["outputs"]
             parts = test["fn"].split(".") if isinstance(test["fn"], str) else []
             if len(parts) not in (1, 2) or not all(map(str.isidentifier, parts)):
-                raise BadInput(f"{where}: fn must be the name of a function, or CLASS.METHOD, found "
-                               f"{shorten(test['fn'])}")
+                raise BadInput(f"{where}: fn must be the name of a function, or CLASS.METHOD, "
+                               f"found {shorten(test['fn'])}")
         elif fields == {"stdin", "stdout"}:
             given, wanted = ([x] if isinstance(x, str) else x
                              for x in (test["stdin"], test["stdout"]))
         else:
-            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout, or is "
-                           f"an assertion such as \"assert add(1, 2) == 3\"; found {shorten(test)}")
+            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout, or "
+                           "is an assertion such as \"assert add(1, 2) == 3\"; found "
+                           f"{shorten(test)}")
         lists = isinstance(given, list) and isinstance(wanted, list)
         if not lists or not len(given) == len(wanted) > 0:
             raise BadInput(f"{where}: what is given and what is wanted must be lists of one "
@@ -216,9 +217,9 @@ def check_tests(tests, where):
 
 def read_assertion(text, where):
     """
-    An assertion as a test with one call: "assert add(1, 2) == 3" becomes {"fn": "add", "inputs":
-    [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone, as for any other test, and
-    cannot look at what is expected.
+    An assertion as a test with one call: "assert add(1, 2) == 3" becomes
+    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone,
+    as for any other test, and cannot look at what is expected.
 
     The call stands on one side of == or is, and a value on the other; `assert f(1)` wants True, and
     `assert not f(1)` False. Function, or class and method: f(1), Solution().f(1). Arguments and the

@@ -231,7 +231,8 @@ def speed(device, tokens, flops, seconds, peak, ranks):
     How fast an iteration was, as metrics: tokens a second of all ranks, the share of all ranks'
     peak that the models' operations are, the memory of this process. peak: of one rank.
     """
-    return {"time/tokens_per_second": tokens / seconds, "time/mfu": flops / (seconds * peak * ranks),
+    return {"time/tokens_per_second": tokens / seconds,
+            "time/mfu": flops / (seconds * peak * ranks),
             "mem/peak_mib": peak_memory_mib(device)}
 
 

@@ -40,7 +40,8 @@ from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten
 # the key reward_functions
 
 # the fields that a reward reads from a row of the data
-NEEDS = {"accuracy": ("answer",), "math": ("answer",), "countdown": ("numbers", "target"), "code": ("tests",)}
+NEEDS = {"accuracy": ("answer",), "math": ("answer",), "countdown": ("numbers", "target"),
+         "code": ("tests",)}
 
 
 def is_list_of_counts(x):

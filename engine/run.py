@@ -286,7 +286,8 @@ class Run:
                 print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
                       f"training forward by {worst:.2g} nats a token (rounding is mostly below "
                       f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
-                      "corrects for it, --fp32_head=True makes it smaller, and --sampler_gap_limit=... would stop the run",
+                      "corrects for it, --fp32_head=True makes it smaller, and "
+                      "--sampler_gap_limit=... would stop the run",
                       flush=True)
         return worst
 
@@ -396,7 +397,7 @@ class Run:
         work = dict(rollout=(sampled, read * self.forward_flops["policy"]),  # tokens, operations
                     score=(read, read * readers),
                     update=(passes * read, passes * read * self.training_flops))
-        seconds = sum(self.times.values()) - sum(self.times.get(x, 0) for x in ("eval", "checkpoint"))
+        seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
         record = speed(self.device, sampled, sum(flops for _, flops in work.values()), seconds,
                        self.peak, self.world_size)
         for phase, (tokens, flops) in work.items():

@@ -259,7 +259,8 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
 # what a run starts from
 
 
-DATA_KEYS = "train_path", "prompts_path", "ptx_path"  # they may name several files, or data sets of the hub
+# each may name several files, or data sets of the hub
+DATA_KEYS = "train_path", "prompts_path", "ptx_path"
 
 
 def data_hashes(*specs):
@@ -301,7 +302,8 @@ def content_hash(path):
     if not os.path.isdir(path):
         folders = model_folders(path)
     elif is_adapter(path):
-        with contextlib.suppress(BadInput):  # with share_base the base is policy_path, wherever it is
+        # with share_base the base is policy_path, wherever it is
+        with contextlib.suppress(BadInput):
             folders = model_folders(path)
     kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
     listed = ""

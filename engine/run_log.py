@@ -61,8 +61,9 @@ def append(file, text):
 
 def read_log(out_dir, name="log.jsonl"):
     """
-    [(iteration, line)] of a file of LOG_FILES, [] if there is none; the iteration is None where a line
-    cannot be read, as a kill while writing may leave one. Raises Stop if it cannot be read.
+    [(iteration, line)] of a file of LOG_FILES, [] if there is none. A line that cannot be read, as
+    a kill while writing may leave one, has the iteration None. Raises Stop if the file cannot be
+    read.
     """
     try:
         content = patiently(read_bytes, os.path.join(out_dir, name))

@@ -194,7 +194,7 @@ class Tokenizer:
         return self.encode_dialogue(prompt, completion)
 
     def encode_dialogue(self, prompt, completion):
-        """encode_example for lists of messages. A tokenizer without a chat template refuses them."""
+        """encode_example for lists of messages; an error where there is no chat template."""
         return self.encode_chat(prompt)
 
 

@@ -11,15 +11,18 @@ if [ ! -d out/arithmetic_rm/reward_model ]; then
     echo "ensembles.sh: no out/arithmetic_rm/reward_model; type bash runs/quickstart.sh first" >&2
     exit 2
 fi
-one() { if [ "$1" = 1 ]; then echo out/arithmetic_rm/reward_model; else echo "out/arithmetic_rm_$1/reward_model"; fi; }
+one() {
+    if [ "$1" = 1 ]; then echo out/arithmetic_rm/reward_model
+    else echo "out/arithmetic_rm_$1/reward_model"; fi
+}
 for seed in 2 3; do
     step rm.py config/arithmetic_rm.py --seed="$seed" --out_dir="out/arithmetic_rm_$seed"
 done
 three="$(one 1),$(one 2),$(one 3)"
 for seed in 1 2 3; do
     run() {
-        step ppo.py config/arithmetic_overoptimize.py --seed="$seed" --max_iters=6 --eval_interval=1 \
-            --checkpoint_interval=0 --out_dir="out/ensembles/$1_$seed" "${@:2}"
+        step ppo.py config/arithmetic_overoptimize.py --seed="$seed" --max_iters=6 \
+            --eval_interval=1 --checkpoint_interval=0 --out_dir="out/ensembles/$1_$seed" "${@:2}"
     }
     run one --reward_path="$(one "$seed")"
     run min --reward_path="$three" --reward_ensemble=min

@@ -76,7 +76,8 @@ ADDITION = "data/arithmetic"  # the built-in task
 OUT = "out/gpu"
 CHECKS = {
     "tests": Check("the tests that need a GPU", 170, [
-        ["-m", "pytest", "-q", "-m", "gpu", "-k", "not peak", "tests/test_gpu.py", "--durations=5"]]),
+        ["-m", "pytest", "-q", "-m", "gpu", "-k", "not peak", "--durations=5",
+         "tests/test_gpu.py"]]),
     "memory": Check("a rank's peak against engine/memory.py, ten configurations", 90, [
         ["-m", "pytest", "-q", "-m", "gpu", "-k", "peak", "tests/test_gpu.py"]]),
     "toy": Check("the built-in task, from the data to GRPO, shortened", 90, [
@@ -176,8 +177,9 @@ def run_one(command, environment, seconds):
     (exit code, or None where the time was up; what was said). A process that hangs is ended with
     all that it has started: it has a group of its own.
     """
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-                               stderr=subprocess.STDOUT, errors="replace", start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True)
     try:
         said, _ = process.communicate(timeout=seconds)
         return process.returncode, said
@@ -210,7 +212,8 @@ def tables(report):
         lines.append(f"| {name} | {check.what} | {done['outcome']} | {done['seconds']} |")
     found = {}
     for done in results.values():
-        found |= {x["name"]: f"{x['value']:.4g} {x.get('unit', '')}".strip() for x in done["figures"]}
+        found |= {x["name"]: f"{x['value']:.4g} {x.get('unit', '')}".strip()
+                  for x in done["figures"]}
     lines += ["", "| figure | what it is | wanted | measured |", "|---|---|---|---|"]
     for name in [*FIGURES, *(name for name in found if name not in FIGURES)]:
         what, wanted = FIGURES.get(name, ("", "-"))
@@ -222,7 +225,8 @@ def transcripts(report):
     """What each check said last."""
     lines = []
     for name, done in report["checks"].items():
-        lines += [f"## {name}: {done['outcome']}", "", *(f"    {line}" for line in done["said"]), ""]
+        said = [f"    {line}" for line in done["said"]]
+        lines += [f"## {name}: {done['outcome']}", "", *said, ""]
     return lines
 
 
@@ -231,11 +235,13 @@ def page(report):
     begin = ["# On a GPU", "",
              "What needs a GPU is one command, which installs nothing and needs no network:", "",
              "    bash runs/gpu.sh", "    bash runs/gpu.sh --dry-run    # what it would do", "",
-             "It leaves `gpu_report.md` and `gpu_report.json`. This page is made from such a report:",
+             "It leaves `gpu_report.md` and `gpu_report.json`. "
+             "This page is made from such a report:",
              "", "    python runs/gpu.py --page=gpu_report.json", ""]
     if report is None:
         begin += ["**No report is there yet: nobody has run it on a GPU, and every figure below is",
-                  "missing.** What could be tested without one is: the same code on a CPU, and whole",
+                  "missing.** What could be tested without one is: the same code on a CPU, and "
+                  "whole",
                   "runs on a pretended GPU, which finds tensors in two places and operations that",
                   "have no exact kernel (`tests/test_device.py`).", ""]
     return "\n".join(begin + tables(report))
@@ -266,7 +272,8 @@ def refuse(message):
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checks", nargs="*")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--page", nargs="?", const="", metavar="REPORT")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quartet and its peers on the same work, in turns: sampling beside transformers and vLLM, PPO and
-# GRPO beside TRL. It prints a table of seconds, ratios and memory; docs/speed.md says how to read it.
+# GRPO beside TRL. It prints a table of seconds, ratios and memory, which docs/speed.md explains.
 #   bash runs/peers.sh [folder] [keys of runs/peers/table.py, as --rounds=3 --rows=grpo_full]
 # The folder (out/peers) gets models, results, and a virtual environment for each peer, for which
 # the network is needed. PPO_PYTHON, GRPO_PYTHON, VLLM_PYTHON: interpreters of environments that are

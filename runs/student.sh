@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A reward model of a quarter of the size learns what the toy's says (rm.py --teacher); then PPO with
-# the teacher and with the student, three seeds each. After runs/quickstart.sh, whose models it
-# begins with.
+# A reward model of a quarter of the size learns what the toy's says (rm.py --teacher); then PPO
+# with the teacher and with the student, three seeds each. Run runs/quickstart.sh first: its models
+# are needed.
 #   bash runs/student.sh
 # A run that is there already is not run again.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -11,9 +11,11 @@ if [ ! -d out/arithmetic_rm/reward_model ]; then
     echo "student.sh: no out/arithmetic_rm/reward_model; type bash runs/quickstart.sh first" >&2
     exit 2
 fi
-step sft.py config/arithmetic_sft.py --d_model=64 --d_ff=192 --n_head=4 --out_dir=out/arithmetic_sft_small
-step rm.py config/arithmetic_rm.py --init_from=out/arithmetic_sft_small/policy --learning_rate=1e-3 \
-    --teacher=out/arithmetic_rm/reward_model --max_iters=300 --out_dir=out/arithmetic_rm_small
+step sft.py config/arithmetic_sft.py --d_model=64 --d_ff=192 --n_head=4 \
+    --out_dir=out/arithmetic_sft_small
+step rm.py config/arithmetic_rm.py --init_from=out/arithmetic_sft_small/policy \
+    --teacher=out/arithmetic_rm/reward_model --learning_rate=1e-3 --max_iters=300 \
+    --out_dir=out/arithmetic_rm_small
 runs=""
 for seed in 1 2 3; do
     for who in teacher student; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO on the toy with a reward model that does not say where its zero is, and whose zero lies at
 # -15, 0 and 15. The three must reach the same accuracy: docs/rewards.md has the numbers.
-#   bash runs/zero.sh [seeds] [value_inits]          as in: bash runs/zero.sh "1 2 3" "reward policy"
+#   bash runs/zero.sh [seeds] [value_inits]    # such as: bash runs/zero.sh "1 2 3" "reward policy"
 # For comparison, without a zero of ours:   ZERO=never bash runs/zero.sh 1 policy
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

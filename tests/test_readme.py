@@ -81,6 +81,15 @@ def test_nothing_imports_the_scripts_or_the_tools():
         assert not imports_of(path) & top, path
 
 
+def test_lines_have_at_most_100_columns():
+    """Those of Python and of the shell, outside tests/: ruff.toml says so as well, but ruff does not read shell scripts."""
+    checked = files(".ci/run", *(f"{folder}*.{kind}" for kind in ("py", "sh") for folder in
+                                 ("", "config/", "data/", "data/*/", "engine/", "runs/", "runs/*/", "tools/")))
+    assert {"ppo.py", "data/code/prepare.py", "runs/gpu.sh", "runs/peers/table.py"} <= {*checked}
+    assert not [f"{path}:{number}: {line}" for path in checked
+                for number, line in enumerate(read(path).splitlines(), 1) if len(line) > 100]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files and links
 

@@ -599,7 +599,7 @@ def test_nasty_runs_end_well(world, tmp_path):
         codes += result["codes"]
         assert result["codes"][0] in (0, 1, 2), (cases[name], result)
         assert result["codes"] == [0] and result["stderr"] == [""] or is_one_line(result["stderr"][0], ""), (cases[name], result)
-    print(codes.count(0)); assert 5 < codes.count(0) < 35, codes
+    assert 5 < codes.count(0) < 35, codes
 
 
 def test_no_line_of_data_makes_a_traceback(world, tmp_path):

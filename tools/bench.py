@@ -109,7 +109,8 @@ def decode(policy, theirs, prompts, ends, end_share):
     None. ends: the ids that end a response, none where responses are full.
     """
     def our_generate():
-        decoder = decoding_copy(policy, None, policy.embed.weight.device)  # as each rollout makes it
+        # as each rollout makes it
+        decoder = decoding_copy(policy, None, policy.embed.weight.device)
         return generate(decoder, prompts.tolist(), max_new_tokens, eos_ids=ends,
                         pad_id=vocab_size - 1)["response_mask"].sum().item()
 

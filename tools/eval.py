@@ -160,7 +160,8 @@ def try_out():
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         open(f"{out}.jsonl", "a", encoding="utf-8").close()
     except OSError as e:
-        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another "
+                       "--out") from e
 
 
 together.agree(config | {"the prompts": rows})
@@ -306,7 +307,8 @@ def write():
         write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
                                        win_rates=duels))
     except OSError as e:
-        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another "
+                       "--out") from e
 
 
 if rank == 0:

@@ -445,9 +445,10 @@ def print_grpo(columns, names):
     lines = [("score", said_of_score(names))]
     if scores[0].item() != batch["scores"][0].item():
         less = "" if in_loss else f", less kl_coef {kl_coef:g} * the KL"
-        lines.append(("shaped score", f"{number(scores[0].item())}, after missing_eos_penalty = "
-                                      f"{names['missing_eos_penalty']:g} ({names['missing_eos']}) and reward_clip = "
-                                      f"{names['reward_clip']:g}{less}"))
+        lines.append(("shaped score",
+                      f"{number(scores[0].item())}, after missing_eos_penalty = "
+                      f"{names['missing_eos_penalty']:g} ({names['missing_eos']}) and "
+                      f"reward_clip = {names['reward_clip']:g}{less}"))
     if "kl" in columns:
         lines.append(("KL", f"{number(sum(columns['kl']), 4)} nats, the sum of its column"))
     print("\nsums of this response")

@@ -5,7 +5,7 @@ of each model's weights, gradients, optimizer states and activations, and the pe
 python tools/memory.py config/llama.py --world-size=8            # the table, for 8 GPUs
 python tools/memory.py config/llama.py --compare --gpu-gb=80     # PPO, GRPO, LoRA ... side by side
 python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json
-python tools/memory.py config/llama.py --world-size=4 --roles=train=2,generate=1,score=1    # a table for each role
+python tools/memory.py config/llama.py --world-size=3 --roles=train=2,generate=1    # two tables
 
 Config files and --key=value are those of the script. These options are the tool's own:
 
@@ -357,7 +357,9 @@ def main(argv):
     if "judge" in rewards_of(config) and not judged_by_reference(config):
         judge = architecture(config["judge_path"], options["judge_config"], "--judge-config")
     learned, share_base = "reward_model" in config["reward_functions"], config["share_base"]
-    paths = several_paths(config["reward_path"], "reward_path") if learned else [config["reward_path"]]
+    paths = [config["reward_path"]]
+    if learned:
+        paths = several_paths(config["reward_path"], "reward_path")
     rewards, reward_ranks = [], []
     for path in paths:
         known = options["reward_config"] or os.path.isdir(path)
@@ -379,7 +381,8 @@ def main(argv):
         P = P or measured
     except BadInput as e:
         differ, held_out = True, 0
-        padding = policy.family in ("qwen2", "qwen3", "olmo2", "gpt_neox")  # as their usual models have
+        # as the usual models of these families have
+        padding = policy.family in ("qwen2", "qwen3", "olmo2", "gpt_neox")
         if not P:
             P = min(512, longest)
             print(f"prompts are taken to have up to {P} tokens (or --prompt-tokens=N), as none can "

@@ -21,7 +21,7 @@ from engine.curves import choose_metrics, metrics_in, points, read_runs  # noqa:
 # --------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # the picture; empty = only the table
-metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of these runs
+metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of the runs
 smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
 config = configure(globals())
 # --------------------------------------------------------------------------------------------------
@@ -86,7 +86,8 @@ if out:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    colours = [plt.Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(read)]
+    colours = [plt.Line2D([], [], color=f"C{number}", label=name)
+               for number, name in enumerate(read)]
     axes.flat[0].legend(handles=colours, fontsize=8, frameon=False)
     figure.tight_layout()
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)

@@ -69,8 +69,8 @@ if best_of > 1 and not reward_path:
     raise BadConfig(f"best_of = {best_of} needs a score to find the best by; give one with "
                     "--reward_path=FOLDER")
 if best_of > 1:
-    print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a response "
-          "from the policy")
+    print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a "
+          "response from the policy")
 device = device_type
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -145,8 +145,8 @@ def accuracy(x):
 
 print(f"{len(rows)} pairs of {pairs}")
 for name, x in (("quartet", scores), ("transformers", wanted)):
-    print(f"{name:<12}  {accuracy(x):6.1%} of the pairs right, mean score {x[::2].mean():.4f} of the "
-          f"chosen ones, {x[1::2].mean():.4f} of the rejected ones")
+    print(f"{name:<12}  {accuracy(x):6.1%} of the pairs right, mean score {x[::2].mean():.4f} of "
+          f"the chosen ones, {x[1::2].mean():.4f} of the rejected ones")
 letters = torch.tensor([spells_special_tokens(rows[n]) for n, _ in texts])
 if letters.all():
     raise BadInput(f"{pairs}: all pairs spell special tokens, which quartet reads as letters: "
@@ -168,6 +168,7 @@ else:
     n, field = texts[worst]
     same = "the same tokens" if encoded[worst] == sequences[worst] else "other tokens"
     print(f"they do not agree: row {n + 1}, {field}, scores {scores[worst]:.4f} in quartet and "
-          f"{wanted[worst]:.4f} in transformers, which reads {same} there. Try --reward_format=chat "
-          "or plain, and look at the chat template and the pad_token_id of the model")
+          f"{wanted[worst]:.4f} in transformers, which reads {same} there. Try "
+          "--reward_format=chat or plain, and look at the chat template and the pad_token_id of "
+          "the model")
 sys.exit(0 if agree else 1)

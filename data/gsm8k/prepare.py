@@ -51,7 +51,8 @@ def rows(args, kept):
             task = TASK.format(question=row["prompt"].strip())
             prompt = [{"role": "user", "content": task}] if args.chat else BASE.format(task=task)
             good = re.fullmatch(r"-?((0|[1-9]\d*)(\.\d+)?|\.\d+)", row.get("answer", ""))
-            yield name, {"prompt": prompt, "answer": row["answer"]} if good else "answer is no number"
+            yield name, ({"prompt": prompt, "answer": row["answer"]} if good
+                         else "answer is no number")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ WARM_UP, PROMPTS, LENGTH, NEW = 2, 32, 32, 128
 
 
 def of_transformers(folder, compiled):
-    """A function that samples once and says how many tokens that were; and a name with a version."""
+    """A function that samples once and returns the number of tokens; and a name with a version."""
     import torch
     import transformers as hf
 
