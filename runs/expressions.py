@@ -59,7 +59,7 @@ def cases_in(source):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
-    parser.add_argument("--archive", help="math-verify's source archive (.tar.gz); else pip gets it")
+    parser.add_argument("--archive", help="math-verify's source archive; pip gets it if not given")
     archive = parser.parse_args().archive
     check_installed()
     with tempfile.TemporaryDirectory() as folder:
