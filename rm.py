@@ -140,6 +140,17 @@ eval_pairs = val_pairs[:eval_size or len(val_pairs)]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
 demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
+# the teachers read the text, in their own tokens: (path, ids of train_rows, of the held-out pairs)
+# of each. Their weights are read when they are asked
+taught = []
+for path in teachers:
+    outline = load(path, Place(here=False), device, "scalar", weights_dtype)
+    reader, said = reader_of(outline, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
+    if said and master:
+        print(said)
+    held_out = val_rows[:len(eval_pairs)]
+    taught.append((path, ids_read(reader, train_rows, train_path, completions, outline),
+                   ids_read(reader, held_out, val_path, PAIR, outline)))
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
@@ -266,25 +277,19 @@ def evaluate():
 
 # -------------------------------------------------------------------------------------------------
 # what is known of the examples: their margins; or what the teacher says of them, which is asked
-# now, once, and then leaves the memory. It reads the text, in its own tokens
+# now, once, and then leaves the memory
 
 known = [margin_coef * row.get("margin", 0.0) for row in train_rows]
 if teacher:
     teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
-    for path in teachers:
+    for path, groups, held_out in taught:
         model = load(path, Place(place.stage), device, "scalar", weights_dtype, frozen_dtype, seed)
-        its_tokenizer = load_tokenizer(path, {"chat_date": chat_date})
-        reader, said = reader_of(model, its_tokenizer, "auto", path)
-        if said and master:
-            print(said)
         teacher_size += sum(p.numel() for p in model.parameters())
-        known = known + centred(all_scores(
-            ids_read(reader, train_rows, train_path, completions, model), model)) / len(teachers)
+        known = known + centred(all_scores(groups, model)) / len(teachers)
         if eval_pairs:
-            groups = ids_read(reader, val_rows[:len(eval_pairs)], val_path, PAIR, model)
             began = time.time()
-            eval_known = eval_known + centred(all_scores(groups, model)) / len(teachers)
+            eval_known = eval_known + centred(all_scores(held_out, model)) / len(teachers)
             teacher_seconds += time.time() - began
         del model
     if known.std() < 1e-6:  # a rounding

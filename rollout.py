@@ -471,7 +471,7 @@ def add_up(batch, scorer, iteration):
     where what models have said is not finite.
     """
     batch["index"] = torch.arange(len(batch["tokens"]), device=batch["tokens"].device)
-    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
+    read = ("sampler_logprobs", "reward/reward_model", "reward/demonstration", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
@@ -504,6 +504,8 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
     if not unknown:
         return
     if run.state["score_shifts"] is None:
+        if parallel.rank_and_size()[1] % config["generate_tp"]:  # others sample; here are too few
+            config = config | dict(generate_tp=1)
         picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
         wanted = [(rows[number], prompts[number], slot, sample)
                   for slot, number in enumerate(picked) for sample in range(group_size)]

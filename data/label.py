@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
+from engine.disk import check_writable  # noqa: E402
 from engine.judging import Judge, template_text  # noqa: E402
 from engine.placement import precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
@@ -100,11 +101,7 @@ rows = read_rows(prompts_path, prompt_row, fields)
 judge.check_rows(rows, prompts_path, max_new_tokens, too_long == "drop")
 prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy), tokenizer,
                          tokenizer, too_long=too_long)
-try:  # now, and not after hours
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    open(f"{out}.tmp", "w", encoding="utf-8").close()
-except OSError as e:
-    raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another --out") from e
+check_writable(out)
 
 # --------------------------------------------------------------------------------------------------
 # answers, and what the judge says of them

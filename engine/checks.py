@@ -111,8 +111,13 @@ def check_ensemble(c, terms):
 
 
 def check_judge(c, names):
-    """Raise BadConfig where a reward is the judge and judge_path names none that stays."""
+    """Raise BadConfig where a reward is the judge and judge_path names none that stays, or the
+    other way round."""
     if "judge" not in names:
+        if c["judge_path"]:
+            raise BadConfig(f"judge_path = {c['judge_path']!r}, but reward_functions = "
+                            f"{c['reward_functions']!r} does not use judge; type "
+                            "--reward_functions=judge, or leave judge_path out")
         return
     if not c["judge_path"]:
         raise BadConfig("reward_functions names judge, and judge_path is empty; type "

@@ -14,7 +14,7 @@ from functools import partial
 from safetensors import SafetensorError
 
 from engine.together import alone
-from errors import Stop
+from errors import BadInput, Stop
 
 READ_TRIES = 3  # how often a file that cannot be read is tried
 READ_PAUSE = 2  # seconds between two tries
@@ -22,6 +22,22 @@ READ_PAUSE = 2  # seconds between two tries
 
 # --------------------------------------------------------------------------------------------------
 # writing
+
+
+def check_writable(path, key="out"):
+    """
+    Raise BadInput now, and not after hours, if the file that the key names cannot be written. Its
+    folder is made; of the file itself nothing is left.
+    """
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        there = os.path.exists(path)
+        open(path, "a", encoding="utf-8").close()
+        if not there:
+            os.remove(path)
+    except OSError as e:
+        raise BadInput(f"{key} = {path!r} cannot be written: {e.strerror}; choose another "
+                       f"--{key}") from e
 
 
 def put_in_place(pieces, final):

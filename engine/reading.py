@@ -22,7 +22,7 @@ def reader_of(reward_model, tokenizer, reward_format, path):
     """
     check_tokenizer_fits(tokenizer, reward_model, path)
     if reward_model.new_head:
-        raise BadInput(f"reward_path {path!r} has no score head, it is a plain language model; "
+        raise BadInput(f"{path!r} has no score head, it is a plain language model; "
                        "train one with rm.py")
     config = reward_model.config
     ours = "score_shift" in config.hf  # rm.py writes it

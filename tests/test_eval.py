@@ -153,7 +153,7 @@ def done(tmp_path_factory):
         word=dict(k="two"), no_mode=dict(samples=0, greedy=False), right=dict(right_by="code"), by=dict(compare_by="kl"),
         head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
         own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
-        none=dict(prompts_path=""), task=dict(reward_functions="countdown"))
+        none=dict(prompts_path=""), task=dict(reward_functions="countdown"), long=dict(max_new_tokens=31))
     os.mkdir(f"{folder}/one")
     one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
     assert one.returncode == 0 and one.stderr == "", one.stderr
@@ -232,8 +232,10 @@ def test_without_answers(done):
     word="wanted numbers with commas", no_mode="leave nothing to do", right="right_by = 'code' is not measured",
     by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
     own="is called 'scores', and so is the sum", out="cannot be written",
-    none="prompts_path is empty", task="needs the field 'numbers'").items())
+    none="prompts_path is empty", task="needs the field 'numbers'",
+    long="row 1: the prompt has 7 tokens; from 1 to 1 fit").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
     assert result["codes"] == [2], result
     assert len(result["stderr"][0].splitlines()) == 1 and words in result["stderr"][0]
+    assert not [file for file in os.listdir(f"{done[0]}/{name}") if "eval" in file]

@@ -244,6 +244,7 @@ rewards.Scorer.score = dumped
 """
 FAIL = dict(
     no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
+    unnamed=(dict(reward_functions="length"), "reward_functions = 'length' does not use judge; type --reward_functions=judge"),
     no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "judge_path = 'ref_policy', but with kl_coef = 0 there is no ref"),
     moving=(dict(judge_path="ref_policy", ref_reset_iters=1), "judge_path = 'ref_policy' with ref_reset_iters: the judge would"),
     nowhere=(dict(judge_path="nowhere"), "nowhere: no such folder"),

@@ -1,6 +1,7 @@
 """data/label.py: its pairs against a loop written by hand, in both orders; what it prints; and what it refuses."""
 import json
 import math
+import os
 import re
 
 import pytest
@@ -147,3 +148,4 @@ def test_refused_in_one_line(name, said, runs):
     result, = runs[1][name]
     lines = result["stderr"][0].strip().splitlines()
     assert result["codes"] == [2] and len(lines) == 1 and re.search(said.replace("{", r"\{"), lines[0]), result
+    assert not [file for file in os.listdir(f"{runs[0]}/{name}") if "labels" in file]

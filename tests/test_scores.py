@@ -14,8 +14,10 @@ from data import batch_rows
 from engine.checkpoint import save_model
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
+from errors import Stop
 from loss import masked_whiten
 from rewards import centering_shift, punish_missing_eos, score_sequences, zero_is_known
+from rollout import add_up
 
 import tiny
 from tiny import forked, measured, one_run
@@ -161,6 +163,9 @@ def runs(tmp_path_factory):
     add("grpo", "grpo.py", MOVES, **grpo)
     add("no eval", "ppo.py", value_init="reward", **SETTINGS | dict(eval_path="", keep_best=False))
     add("ranks", "ppo.py", ranks=3, value_init="reward", **SETTINGS)
+    # the one rank that trains, and finds the zero, is too few for a generate_tp of two
+    add("roles", "ppo.py", ranks=3, value_init="reward", roles="train=1,generate=2", generate_tp=2,
+        **SETTINGS)
     add("rules", "ppo.py", reward_functions=letters, value_init="policy", **SETTINGS)
     add("never", "ppo.py", (15.0,), center_scores="never", **SETTINGS)
     add("warm-up", "ppo.py", critic_warmup_iters=2, checkpoint_interval=1, keep_checkpoints=9,
@@ -189,6 +194,14 @@ def succeeded(run):
     out, result = run
     assert set(result["codes"]) == {0}, result
     return out
+
+
+def test_a_demonstration_whose_score_is_not_finite_stops_the_run():
+    """Taken from a score it would make NaN, which says that no reward applies."""
+    batch = dict(tokens=torch.zeros(2, 3), sampler_logprobs=torch.zeros(2, 1))
+    batch |= {"reward/reward_model": torch.ones(2), "reward/demonstration": torch.tensor([0.5, torch.nan])}
+    with pytest.raises(Stop, match="demonstration"):
+        add_up(batch, None, 3)
 
 
 @pytest.mark.parametrize("name", ["policy", "mix", "grpo"])
@@ -247,7 +260,8 @@ def test_an_evaluation_changes_no_zero_and_ranks_neither(runs):
     for model in ("policy", "value_model"):
         here = f"{runs['reward 0.0'][0]}/{model}"
         assert tiny.distance(here, f"{runs['no eval 0.0'][0]}/{model}") == 0
-        assert tiny.distance(here, f"{succeeded(runs['ranks 0.0'])}/{model}") < 1e-9
+        for name in ("ranks 0.0", "roles 0.0"):
+            assert tiny.distance(here, f"{succeeded(runs[name])}/{model}") < 1e-9
 
 
 def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):

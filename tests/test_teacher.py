@@ -3,6 +3,7 @@ rm.py --teacher: a small reward model learns what a large one says. by_hand.py w
 teacher is read as others read it, that shards and a stop change nothing, and what is refused.
 """
 import json
+import os
 import re
 import shutil
 
@@ -106,6 +107,13 @@ def test_what_cannot_be_taught_is_refused_in_one_line(done, world, name):
     (result,), (_, said) = done[1][name], refused(world, done[0])[name]
     assert result["codes"] == [2], result
     assert re.fullmatch(rf"rm\.py: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), result["stderr"]
+
+
+def test_what_is_refused_leaves_no_folder(done, world):
+    """So the same out_dir can be given to the next try. (That all scores are the same is only known when they are asked for.)"""
+    folder = done[0]
+    left = [name for name in refused(world, folder) if os.path.exists(f"{folder}/{name}/out")]
+    assert left == ["zeros"] and os.path.exists(f"{folder}/whole/out")
 
 
 def test_shards_ranks_and_a_stop_change_nothing(done):

@@ -32,7 +32,7 @@ from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
-from engine.disk import write_json  # noqa: E402
+from engine.disk import check_writable, write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
 from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
@@ -152,20 +152,8 @@ reward_models, reader = build.load_reward_models(settings, device, None, tokeniz
 judge = build.load_judge(settings, device, None, None, terms)
 if judge:
     judge.check_rows(rows, prompts_path, max_new_tokens)
-
-
-def try_out():
-    """On rank 0: raise BadInput now, and not after hours, if OUT.jsonl cannot be written."""
-    try:
-        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-        open(f"{out}.jsonl", "a", encoding="utf-8").close()
-    except OSError as e:
-        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another "
-                       "--out") from e
-
-
 together.agree(config | {"the prompts": rows})
-together.alone(try_out)
+together.alone(lambda: check_writable(f"{out}.jsonl"))
 
 # --------------------------------------------------------------------------------------------------
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
