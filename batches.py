@@ -410,7 +410,6 @@ class ScoringRank:
                     # those of trainer `whose`; where there are not enough, a forward for nobody
                     whose = turn * size + rank
                     for mb in my_micro_batches(batch, rows, c, (min(whose, trainers - 1), trainers)):
-                        parallel.beat()
                         logprobs, _ = response_logprobs(
                             self.ref_policy, mb, c["temperature"], self.scorer.tokenizer.vocab_size,
                             c["head_chunk"], entropy=False, truncated=False)
