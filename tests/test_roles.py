@@ -4,8 +4,9 @@ and no weight; and a batch is sampled by the version of the policy that `stalene
 Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops (test_by_hand.py).
 """
 import pytest
+import torch.distributed as dist
 
-from engine.crew import parse_roles
+from engine.crew import Crew, parse_roles
 from errors import BadConfig
 
 import tiny
@@ -194,6 +195,52 @@ def test_roles_that_do_not_add_up(roles):
 def test_roles_are_parsed():
     assert parse_roles("", 4) is None and parse_roles("train=4", 4) is None and parse_roles("train=1, generate=0", 1) is None
     assert parse_roles("score=1,generate=2, train=3", 6) == dict(train=range(3), generate=range(3, 5), score=range(5, 6))
+
+
+def crew_on(store, role, rank):
+    """A Crew without processes: what it writes into a store, and reads there."""
+    crew = Crew.__new__(Crew)
+    crew.ranks, crew.role, crew.rank, crew.leads, crew.store = parse_roles("train=1,generate=1", 2), role, rank, True, store
+    crew.jobs = crew.receptions = crew.forgotten = 0
+    crew.answered, crew.times, crew.shown, crew.waited, crew.began = {}, {}, {}, 0.0, 0.0
+    crew.stop_wanted, crew.stop_asked, crew.beat, crew.look = False, lambda: False, lambda: None, lambda ranks: None
+    return crew
+
+
+def test_the_store_keeps_what_was_not_read_and_nothing_else():
+    """However far ahead one role is: 300 jobs wait for the generator, then 300 answers for the trainer. Of 600 more, one by one,
+    nothing stays but the last 256 notes of what the trainer has taken."""
+    store = dist.HashStore()
+    trainer, generator = crew_on(store, "train", 0), crew_on(store, "generate", 1)
+
+    def answer():
+        number, job = generator.next_job()
+        assert job == dict(do="sample", iteration=number)
+        generator.say(number, "train", answer=number)
+
+    def take(number):
+        assert trainer.receive(number, "generate")[1]["answer"] == number
+
+    for iteration in range(300):
+        assert trainer.post(do="sample", iteration=iteration) == iteration
+    for _ in range(300):
+        answer()
+    for number in range(300):
+        take(number)
+    for number in range(300, 900):
+        trainer.post(do="sample", iteration=number)
+        answer()
+        take(number)
+    assert store.num_keys() < 256 + 10, store.num_keys()
+
+
+def test_a_role_that_has_said_nothing_since_has_no_share():
+    crew = crew_on(dist.HashStore(), "train", 0)
+    crew.times["generate"] = [1.0, 4.0]
+    assert crew.shares()["time/generate_busy"] == 0.75
+    assert "time/generate_busy" not in crew.shares()  # its batch was there already
+    crew.times["generate"] = [2.0, 6.0]
+    assert crew.shares()["time/generate_busy"] == 0.5
 
 
 AT = """
