@@ -281,6 +281,32 @@ def slow(*args):
 if RANK == 1:
     rollout.sample = slow
 """
+LONG_STEP = """
+import torch
+f = loss.response_logprobs
+def slow(*args, **kwargs):
+    if torch.is_grad_enabled():
+        time.sleep(0.9)
+    return f(*args, **kwargs)
+loss.response_logprobs = slow
+"""
+LONG_LOAD = """
+from engine import checkpoint
+f = checkpoint.fill
+def slow(*args):
+    time.sleep(5)
+    return f(*args)
+checkpoint.fill = slow
+"""
+# three batches wait for the scorer when the trainers leave
+LATE_SCORES = STOP.replace("STALENESS", "4").replace("WHO", "0") + """
+f = rewards.Scorer.score
+def slow(*args):
+    time.sleep(2)
+    return f(*args)
+if RANK == 2:
+    rewards.Scorer.score = slow
+"""
 NUDGE = """
 import batches
 f = batches.Generator.take_weights
@@ -308,6 +334,14 @@ def losses(world, tmp_path_factory):
                           reward_timeout=3, checkpoint_interval=1)]
     cases["a slow generator"] = [on(world, "ppo.py", 2, AT + SLOW, roles="train=1,generate=1", timeout=4, reward_timeout=3,
                                     max_iters=1)]
+    quick = dict(timeout=4, reward_timeout=3)
+    two = dict(roles="train=1,generate=1", **quick)
+    cases["a long step"] = [on(world, "ppo.py", 2, AT + LONG_STEP, micro_batch_size=1, num_minibatches=1, ppo_epochs=1,
+                               max_iters=1, **two)]
+    cases["a long load"] = [on(world, "ppo.py", 2, max_iters=1, **two),
+                            on(world, "ppo.py", 2, AT + LONG_LOAD, max_iters=2, **two)]
+    cases["a stop while scores wait"] = [on(world, "ppo.py", 3, AT + LATE_SCORES, roles=THREE, staleness=3, max_iters=8,
+                                            eval_interval=1000, **quick)]
     rule = dict(reward_functions=world.rule("fades") + "," + world.rule("raises_late"), value_init="policy")
     with open(f"{world.root}/rules.py", "a", encoding="utf-8") as f:
         f.write(RAISES_LATE)
@@ -332,6 +366,14 @@ def test_a_generator_may_take_longer_than_the_timeout(losses):
     """It samples for more than 4 s, but not in silence."""
     result = losses[1]["a slow generator"][0]
     assert result["codes"] == [0, 0] and max(result["seconds"]) > 5, result
+
+
+@pytest.mark.parametrize("name", ["a long step", "a long load", "a stop while scores wait"])
+def test_a_rank_that_works_for_longer_than_the_timeout_is_not_lost(losses, name):
+    """A step of seven micro-batches for 6.3 s, a checkpoint that is read for 5 s, three batches of 2 s that nobody waits for."""
+    result = losses[1][name][-1]
+    assert set(result["codes"]) == {0}, result
+    assert max(result["seconds"]) > 5, result
 
 
 @pytest.mark.parametrize("roles", ["train=1,generate=1,score=1", "train=1,generate=1"])
