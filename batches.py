@@ -352,14 +352,19 @@ class Generator:
         mine, _, _ = sample_share(  # COLLECTIVE
             self.policy, self.tokenizer, self.config, self.device, wanted, order.purpose,
             order.iteration, abandoned)
-        given_up = torch.tensor(float(crew.abandoned), device=parallel.wire())
-        if parallel.all_reduce_max(given_up):  # COLLECTIVE
+        if given_up(crew):  # COLLECTIVE
             for role in others:
                 crew.say(number, role)
             return
         sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
         for role in others:
             crew.send(number, role, sampled, keep=self.config["staleness"] + 3)
+
+
+def given_up(crew):
+    """A collective of a role: whether the trainers have given up what they asked for."""
+    abandoned = torch.tensor(float(crew.abandoned), device=parallel.wire())
+    return bool(parallel.all_reduce_max(abandoned))  # COLLECTIVE
 
 
 class ScoringRank:
@@ -379,8 +384,8 @@ class ScoringRank:
         order = Order(**{k: v for k, v in job.items() if k != "do"})
         source = "generate" if job["do"] == "sample" else "train"
         sampled, _ = self.crew.receive(number, source)  # COLLECTIVE
-        if sampled is None:  # abandoned
-            return
+        if sampled is None or given_up(self.crew):  # COLLECTIVE
+            return  # nobody waits for it: the run ends
         sampled = {name: t.to(self.device) for name, t in sampled.items()}
         wanted = order.wanted(self.data, self.config)
         batch = score_batch(self.scorer, sampled, wanted, order.iteration)  # COLLECTIVE
@@ -412,7 +417,6 @@ class ScoringRank:
                     whose = turn * size + rank
                     part = min(whose, trainers - 1), trainers
                     for mb in my_micro_batches(batch, rows, c, part):
-                        parallel.beat()
                         logprobs, _ = response_logprobs(
                             self.ref_policy, mb, c["temperature"], self.scorer.tokenizer.vocab_size,
                             c["head_chunk"], entropy=False, truncated=False)

@@ -302,17 +302,21 @@ def my_micro_batches(batch, rows, config, whose=None):
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
     # on, and the GPU never waits for the CPU in between.
-    yield from list(made) if rows.is_cuda else made
+    for mb in list(made) if rows.is_cuda else made:
+        parallel.show_life()
+        yield mb
 
 
 def micro_batches_of(items, tokens_of, config):
     """
-    This rank's micro-batches of some items, which all ranks hold: lists of items. It deals them out
-    as my_micro_batches does rows. tokens_of: a function, how many tokens an item has.
+    This rank's micro-batches of some items, which all ranks hold: lists of items, one by one. It
+    deals them out as my_micro_batches does rows. tokens_of: a function, the tokens of an item.
     """
-    return parallel.my_micro_batches([[item] for item in items],
-                                     lambda group: sum(map(tokens_of, group)),
-                                     config["micro_batch_size"], config["micro_batch_tokens"])
+    for part in parallel.my_micro_batches([[item] for item in items],
+                                          lambda group: sum(map(tokens_of, group)),
+                                          config["micro_batch_size"], config["micro_batch_tokens"]):
+        parallel.show_life()
+        yield part
 
 
 def tokens_of_example(example):

@@ -89,13 +89,18 @@ def wire():
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
+def show_life():
+    """With roles: show the others that this rank is at work. Cheap, for loops that compute long."""
+    if beat:
+        beat()
+
+
 def collective(operation, *args, **kwargs):
     """
     A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
     another rank was killed (at once) or does not come (after `timeout` seconds).
     """
-    if beat:
-        beat()
+    show_life()
     try:
         return operation(*args, **kwargs)
     except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class

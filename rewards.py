@@ -349,6 +349,7 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
     parts = parallel.deal(groups, lambda group: sum(lengths[row] for row in group),
                           -(-len(tokens) // micro_batch_size), micro_batch_size)
     for part in parts + [[]] * (count - len(parts)):
+        parallel.show_life()
         rows = torch.tensor([row for group in part for row in group], dtype=torch.int64,
                             device=tokens.device)  # (b,)
         ids, mask = tokens[rows], attention_mask[rows]  # (b, T)

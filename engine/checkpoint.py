@@ -36,7 +36,7 @@ from engine.model_card import model_card
 from engine.placement import trunk_of, whole_weights
 from engine.pretrained import load_weights, save_pretrained
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, together
+from engine.together import alone, may_be_silent, together
 from errors import BadInput
 from parallel import rank_and_size
 
@@ -211,7 +211,8 @@ def load_checkpoint(folder, models, optimizers, average=None):
     A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
     When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
     """
-    together(lambda: fill(folder, models, optimizers, average))
+    with may_be_silent():
+        together(lambda: fill(folder, models, optimizers, average))
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
 
 

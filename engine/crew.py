@@ -38,7 +38,7 @@ from parallel import collective, wire
 
 ROLES = dict(train="trains", generate="generates", score="scores")  # and what its ranks do
 GLANCE = 0.2  # seconds between two looks at whether the others live
-KEPT = 256  # so many jobs stay in the store
+KEPT = 256  # so many notes stay in the store of what the first rank of a role has received
 
 
 def parse_roles(text, world_size):
@@ -70,6 +70,22 @@ def parse_roles(text, world_size):
     return ranks if len(ranks) > 1 else None
 
 
+class Noticeboard:
+    """The store, with its methods. asked: since when an answer is awaited; None if none is."""
+
+    def __init__(self, store):
+        self.store, self.asked = store, None
+
+    def __getattr__(self, name):
+        def ask(*args):
+            self.asked = time.monotonic()
+            try:
+                return getattr(self.store, name)(*args)
+            finally:
+                self.asked = None
+        return ask
+
+
 class Crew:
     """What a rank knows of the other roles, and how it talks to them."""
 
@@ -80,17 +96,19 @@ class Crew:
         """
         self.ranks, self.rank, self.timeout, self.stop_asked = ranks, rank, timeout, stop_asked
         self.role = next(role for role, range_ in ranks.items() if rank in range_)
-        groups = {role: dist.new_group(list(range_)) for role, range_ in ranks.items()}
+        wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
+        groups = {role: dist.new_group(list(range_), wait) for role, range_ in ranks.items()}
         # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
         self.watched = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
         name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
         parallel.broadcast(name)
         store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(bytes(name.tolist()).hex(), store)
+        self.store = Noticeboard(dist.PrefixStore(bytes(name.tolist()).hex(), store))
         parallel.group, parallel.first = groups[self.role], ranks[self.role][0]
         parallel.others = f"the other ranks that {self.role}"
         self.leads = rank == parallel.first
         self.jobs, self.receptions = 0, 0  # how many there have been
+        self.answered, self.forgotten = {}, 0  # {role: its last job with an answer}; jobs deleted
         self.sent = collections.defaultdict(collections.deque)  # role: messages under way
         self.gone = None  # a rank whose process has ended
         self.leaving = False  # the run is over: others may end before this rank
@@ -107,6 +125,7 @@ class Crew:
         others = range(1, dist.get_world_size()) if self.rank == 0 else [0]
         for rank in others:
             threading.Thread(target=self.watch, args=[rank], daemon=True).start()
+        threading.Thread(target=self.watch_store, daemon=True).start()
 
     # signs of life
 
@@ -118,6 +137,19 @@ class Crew:
             if self.gone is None:
                 self.gone = rank
 
+    def watch_store(self):
+        """
+        A thread: end this process where the store does not answer. On a host whose cable is cut a
+        question to it returns after a quarter of an hour, whatever the store's timeout is.
+        """
+        while True:
+            time.sleep(GLANCE)
+            asked = self.store.asked
+            if asked is not None and time.monotonic() - asked > self.timeout:
+                errors.leaving = None  # the others cannot be told
+                why = f"the store in which the ranks meet has not answered for {self.timeout} s"
+                errors.report_and_exit(Lost, self.lost_touch(f"{self.name_of([0])}: {why}"), None)
+
     def beat(self, allowed=None):
         """
         Show that this rank lives, and look for news: every rank calls this often, as in every
@@ -127,7 +159,7 @@ class Crew:
         if self.leaving:
             return
         if self.gone is not None:
-            self.mourn(self.gone, "its process has ended")
+            self.mourn([self.gone], "its process has ended")
         now = time.monotonic()
         asked = self.stop_asked() and not self.stop_wanted  # a signal: tell the others at once
         if allowed is None and not asked and now - self.last_beat < min(self.timeout / 10, 0.5):
@@ -141,21 +173,25 @@ class Crew:
             self.stop_wanted = self.store.check(["stop"])
             self.abandoned = self.store.check(["abandon"])
         except RuntimeError as e:
-            self.mourn(0, parallel.reason(e))
+            self.mourn([0], parallel.reason(e))
 
     def look(self, ranks):
         """Raise Lost if one of these ranks has been silent for longer than it may be."""
-        now = time.monotonic()
+        now, late = time.monotonic(), {}
         for rank in ranks:
             said = self.store.get(f"alive {rank}").decode()
             if self.heard.get(rank, ("", 0))[0] != said:
                 self.heard[rank] = said, now
-            elif now - self.heard[rank][1] > float(said.split()[1]) + GLANCE:
-                self.mourn(rank, f"silent for {now - self.heard[rank][1]:.0f} s")
+            else:
+                late[rank] = now - self.heard[rank][1] - float(said.split()[1]) - GLANCE
+        if max(late.values(), default=0) > 0:
+            # of several ranks one may hang, and the others wait for it: who does not show
+            silent = [rank for rank in late if late[rank] > -1]
+            self.mourn(silent, f"silent for {now - self.heard[silent[0]][1]:.0f} s")
 
-    def mourn(self, rank, why):
-        """Raise Lost, with this rank's role; or what a rank has said before it left."""
-        who, ended = self.name_of(rank), None
+    def mourn(self, ranks, why):
+        """Raise Lost, with the role of these ranks; or what a rank has said before it left."""
+        who, ended = self.name_of(ranks), None
         try:
             if self.store.check(["ended"]):
                 ended = json.loads(self.store.get("ended"))
@@ -165,12 +201,16 @@ class Crew:
             raise (BadConfig if ended["kind"] == "BadInput" else Stop)(ended["message"])
         known = ended and ended["who"]
         self.lost = known or f"{who}: it was killed, or hangs ({why})"
-        raise Lost(f"{parallel.phase}: lost touch with {self.lost}. The last checkpoint is good; "
-                   "resume with the same command")
+        raise self.lost_touch(self.lost)
 
-    def name_of(self, rank):
-        role = next(role for role, ranks in self.ranks.items() if rank in ranks)
-        return f"rank {rank}, which {ROLES[role]}"
+    def lost_touch(self, who):
+        return Lost(f"{parallel.phase}: lost touch with {who}. The last checkpoint is good; resume "
+                    "with the same command")
+
+    def name_of(self, ranks):
+        """[1, 2] -> "rank 1 or rank 2, which generates". ranks: of one role."""
+        role = next(role for role, range_ in self.ranks.items() if ranks[0] in range_)
+        return f"{' or '.join(f'rank {rank}' for rank in ranks)}, which {ROLES[role]}"
 
     def say_why(self, error):
         """errors.py calls this as this rank leaves with an error: the others learn why."""
@@ -192,11 +232,20 @@ class Crew:
         n, self.jobs = self.jobs, self.jobs + 1
         if self.leads:
             self.store.set(f"job {n}", json.dumps(job))
-            old = n - KEPT  # the store shall not grow for ever
-            for key in (f"job {old}", *(f"{old} {a}>{b}" for a in ROLES for b in ROLES),
-                        *(f"{a} takes {old}" for a in ROLES)) if old >= 0 else ():
-                self.store.delete_key(key)
+            self.forget()
         return n
+
+    def forget(self):
+        """
+        Delete from the store the jobs before the last one that generators and scorers have both
+        answered: they do all jobs in order, so all of them have read those. The store shall not
+        grow for ever, and a role may be hundreds of jobs behind.
+        """
+        done = min(self.answered.get(role, 0) for role in self.ranks if role != "train")
+        for old in range(self.forgotten, done):
+            for key in (f"job {old}", *(f"{old} {a}>{b}" for a in ROLES for b in ROLES)):
+                self.store.delete_key(key)
+        self.forgotten = max(self.forgotten, done)
 
     def next_job(self):
         """On generators and scorers: wait for the next job, and return (number, job)."""
@@ -221,7 +270,7 @@ class Crew:
                     looked = time.monotonic()
                     self.look(ranks)
             except dist.DistError as e:
-                self.mourn(0, parallel.reason(e))
+                self.mourn([0], parallel.reason(e))
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         self.waited += time.monotonic() - began
@@ -237,10 +286,10 @@ class Crew:
         """
         if not self.leads:
             return
-        buffer, layout = pack(tensors)
         queue = self.sent[to]
-        while len(queue) >= keep:
+        while len(queue) >= keep:  # first: the new buffer may take the place of the oldest one
             collective(queue.popleft()[0].wait)
+        buffer, layout = pack(tensors)
         queue.append((collective(dist.isend, buffer, dst=self.ranks[to][0]), buffer))
         self.say(n, to, layout=layout, bytes=len(buffer))
 
@@ -262,18 +311,22 @@ class Crew:
             said = self.wait_for(f"{n} {source}>{self.role}",
                                  [0] if self.rank else self.ranks[source], may_leave)
             self.store.set(taken, json.dumps(said))
+            self.store.delete_key(f"{self.role} takes {self.receptions - KEPT}")
         else:
             said = self.wait_for(taken, [0])
         if said is None:
             return None, None
-        self.times[source] = said["times"]
+        self.times[source], self.answered[source] = said["times"], n
         if "error" in said:
             raise Stop(said["error"])
         if "layout" not in said:  # it was abandoned
             return None, said
         buffer = torch.empty(said["bytes"], dtype=torch.uint8, device=wire())
         if self.leads:
-            collective(collective(dist.irecv, buffer, src=self.ranks[source][0]).wait)
+            try:
+                collective(collective(dist.irecv, buffer, src=self.ranks[source][0]).wait)
+            except Lost as e:  # collective would name a rank of this role
+                self.mourn(self.ranks[source][:1], parallel.reason(e.__cause__ or e))
         parallel.broadcast(buffer)
         return unpack(buffer, said["layout"]), said
 
@@ -286,7 +339,7 @@ class Crew:
         self.times["train"] = [self.waited, time.monotonic() - self.began]
         shares = {}
         for role in ROLES:
-            if role in self.times:
+            if role in self.times and self.times[role] != self.shown.get(role):
                 waited, lived = (now - before for now, before in zip(
                     self.times[role], self.shown.get(role, [0.0, 0.0]), strict=True))
                 shares[f"time/{role}_busy"] = 1 - waited / lived if lived > 0 else 0.0

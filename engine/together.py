@@ -8,6 +8,7 @@ with the same code, settings and files?
 
 An error of one rank is raised on all of them, so that no rank waits for one that has left.
 """
+import contextlib
 import datetime
 import hashlib
 import json
@@ -68,14 +69,23 @@ def alone(function):
         return function()
     group, wait = parallel.group or dist.group.WORLD, usual_wait
     group.set_timeout(max(wait, datetime.timedelta(seconds=PATIENCE)))
+    try:
+        with may_be_silent():
+            return from_rank(function)
+    finally:
+        group.set_timeout(wait)
+
+
+@contextlib.contextmanager
+def may_be_silent():
+    """In this block ranks of other roles wait for PATIENCE seconds for a sign of life."""
     if parallel.beat:
         parallel.beat(PATIENCE)
     try:
-        return from_rank(function)
+        yield
     finally:
-        group.set_timeout(wait)
         if parallel.beat:
-            parallel.beat(wait.total_seconds())
+            parallel.beat(usual_wait.total_seconds())
 
 
 def send_tensors(source, tensors):

@@ -4,8 +4,9 @@ and no weight; and a batch is sampled by the version of the policy that `stalene
 Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops (test_by_hand.py).
 """
 import pytest
+import torch.distributed as dist
 
-from engine.crew import parse_roles
+from engine.crew import Crew, parse_roles
 from errors import BadConfig
 
 import tiny
@@ -196,6 +197,52 @@ def test_roles_are_parsed():
     assert parse_roles("score=1,generate=2, train=3", 6) == dict(train=range(3), generate=range(3, 5), score=range(5, 6))
 
 
+def crew_on(store, role, rank):
+    """A Crew without processes: what it writes into a store, and reads there."""
+    crew = Crew.__new__(Crew)
+    crew.ranks, crew.role, crew.rank, crew.leads, crew.store = parse_roles("train=1,generate=1", 2), role, rank, True, store
+    crew.jobs = crew.receptions = crew.forgotten = 0
+    crew.answered, crew.times, crew.shown, crew.waited, crew.began = {}, {}, {}, 0.0, 0.0
+    crew.stop_wanted, crew.stop_asked, crew.beat, crew.look = False, lambda: False, lambda: None, lambda ranks: None
+    return crew
+
+
+def test_the_store_keeps_what_was_not_read_and_nothing_else():
+    """However far ahead one role is: 300 jobs wait for the generator, then 300 answers for the trainer. Of 600 more, one by one,
+    nothing stays but the last 256 notes of what the trainer has taken."""
+    store = dist.HashStore()
+    trainer, generator = crew_on(store, "train", 0), crew_on(store, "generate", 1)
+
+    def answer():
+        number, job = generator.next_job()
+        assert job == dict(do="sample", iteration=number)
+        generator.say(number, "train", answer=number)
+
+    def take(number):
+        assert trainer.receive(number, "generate")[1]["answer"] == number
+
+    for iteration in range(300):
+        assert trainer.post(do="sample", iteration=iteration) == iteration
+    for _ in range(300):
+        answer()
+    for number in range(300):
+        take(number)
+    for number in range(300, 900):
+        trainer.post(do="sample", iteration=number)
+        answer()
+        take(number)
+    assert store.num_keys() < 256 + 10, store.num_keys()
+
+
+def test_a_role_that_has_said_nothing_since_has_no_share():
+    crew = crew_on(dist.HashStore(), "train", 0)
+    crew.times["generate"] = [1.0, 4.0]
+    assert crew.shares()["time/generate_busy"] == 0.75
+    assert "time/generate_busy" not in crew.shares()  # its batch was there already
+    crew.times["generate"] = [2.0, 6.0]
+    assert crew.shares()["time/generate_busy"] == 0.5
+
+
 AT = """
 import os, signal, time
 import loss, parallel, rewards, rollout
@@ -234,6 +281,32 @@ def slow(*args):
 if RANK == 1:
     rollout.sample = slow
 """
+LONG_STEP = """
+import torch
+f = loss.response_logprobs
+def slow(*args, **kwargs):
+    if torch.is_grad_enabled():
+        time.sleep(0.9)
+    return f(*args, **kwargs)
+loss.response_logprobs = slow
+"""
+LONG_LOAD = """
+from engine import checkpoint
+f = checkpoint.fill
+def slow(*args):
+    time.sleep(5)
+    return f(*args)
+checkpoint.fill = slow
+"""
+# three batches wait for the scorer when the trainers leave
+LATE_SCORES = STOP.replace("STALENESS", "4").replace("WHO", "0") + """
+f = rewards.Scorer.score
+def slow(*args):
+    time.sleep(2)
+    return f(*args)
+if RANK == 2:
+    rewards.Scorer.score = slow
+"""
 NUDGE = """
 import batches
 f = batches.Generator.take_weights
@@ -261,6 +334,14 @@ def losses(world, tmp_path_factory):
                           reward_timeout=3, checkpoint_interval=1)]
     cases["a slow generator"] = [on(world, "ppo.py", 2, AT + SLOW, roles="train=1,generate=1", timeout=4, reward_timeout=3,
                                     max_iters=1)]
+    quick = dict(timeout=4, reward_timeout=3)
+    two = dict(roles="train=1,generate=1", **quick)
+    cases["a long step"] = [on(world, "ppo.py", 2, AT + LONG_STEP, micro_batch_size=1, num_minibatches=1, ppo_epochs=1,
+                               max_iters=1, **two)]
+    cases["a long load"] = [on(world, "ppo.py", 2, max_iters=1, **two),
+                            on(world, "ppo.py", 2, AT + LONG_LOAD, max_iters=2, **two)]
+    cases["a stop while scores wait"] = [on(world, "ppo.py", 3, AT + LATE_SCORES, roles=THREE, staleness=3, max_iters=8,
+                                            eval_interval=1000, **quick)]
     rule = dict(reward_functions=world.rule("fades") + "," + world.rule("raises_late"), value_init="policy")
     with open(f"{world.root}/rules.py", "a", encoding="utf-8") as f:
         f.write(RAISES_LATE)
@@ -285,6 +366,14 @@ def test_a_generator_may_take_longer_than_the_timeout(losses):
     """It samples for more than 4 s, but not in silence."""
     result = losses[1]["a slow generator"][0]
     assert result["codes"] == [0, 0] and max(result["seconds"]) > 5, result
+
+
+@pytest.mark.parametrize("name", ["a long step", "a long load", "a stop while scores wait"])
+def test_a_rank_that_works_for_longer_than_the_timeout_is_not_lost(losses, name):
+    """A step of seven micro-batches for 6.3 s, a checkpoint that is read for 5 s, three batches of 2 s that nobody waits for."""
+    result = losses[1][name][-1]
+    assert set(result["codes"]) == {0}, result
+    assert max(result["seconds"]) > 5, result
 
 
 @pytest.mark.parametrize("roles", ["train=1,generate=1,score=1", "train=1,generate=1"])
