@@ -290,8 +290,11 @@ def progress(record, start, done, max_iters, began):
     """
     columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
                if metric in record]
-    phases = [f"{phase} {record[f'time/{phase}']:.1f}s ({record[f'time/{phase}_mfu']:.0%})"
-              for phase in ("rollout", "score", "update")]
+    phases = []
+    for phase in ("rollout", "score", "update"):
+        share = record.get(f"time/{phase}_mfu")
+        share = "" if share is None else f" ({share:.0%})"
+        phases.append(f"{phase} {record[f'time/{phase}']:.1f}s{share}")
     busy = [f"{name[5:-5]} {share:.0%}" for name, share in record.items() if name.endswith("_busy")]
     if busy:
         columns.append("busy: " + " ".join(busy))

@@ -136,7 +136,10 @@ class Run:
             return
         batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
         print_models(self.models)
-        print(f"{self.world_size} rank(s) on {self.device.type}, {self.config['dtype']}, "
+        ranks = f"{self.world_size} rank(s)"
+        if launch.crew:
+            ranks = f"ranks with roles ({self.config['roles']})"
+        print(f"{ranks} on {self.device.type}, {self.config['dtype']}, "
               f"{self.predicted:.0f} MiB of tensors each at most; "
               f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
               f"on {batch_size // minibatches} of them")
@@ -388,8 +391,13 @@ class Run:
         How fast the iteration was, without the seconds of evaluation and checkpoint, and how fast
         its phases were: in the rollout the policy samples; in "score" all models read what it
         sampled (the policy, if it must); in the update the trained ones read it again in each pass.
-        steps: how many optimizer steps that were.
+        steps: how many optimizer steps that were. A phase that other ranks do, or that was done
+        in an earlier iteration, has no figures of its own: its seconds here are those of waiting.
         """
+        roles = launch.crew.ranks if launch.crew else {"train": range(self.world_size)}
+        ranks = sum(map(len, roles.values()))
+        elsewhere = {"rollout": "generate" in roles or self.config["staleness"] > 0,
+                     "score": "score" in roles}
         sampled, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
         passes = steps / self.config["num_minibatches"]
         readers = sum(flops for name, flops in self.forward_flops.items()
@@ -399,10 +407,12 @@ class Run:
                     update=(passes * read, passes * read * self.training_flops))
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
         record = speed(self.device, sampled, sum(flops for _, flops in work.values()), seconds,
-                       self.peak, self.world_size)
+                       self.peak, ranks)
         for phase, (tokens, flops) in work.items():
-            record[f"time/{phase}_tokens_per_second"] = tokens / self.times[phase]
-            record[f"time/{phase}_mfu"] = flops / (self.times[phase] * self.peak * self.world_size)
+            if not elsewhere.get(phase):
+                record[f"time/{phase}_tokens_per_second"] = tokens / self.times[phase]
+                record[f"time/{phase}_mfu"] = flops / (
+                    self.times[phase] * self.peak * self.world_size)
         return record
 
     def finish(self):

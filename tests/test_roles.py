@@ -73,6 +73,9 @@ def test_the_batch_is_of_the_version_that_staleness_names(runs):
         log = tiny.read_log(f"{folder}/{name} {staleness} {roles}/out")[:-1]
         assert log[0]["objective/kl"] == 0 == log[0]["policy/ratio_gap"], (name, staleness, roles)
         assert log[0]["policy/sampler_gap"] < 1e-10
+        for record in log:  # no figures of what others have done, or was done before
+            assert ("time/rollout_mfu" in record) == ("generate" not in roles and staleness == 0), (name, staleness, roles)
+            assert ("time/score_mfu" in record) == ("score" not in roles) and "time/update_mfu" in record
         ages = [record.get("policy/staleness", 0) for record in log]
         assert ages == [min(iteration, staleness) for iteration in range(4)], (name, staleness, roles)
         for record, age in zip(log, ages, strict=True):
