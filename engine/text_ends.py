@@ -153,8 +153,8 @@ def text_ends_of(text, tokenizer, max_new_tokens):
                                "which ends a response or is padding, and is never in its text")
         least = TextEnds([s], first, later).least_tokens(tokenizer.eos_ids)
         if least is None:
-            raise BadInput(f"stop_strings: {shorten(s)} can never occur: the tokenizer cannot spell "
-                           "it, or only with a token that ends the response; leave it out")
+            raise BadInput(f"stop_strings: {shorten(s)} can never occur: the tokenizer cannot "
+                           "spell it, or only with a token that ends the response; leave it out")
         if least > max_new_tokens:
             raise BadInput(f"stop_strings: {shorten(s)} has {least} tokens or more, so it can "
                            f"never occur within max_new_tokens = {max_new_tokens}; raise that")

@@ -1,7 +1,6 @@
 """Stop strings: against a loop that decodes the text anew after each token, and against cuts that are known on paper."""
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,9 +297,9 @@ def done(tmp_path_factory, world):
             for script in ("ppo", "grpo")
             for ends, keys, ranks in (("", more | dict(rollout_batch_size=5), 1), (" of two", more | dict(generate_tp=2), 2),
                                       (" with roles", more | dict(roles="train=1,generate=1"), 2))}
-    for name, script, keys in (("sample", "tools/sample.py", sampled), ("eval", "tools/eval.py", judged),
-                               ("label", "data/label.py", labels)):
-        runs[name] = [one_run(script, arguments(keys | dict(stop_strings=repr(STOPS))))]
+    for name, file, keys in (("sample", "tools/sample.py", sampled), ("eval", "tools/eval.py", judged),
+                             ("label", "data/label.py", labels)):
+        runs[name] = [one_run(file, arguments(keys | dict(stop_strings=repr(STOPS))))]
     runs["never"] = [one_run("ppo.py", world.ppo("out", stop_strings="<eos>"))]
     return folder, forked(folder, runs)
 
