@@ -84,6 +84,7 @@ top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
+stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]

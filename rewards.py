@@ -369,16 +369,41 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     The text of a response may then be longer than the reward model's context, though all prompts
     were checked: the reward model reads as much of it as fits, as if the response had never ended.
     One odd response must not stop a run.
+    A response that a stop string has ended has no EOS. The reward model has learned to say at an
+    EOS what a whole response is worth, so it reads one behind such a response, too.
 
     batch: see this file's header. micro_batch_size, count: see score_sequences.
     """
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
-        return score_sequences(reward_model, batch["tokens"], batch["attention_mask"],
-                               micro_batch_size, count, prompts=prompt_width(batch))
+        tokens, mask = batch["tokens"], batch["attention_mask"]
+        if policy_tokenizer.text_ends:
+            longest = reward_model.config.max_positions
+            tokens, mask = with_eos(batch, policy_tokenizer, longest)
+        return score_sequences(reward_model, tokens, mask, micro_batch_size, count,
+                               prompts=prompt_width(batch))
 
     return text_scores(  # COLLECTIVE
         batch["rows"], batch["completions"], batch["finished"].tolist(), reward_model,
         reward_tokenizer, micro_batch_size, count, batch["tokens"].device)
+
+
+def with_eos(batch, tokenizer, longest):
+    """
+    tokens and attention_mask (B, T + 1) of a batch, in which the responses that a stop string has
+    ended have an EOS, or in a chat the end of the turn, behind them; but no row gets more than
+    `longest` tokens.
+    """
+    tokens, mask = (torch.nn.functional.pad(batch[name], (0, 1))
+                    for name in ("tokens", "attention_mask"))
+    last = last_real(mask)  # (B,)
+    rows = torch.arange(len(tokens), device=tokens.device)
+    eos_ids = torch.tensor(sorted(tokenizer.eos_ids), device=tokens.device)
+    bare = batch["finished"] & ~torch.isin(tokens[rows, last], eos_ids)
+    bare &= mask.sum(1) < longest
+    ends = torch.tensor([tokenizer.end_of(row["prompt"]) for row in batch["rows"]],
+                        dtype=torch.int64, device=tokens.device)
+    tokens[rows[bare], last[bare] + 1], mask[rows[bare], last[bare] + 1] = ends[bare], True
+    return tokens, mask
 
 
 def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size,

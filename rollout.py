@@ -8,7 +8,7 @@ How responses are sampled, in six lines:
 3. The next token of a response is the inverse CDF of its next uniform: the first token whose
    cumulated probability is above the uniform.
 4. One forward pass over the new tokens alone gives the next distributions; a cache keeps the rest.
-5. A response ends with an EOS, or after R tokens.
+5. A response ends with an EOS, with the last token of a stop string, or after R tokens.
 6. When a quarter of the rows that decode together have ended, the next prompts take their places;
    when there are no more prompts, these rows are dropped.
 
@@ -88,7 +88,8 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-             attention_mask=None, stop=None, cuda_graphs=False, truncation=None, keep_sets=False):
+             attention_mask=None, stop=None, cuda_graphs=False, truncation=None, keep_sets=False,
+             text_ends=None):
     """
     Sample one response to each prompt.
 
@@ -107,6 +108,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     cuda_graphs: a GPU replays the kernels of a step, see engine/graphs.py.
     truncation: a dict of top_k, top_p and min_p, see loss.sampling_set; None: all may be sampled.
     keep_sets: return the tokens that may be sampled, too, where there is a truncation.
+    text_ends: the stop strings, engine.text_ends.TextEnds; None: there are none.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -114,7 +116,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         response_mask (B, R) bool: True on sampled tokens, the EOS included;
         sampler_logprobs (B, R) float32 (float64 if the model is): log-probs of the sampled tokens
             in the distribution that was sampled (temperature 0: in that of temperature 1);
-        finished (B,) bool: whether the response ended with an EOS;
+        finished (B,) bool: whether the response ended with an EOS or a stop string;
         kept (B, R, V / 8) uint8, with keep_sets: which tokens each could be, see loss.as_bits.
 
     Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. In the toy's
@@ -133,13 +135,14 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         prompts = [row[m].tolist() for row, m in zip(prompts, real, strict=True)]
     parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
                                 vocab_size, uniforms, seed, batch_size, prompt_width, stop,
-                                cuda_graphs, truncation, keep_sets)]
+                                cuda_graphs, truncation, keep_sets, text_ends)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
                       vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-                      stop=None, cuda_graphs=False, truncation=None, keep_sets=False):
+                      stop=None, cuda_graphs=False, truncation=None, keep_sets=False,
+                      text_ends=None):
     """
     What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
     soon as its responses are complete, so that they can be scored while others are sampled. The
@@ -168,7 +171,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
 
     n = min(batch_size or B, B)
     steps = decode(policy, prompts, uniforms.to(device), n, temperature, eos, vocab_size, sampled,
-                   stop, cuda_graphs, truncation)
+                   stop, cuda_graphs, truncation, text_ends)
     complete = 0  # responses, from the first one on
     for start in range(0, B or 1, n or 1):
         part = slice(start, min(start + n, B))
@@ -194,7 +197,7 @@ COLUMNS = 128  # with cuda_graphs: how many columns more of the cache a new reco
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, stop=None,
-           cuda_graphs=False, truncation=None):
+           cuda_graphs=False, truncation=None, text_ends=None):
     """
     Sample a response to each of B prompts (lists of ids), at most n of them at a time. A generator:
     it yields how many of them are complete, from the first one on, whenever that has changed.
@@ -226,6 +229,7 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     response, t = list(range(n)), [0] * n
     logits = read_prompts(policy, cache, response, prompts[:n])  # step 2: (n, V)
     begun, done, complete = n, set(), 0  # of the responses
+    spelt = torch.zeros(B + 1, dtype=torch.int64, device=device)  # what they have of a stop string
     # rows are dropped when 1 / lot of them have ended; after that, a step must be recorded anew
     lot = 2 if cuda_graphs else 4
 
@@ -253,9 +257,12 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
         tokens, logprobs = torch.stack(tokens, 1), torch.stack(logprobs, 1)  # (n, k) each
 
         # step 5: which responses have ended?
-        is_eos = torch.isin(tokens, eos)  # (n, k)
-        finished = is_eos.any(1)  # (n,)
-        lengths = at[:, 0] + torch.where(finished, is_eos.int().argmax(1) + 1, k)  # (n,)
+        ends = torch.isin(tokens, eos)  # (n, k)
+        if text_ends:
+            found, spelt[number[:, 0]] = text_ends.follow(spelt[number[:, 0]], tokens)
+            ends |= found
+        finished = ends.any(1)  # (n,)
+        lengths = at[:, 0] + torch.where(finished, ends.int().argmax(1) + 1, k)  # (n,)
         sampled["responses"][number, columns] = tokens
         sampled["logprobs"][number, columns] = logprobs
         sampled["lengths"][number[:, 0]] = lengths
@@ -436,7 +443,7 @@ def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, 
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
                 prompt_width=width, stop=lambda: ranks.any(stop(), every=16),
                 cuda_graphs=config["cuda_graphs"], truncation=truncation_of(config),
-                keep_sets=True):
+                keep_sets=True, text_ends=tokenizer.text_ends):
             decoded, ours = ours[:len(part["tokens"])], ours[len(part["tokens"]):]
             kept = [row for row, i in enumerate(decoded) if i in mine]
             part = {name: t[kept] for name, t in part.items()}
@@ -529,7 +536,8 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
 
 
 def decode_responses(tokenizer, part):
-    """The texts of the responses that `generate` gave."""
+    """The texts of the responses that `generate` gave, up to the stop string if they have one."""
     R = part["response_mask"].shape[1]
     tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
-    return [tokenizer.decode(ids[m].tolist()) for ids, m in zip(tokens, mask, strict=True)]
+    return [tokenizer.decode_response(ids[m].tolist())
+            for ids, m in zip(tokens, mask, strict=True)]

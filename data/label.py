@@ -30,7 +30,7 @@ from engine.disk import check_writable  # noqa: E402
 from engine.judging import Judge, template_text  # noqa: E402
 from engine.placement import precisions  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from formats import read_rows  # noqa: E402
 from model import freeze  # noqa: E402
@@ -57,6 +57,8 @@ min_confidence = 0.5  # pairs with less are left out [0.5..1]
 samples = 2  # answers to each prompt; 2 are a pair, 4 two pairs [2..1000]
 max_new_tokens = 48  # longest answer; one that does not end is left out [1..1000000]
 temperature = 1.0  # of the answers [> 0]
+extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
+stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 256  # answers that decode at once [2..1000000]
 micro_batch_size = 64  # answers that the judge reads at once [>= 1]
 seed = 1  # decides the answers [>= 0]
@@ -89,6 +91,7 @@ def load(path):
 
 compares = "{first}" in template_text(judge_template)
 tokenizer = load_tokenizer(policy_path, config)
+add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
 policy = load(policy_path)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 judge_tokenizer = load_tokenizer(judge_path, dict(chat_date=chat_date))
@@ -120,7 +123,8 @@ def answer(numbers):
                                  [sample for _, sample in which])
     with torch.no_grad(), autocast:
         batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
-                         tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms)
+                         tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
+                         text_ends=tokenizer.text_ends)
     return list(zip(decode_responses(tokenizer, batch), batch["finished"].tolist(), strict=True))
 
 

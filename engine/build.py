@@ -104,7 +104,7 @@ def load_policy(config, device):
     """
     path, place = config["policy_path"], places(config)["policy"]
     tokenizer = load_tokenizer(path, config)
-    add_ends(tokenizer, config["extra_eos_ids"])
+    add_ends(tokenizer, config["extra_eos_ids"], config["stop_strings"], config["max_new_tokens"])
     trained = role() in ("", "train") or place.lora is not None
     if not trained:  # a generator's copy: whole, and in the dtype in which it decodes
         place = Place(here=place.here)

@@ -86,7 +86,7 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
         scores = {name: x[i] for name, x in columns.items()}
         samples.append(dict(
             iteration=iteration, row=i, prompt=row["prompt"],
-            text=tokenizer.decode(batch["tokens"][i, -R:][mask].tolist()),
+            text=tokenizer.decode_response(batch["tokens"][i, -R:][mask].tolist()),
             finished=bool(batch["finished"][i]), length=int(mask.sum()),
             scores={name: x for name, x in scores.items() if math.isfinite(x)}))
     return samples

@@ -17,6 +17,7 @@ import re
 
 from engine.chats import CHAT_KEYS, MARK, ChatTemplate, attempt, common_prefix, content_of
 from engine.hf_files import read_file, read_json, read_text, tokenizer_folders
+from engine.text_ends import text_ends_of
 from errors import BadInput, first_line, shorten, warn
 from rows import is_surrogate
 
@@ -84,10 +85,11 @@ def load_tokenizer(path, config=None):
     return tokenizer
 
 
-def add_ends(tokenizer, extra):
+def add_ends(tokenizer, extra, stop_strings, max_new_tokens):
     """
-    Let a response end with these tokens, too. extra: the key extra_eos_ids, such as "198,50256"; ""
-    adds none. Raises BadInput for what is no id of the tokenizer.
+    Let a response end with other tokens and texts, too, as the keys of these names say. extra: the
+    key extra_eos_ids, such as "198,50256". "" adds none. Raises BadInput for what is no id of the
+    tokenizer, and for a text that can never be in a response.
     """
     words = [word.strip() for word in extra.split(",") if word.strip()]
     for word in words:
@@ -96,6 +98,7 @@ def add_ends(tokenizer, extra):
                            f"numbers below {tokenizer.vocab_size}, such as "
                            f"--extra_eos_ids={tokenizer.eos_id}")
     tokenizer.eos_ids = tokenizer.eos_ids | {int(word) for word in words}
+    tokenizer.text_ends = text_ends_of(stop_strings, tokenizer, max_new_tokens)
 
 
 def check_tokenizer_fits(tokenizer, model, path):
@@ -123,6 +126,7 @@ class Tokenizer:
     eos_id = pad_id = vocab_size = 0
     skipped_id = None  # a reward model is read at the last token that is not this: see reading.py
     eos_ids = frozenset()  # a response ends with any of them
+    text_ends = None  # the stop strings, with which it ends as well
     special_texts = ()  # how special tokens are spelt; encode takes such text for plain text
     bos_ids = ()  # what stands before a plain-text prompt
     fingerprint = chat_fingerprint = ""  # of the vocabulary, of the chat template
@@ -144,6 +148,27 @@ class Tokenizer:
     def is_plain_text(self, i):
         """Whether the token of this id is a piece of text, and no end or marker."""
         return False
+
+    def pieces(self):
+        """
+        The bytes that each token adds to a text: (where it is the first one, where it stands behind
+        others), lists of V; None for tokens that decode leaves out. A character may be cut between
+        two tokens.
+        """
+        raise NotImplementedError
+
+    def unseen_texts(self):
+        """How the special tokens are spelt that decode leaves out."""
+        return self.special_texts
+
+    def decode_response(self, ids):
+        """The text of a response; one with a stop string ends right behind that."""
+        text = self.decode(ids)
+        return self.text_ends.cut(text) if self.text_ends else text
+
+    def end_of(self, prompt):
+        """The id with which a response to a prompt ends: of a string the EOS."""
+        return self.eos_id
 
     def encode_prompt(self, prompt):
         """Ids of a prompt: a string (after BOS, if there is one) or a list of chat messages."""
@@ -205,6 +230,7 @@ class Tokenizer:
 BYTE_LEVEL = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
 BYTE_LEVEL |= {b: chr(256 + i)
                for i, b in enumerate(b for b in range(256) if b not in BYTE_LEVEL)}
+BYTE_OF = {ch: b for b, ch in BYTE_LEVEL.items()}
 
 
 class ByteTokenizer(Tokenizer):
@@ -237,6 +263,11 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids):
         ids = [i for i in ids if i not in (self.eos_id, self.pad_id)]
         return self.encoding.decode(ids, errors="replace")
+
+    def pieces(self):
+        pieces = [self.encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
+        pieces[self.eos_id] = pieces[self.pad_id] = None
+        return pieces, pieces
 
     def save(self, folder):
         """Write tiktoken.json for us, and the same as tokenizer.json for transformers."""
@@ -287,17 +318,17 @@ class GPT2Tokenizer(Tokenizer):
         self.files = read_tokenizer_files(folder)
         vocab = read_json(os.path.join(folder, "vocab.json"))
         check_ids(vocab, f"{folder}/vocab.json")
-        byte_of = {name: b for b, name in BYTE_LEVEL.items()}
         eos = "<|endoftext|>"
         if eos not in vocab:
             raise BadInput(f"{folder}/vocab.json: {eos!r} is missing; this is not GPT-2's "
                            "vocabulary")
-        unknown = [t for t in vocab if t != eos and (not t or set(t) - byte_of.keys())]
-        unknown += [ch for ch in byte_of if ch not in vocab]
+        unknown = [t for t in vocab if t != eos and (not t or set(t) - BYTE_OF.keys())]
+        unknown += [ch for ch in BYTE_OF if ch not in vocab]
         if unknown:
             raise BadInput(f"{folder}/vocab.json: {shorten(unknown[0])} is no token of GPT-2's, or "
                            "is missing there; this is not its vocabulary")
-        ranks = {bytes(byte_of[ch] for ch in t): i for t, i in vocab.items() if t != eos}
+        ranks = {bytes(BYTE_OF[ch] for ch in t): i for t, i in vocab.items() if t != eos}
+        self.bytes_of = {i: t for t, i in ranks.items()}
         # how GPT-2 cuts a text into words before it merges
         pattern = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
                    r"""|\s++$|\s+(?!\S)|\s""")
@@ -317,6 +348,10 @@ class GPT2Tokenizer(Tokenizer):
 
     def decode(self, ids):
         return self.encoding.decode([i for i in ids if i != self.eos_id], errors="replace")
+
+    def pieces(self):
+        pieces = [self.bytes_of.get(i) for i in range(self.vocab_size)]
+        return pieces, pieces
 
     def save(self, folder):
         write_files(folder, self.files)
@@ -416,6 +451,29 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids):
         return self.backend.decode([i for i in ids if i not in self.eos_ids and i != self.pad_id])
+
+    def pieces(self):
+        names = self.backend.convert_ids_to_tokens(range(self.vocab_size))
+        seen = [name is not None and i not in self.eos_ids and i != self.pad_id
+                for i, name in enumerate(names)]
+        both = []
+        for before in ([], self.encode("a")[-1:]):
+            skipped = len(self.backend.decode(before))
+            ids = [[*before, i] for i in range(self.vocab_size)]
+            if self.fast:  # 100 times as fast as one by one
+                texts = self.backend.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
+            else:
+                texts = map(self.backend.decode, ids)
+            both.append([bytes_of(name, text[skipped:]) if shown else None
+                         for name, text, shown in zip(names, texts, seen, strict=True)])
+        return tuple(both)
+
+    def unseen_texts(self):
+        return [self.specials[i] for i in {*self.eos_ids, self.pad_id} & self.special_ids]
+
+    def end_of(self, prompt):
+        chat = not isinstance(prompt, str) and self.turn_end is not None
+        return self.turn_end if chat else self.eos_id
 
     def encode_chat(self, messages):
         """
@@ -585,6 +643,18 @@ class HFTokenizer(Tokenizer):
         """
         own = {"chat_template.jinja": self.template.encode()} if self.chat.own else {}
         write_files(folder, self.files | own)
+
+
+def bytes_of(name, text):
+    """
+    The bytes of a token that is decoded to this text. Where they are no whole characters, its name
+    in the vocabulary has them: as <0xE4>, or as GPT-2 writes bytes.
+    """
+    if "\ufffd" not in text:
+        return text.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+        return bytes.fromhex(name[3:5])
+    return bytes(map(BYTE_OF.get, name)) if set(name) <= BYTE_OF.keys() else text.encode()
 
 
 def tokenizer_file_at_fault(folder):

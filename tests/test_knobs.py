@@ -23,6 +23,7 @@ from tiny import alike, in_a_row, measured, one_run
 
 HELD = dict(dtype="float64", max_iters=2, micro_batch_size=64)
 THIRDS = ",".join(map(str, range(0, 256, 3)))  # ids of tokens
+LETTERS = str([chr(i) for i in range(33, 127) if i % 3])  # stop strings: one token each
 SWAPPED = "answer>prompt,prompt>answer"
 SAVED = dict(checkpoint_interval=1, keep_checkpoints=9)  # where the first iteration is looked at, too
 JUDGED = dict.fromkeys(("judge_path", "judge_template", "judge_principles"), "FIRST")
@@ -48,7 +49,8 @@ PPO = {
     "stale": (dict(staleness=1), dict(max_iters=3)),
     "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
                dict(reward_functions="judge,length", value_init="policy") | JUDGED),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS), dict(max_new_tokens=12)),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS, stop_strings=LETTERS),
+                  dict(max_new_tokens=12)),
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
                  subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
     "optim": (dict(optim="adafactor"), SAVED),
@@ -69,7 +71,8 @@ GRPO = {
                 dict(reward_functions="ODD,reward_model")),
     "sequence": (dict(importance="sequence", cliprange=0.02, cliprange_high=0.02, dual_clip=1.01,
                       kl_correction=True), dict(num_iterations=4, learning_rate=1e-2)),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS), dict(max_new_tokens=12)),
+    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS, stop_strings=LETTERS),
+                  dict(max_new_tokens=12)),
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,

@@ -61,6 +61,7 @@ top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
+stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
@@ -142,7 +143,7 @@ if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
 tokenizers = [load_tokenizer(path, config) for path in paths]
 for tokenizer in tokenizers:
-    add_ends(tokenizer, extra_eos_ids)
+    add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
@@ -185,7 +186,8 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
                 batch = generate(decoder, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, stop=launch.stop_asked,
-                                 truncation=truncation_of(config) if heat else None)
+                                 truncation=truncation_of(config) if heat else None,
+                                 text_ends=tokenizer.text_ends)
             if launch.stop_agreed():
                 if rank == 0:
                     print("stopped; nothing is written")

@@ -220,7 +220,7 @@ def response_ids(row, names):
 
 def response_text(row, names):
     """The text of a response of the batch, in quotes."""
-    return repr(names["tokenizer"].decode(response_ids(row, names)))
+    return repr(names["tokenizer"].decode_response(response_ids(row, names)))
 
 
 def of_the_first(tensors, names):
@@ -642,7 +642,10 @@ steps, n = names["steps"], len(columns["token"])
 others = config["batch_size"] // config.get("group_size", 1) - 1
 print(f"\none response of {run}: iteration {iteration} of {script}.py, "
       f"from {os.path.basename(checkpoint)}\n")
-finished = "it ends with EOS" if names["batch"]["finished"][0] else "cut off at max_new_tokens"
+finished = "cut off at max_new_tokens"
+if names["batch"]["finished"][0]:
+    ended = response_ids(0, names)[-1] in names["tokenizer"].eos_ids
+    finished = "it ends with EOS" if ended else "it ends with a stop string"
 size = f", {config['group_size']} responses to each" if script == "grpo" else ""
 print_lines(
     ("prompt", repr(prompt)),

@@ -33,7 +33,8 @@ from formats import read_rows  # noqa: E402
 from rows import check_text, prompt_row  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
-from rollout import generate, response_uniforms, truncation_of  # noqa: E402
+from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
+                     truncation_of)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -52,6 +53,7 @@ top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
+stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once [1..1000000]
 chat_template = ""  # a Jinja file in the place of the tokenizer's own chat template
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
@@ -81,7 +83,7 @@ weights_dtype = torch.float64 if dtype == "float64" else torch.float32
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, config)
-add_ends(tokenizer, extra_eos_ids)
+add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
 policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
 decoder = decoding_copy(policy, None, torch.device(device))
 check_tokenizer_fits(tokenizer, policy, policy_path)
@@ -121,9 +123,9 @@ def respond(picks):
     with precision:
         batch = generate(decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                         truncation=truncation_of(config) if temperature else None)
-        texts = [tokenizer.decode(t[-max_new_tokens:][m].tolist())
-                 for t, m in zip(batch["tokens"], batch["response_mask"], strict=True)]
+                         truncation=truncation_of(config) if temperature else None,
+                         text_ends=tokenizer.text_ends)
+        texts = decode_responses(tokenizer, batch)
         scores = [0.0] * len(rows)
         if reward_path:
             batch |= dict(rows=rows, completions=texts)
