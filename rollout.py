@@ -23,7 +23,9 @@ decoded, and whichever row it gets. And a resumed run needs no saved random stat
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
+import json
 import math
+import zlib
 
 import torch
 
@@ -398,7 +400,7 @@ def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
     samples decide the noise. scorer: rewards.Scorer.
 
     Returns a dict of tensors with B = len(wanted) rows: what `generate` returns; scores (B,);
-    reward/NAME (B,) for each reward; accuracy, thinks (B,); index (B,), the number of the row.
+    reward/NAME (B,) for each reward; accuracy, thinks (B,); index and data_row (B,), see add_up.
     """
     run.enter(purpose)
     # the rules work on a part of the responses while others are sampled
@@ -413,7 +415,7 @@ def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
         mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
     run.leave_if_asked()  # COLLECTIVE
     batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
-    return add_up(batch, scorer, iteration)
+    return add_up(batch, scorer, wanted, iteration)
 
 
 def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, stop, start=None):
@@ -469,15 +471,19 @@ def score_batch(scorer, batch, wanted, iteration):
     pending = [scorer.start(mine, 1.0)]
     columns = scorer.score(mine, pending, len(wanted))  # COLLECTIVE
     columns = parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
-    return add_up(batch | columns, scorer, iteration)
+    return add_up(batch | columns, scorer, wanted, iteration)
 
 
-def add_up(batch, scorer, iteration):
+def add_up(batch, scorer, wanted, iteration):
     """
-    The batch with the sum of its rewards, and the numbers of its rows. Raises Stop, on all ranks,
-    where what models have said is not finite.
+    The batch with the sum of its rewards; the numbers of its rows; and a number for what its data
+    rows say, which tells apart those that have one prompt and different answers. Raises Stop, on
+    all ranks, where what models have said is not finite.
     """
-    batch["index"] = torch.arange(len(batch["tokens"]), device=batch["tokens"].device)
+    device = batch["tokens"].device
+    batch["index"] = torch.arange(len(batch["tokens"]), device=device)
+    said = [json.dumps(row, sort_keys=True, default=str) for row, *_ in wanted]
+    batch["data_row"] = torch.tensor([zlib.crc32(text.encode()) for text in said], device=device)
     read = ("sampler_logprobs", "reward/reward_model", "reward/demonstration", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)

@@ -6,6 +6,7 @@ paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import Stop
 from loss import masked_whiten
-from rewards import centering_shift, punish_missing_eos, score_sequences, zero_is_known
+from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences, zero_is_known
 from rollout import add_up
 
 import tiny
@@ -201,7 +202,19 @@ def test_a_demonstration_whose_score_is_not_finite_stops_the_run():
     batch = dict(tokens=torch.zeros(2, 3), sampler_logprobs=torch.zeros(2, 1))
     batch |= {"reward/reward_model": torch.ones(2), "reward/demonstration": torch.tensor([0.5, torch.nan])}
     with pytest.raises(Stop, match="demonstration"):
-        add_up(batch, None, 3)
+        add_up(batch, None, [({}, [], 0, 0)] * 2, 3)
+
+
+def test_equal_texts_have_equal_scores_where_their_rows_are_equal():
+    """A judge may be shown the row's answer, and rules are: then one text may be right and wrong."""
+    batch = dict(tokens=torch.tensor([[5, 6]] * 4), sampler_logprobs=torch.zeros(4, 1))
+    batch["attention_mask"] = batch["tokens"] > 0
+    batch["reward/judge"] = torch.tensor([1.0, -2.0, 1.0 + 1e-6, -2.0 - 1e-6])
+    rows = [dict(prompt="1+1=", answer=answer) for answer in "2323"]
+    scorer = SimpleNamespace(terms=[(1.0, "judge", None)], names=["judge"], say_once=print)
+    scorer.add_up = lambda batch: Scorer.add_up(scorer, batch)
+    scored = add_up(batch, scorer, [(row, [], slot, 0) for slot, row in enumerate(rows)], 0)
+    assert scored["scores"].tolist() == [1.0, -2.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize("name", ["policy", "mix", "grpo"])
