@@ -31,6 +31,8 @@ BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0
 PPO = SimpleNamespace(**BATCH | dict(
     batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
     kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))
+MORE = dict(importance_cap=2.0, entropy_coef=0.125, ptx_coef=3.0, ptx_batch_size=4,  # beside PPO's own loss
+            whiten_rewards="keep-mean", subtract_demonstration=True, eval_path="")
 GRPO = SimpleNamespace(**BATCH | dict(
     batch_size=15, group_size=3, mix=[(1.0, "letters"), (0.5, "reward_model")]))
 
@@ -52,7 +54,9 @@ def runs(world, tmp_path_factory):
         cispo=short | dict(loss_type="cispo", max_refills=1, num_minibatches=1))
     cases = {name: [one_run("grpo.py", world.grpo("out", **k))] for name, k in grpo_runs.items()}
     cases |= dict(ppo=[one_run("ppo.py", world.ppo("out", **keys))],
-                  sft=[one_run("sft.py", world.sft("out"))])
+                  sft=[one_run("sft.py", world.sft("out"))],
+                  more=[one_run("ppo.py", world.ppo("out", **short | MORE, prompts_path=world.sft_train,
+                                                    ptx_path=world.texts))])
     for name, (result,) in forked(folder, cases).items():
         assert result["codes"] == [0], (name, result)
     for name in ("ppo", "grpo"):
@@ -101,6 +105,7 @@ def explained(world, runs):
         cispo=dict(run=f"{runs}/cispo/out", prompt="12+34=", seed=3),
         answered=dict(run=f"{runs}/rules/out", prompt="12+34=", answer="46"),
         of_the_data=dict(run=f"{runs}/rules/out", prompt=read_rows(world.rl_val)[0]["prompt"]),
+        more=dict(run=f"{runs}/more/out", prompt=read_rows(world.sft_train)[0]["prompt"]),
         unanswered=dict(run=f"{runs}/rules/out", prompt="12+34="),
         nowhere=dict(run=f"{runs}/none", prompt="12+34="),
         no_checkpoint=dict(run=world.policy, prompt="12+34="),
@@ -297,6 +302,16 @@ def test_the_prompt_is_what_is_answered(runs, explained, letters):
     response, _ = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
     logprobs, _ = by_hand.logprobs_of(policy, prompt, response, c.temperature)
     assert close(table(printed(explained, "ppo_over"), 13)[0], [x.item() for x in logprobs])
+
+
+def test_what_few_runs_have_is_said(explained):
+    """Where a key adds to a loss or a score, the formulas do not pretend that it is not there."""
+    said, plain = (" ".join(printed(explained, name).split()) for name in ("more", "ppo_over"))
+    for words in ("shaped score is added; then whitened over the batch (keep-mean)",
+                  "each loss counts p(training) / p(sampler) times, at most 2 times",
+                  "- entropy_coef 0.125 * the same of their entropy", "+ ptx_coef 3 * the mean loss on demonstrations",
+                  "the reward model's is less its demonstration's "):
+        assert words in said and words not in plain, words
 
 
 def test_another_seed_is_another_response(explained):

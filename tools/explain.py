@@ -333,6 +333,9 @@ def said_of_score(names):
              for weight, name, _ in names["terms"]]
     right = batch["accuracy"][0].item()
     known = "" if math.isnan(right) else f"; the answer is {'right' if right else 'wrong'}"
+    if "reward/demonstration" in batch:
+        known += "; the reward model's is less its demonstration's " + number(
+            batch["reward/demonstration"][0].item())
     return f"{number(batch['scores'][0].item())} = {' + '.join(parts)}{known}"
 
 
@@ -347,7 +350,8 @@ def said_of_loss(columns):
 LOGPROBS = [
     ("log-prob, policy", "loss.py",
      "log of the token's probability under the policy that sampled it"),
-    ("log-prob, reference", "loss.py", "the same under the reference policy, which never changes")]
+    ("log-prob, reference", "loss.py",
+     "the same under the reference policy, which no update changes")]
 KL = {"k1": "log-prob of the policy - log-prob of the reference",
       "k2": "(log-prob of the policy - log-prob of the reference)^2 / 2",
       "k3": "q/p - 1 - log(q/p), p and q the probabilities under policy and reference"}
@@ -363,6 +367,18 @@ def said_of_clip(low, high):
             "step would see it")
 
 
+def beside(names):
+    """What else is in the loss of a step, by keys that most runs leave alone; "" for nothing."""
+    cap = names["importance_cap"]
+    said = "" if cap == 0 else (
+        f"; each loss counts p(training) / p(sampler) times, at most {cap:g} times")
+    if names["entropy_coef"]:
+        said += f"; - entropy_coef {names['entropy_coef']:g} * the same of their entropy"
+    if names.get("ptx_path"):
+        said += f"; + ptx_coef {names['ptx_coef']:g} * the mean loss on demonstrations"
+    return said
+
+
 def print_ppo(columns, names):
     """The table of a response of ppo.py, its sums, and where each column comes from."""
     print_tokens(columns, [
@@ -371,6 +387,8 @@ def print_ppo(columns, names):
         ("", "return", "returns"), *AFTER])
 
     kl_coef = names["record"]["objective/kl_coef"]  # of this iteration: it may adapt after it
+    white = "" if names["whiten_rewards"] == "none" else \
+        f"; then whitened over the batch ({names['whiten_rewards']})"
     in_reward = names["kl_in"] == "reward"
     shaped, sums, formulas = names["scores"][0].item(), [], LOGPROBS[:1]
     rewards = f"{number(sum(columns['reward']))} = shaped score {number(shaped)}"
@@ -401,9 +419,9 @@ def print_ppo(columns, names):
     clipped, loss = said_of_clip(1 - names["cliprange"], 1 + names["cliprange"])
     print_formulas([
         *formulas,
-        ("reward", "ppo.py", f"-kl_coef * KL, kl_coef = {kl_coef:g}; to the last token's the "
-                             "shaped score is added" if in_reward else
-                             "the shaped score at the last token; the KL is in the loss"),
+        ("reward", "ppo.py", (f"-kl_coef * KL, kl_coef = {kl_coef:g}; to the last token's the "
+                              "shaped score is added" if in_reward else
+                              "the shaped score at the last token; the KL is in the loss") + white),
         ("value", "loss.py", "what the value model expects of this token and all that follow"),
         ("delta", "gae.py", "reward + gamma * value of the next token - value, gamma = "
                             f"{names['gamma']:g}; behind the last token the value is 0"),
@@ -416,7 +434,8 @@ def print_ppo(columns, names):
         ("log-prob, after", "loss.py", NEW), ("ratio", "ppo.py", RATIO),
         ("clipped", "ppo.py", clipped), ("loss", "ppo.py", loss),
         ("loss of a step", "ppo.py", "the mean over all tokens of the step" + (
-            "" if in_reward else f", + kl_coef {kl_coef:g} * the mean of their KL")),
+            "" if in_reward else f", + kl_coef {kl_coef:g} * the mean of their KL")
+            + beside(names)),
     ])
 
 
@@ -480,7 +499,7 @@ def print_grpo(columns, names):
     print_formulas([
         LOGPROBS[0], *kl, ("advantage", "relatives.py", advantage),
         ("log-prob, after", "loss.py", NEW), ratio, ("clipped", file, clipped),
-        ("loss", file, loss), ("loss of a step", "relatives.py", step)])
+        ("loss", file, loss), ("loss of a step", "relatives.py", step + beside(names))])
 
 
 def print_formulas(formulas):
