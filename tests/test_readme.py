@@ -258,8 +258,9 @@ def logs(tmp_path_factory):
                 grpo=world.grpo("out", max_refills=1, **both),
                 sft=world.sft("out", **peak), rm=world.rm("out", **peak),
                 taught=world.rm("out", teacher=world.second_reward, max_iters=1),
-                alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", max_iters=1))
-    scripts = dict(alone="grpo.py", taught="rm.py")
+                ppo_one=world.ppo("out", value_init="policy", **peak),
+                alone=world.grpo("out", reward_functions=f"{folder}/seen.py:seen", **peak))
+    scripts = dict(alone="grpo.py", taught="rm.py", ppo_one="ppo.py")
     results = forked(folder, {name: [one_run(scripts.get(name, f"{name}.py"),
                                              *[arguments] * (3 if name in ("ppo", "grpo") else 1))]
                               for name, arguments in runs.items()})
@@ -273,7 +274,8 @@ def test_every_logged_metric_is_explained_and_no_other(script, logs):
     logged, explained = set().union(*map(metrics_of, logs[script])), documented()[script]
     if script == "rm":  # with a teacher it logs more; what it measures on held-out pairs has rows of its own
         logged = {key.replace("objective/", "eval/") for key in logged.union(*map(metrics_of, logs["taught"]))}
-    if script in ("ppo", "grpo"):  # which phases there are may change
+    if script in ("ppo", "grpo"):  # without roles a phase has a speed; and which phases there are may change
+        logged = logged.union(*map(metrics_of, logs[dict(ppo="ppo_one", grpo="alone")[script]]))
         logged = {key for key in logged if not key.startswith("time/") or key in explained}
     assert logged == explained
 
