@@ -19,12 +19,12 @@ python tools/memory.py config/llama_70b_grpo.py --world-size=32 --gpu-gb=80:
     logits            9.06        0.98
     KV cache          7.50        0.00
     buffers          16.43        0.06
-    update 62.59 | rollout 61.85 | score 50.69 | audit 37.05 | save 36.96
+    update 62.59 | rollout 61.85 | score 50.69 | save 41.00 | audit 37.05
 
-To save, rank 0 puts the weights (282 GB in fp32) and then Adam's states (564 GB) together in its
-machine's memory, and a checkpoint takes 847 GB on the disk, twice that while the next one is
-written. docs/scale.md says how long that takes. The model is on the Hugging Face hub, where it asks
-for your consent. We have not run it: no result is promised.
+A checkpoint, weights (282 GB in fp32) and Adam's states (564 GB), takes 847 GB on the disk, twice
+that while the next one is written. All ranks write it, a file of up to 5 GB each at a time, so a
+machine needs 40 GB of memory for its 8. docs/scale.md says how long that takes. The model is on the
+Hugging Face hub, where it asks for your consent. We have not run it: no result is promised.
 """
 out_dir = "out/llama_70b_grpo"
 policy_path = "meta-llama/Llama-3.1-70B-Instruct"

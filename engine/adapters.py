@@ -40,6 +40,7 @@ With LoRA, the value model's base is itself an Adapted:
 import dataclasses
 import json
 import os
+import re
 
 import torch
 import torch.nn as nn
@@ -123,30 +124,39 @@ class Adapted(nn.Module):
         self.base.recompute(on)
 
     def weights(self):
-        """{our name: parameter} of the base and the scalar head; `merge` adds the adapters."""
+        """{our name: parameter} of the base, with this model's head; `merged` adds the adapters."""
         weights = self.base.weights()
         if self.head == "scalar":
+            weights.pop("lm_head.weight", None)
             weights["score.weight"] = self.score.weight.detach()
         return weights
 
-    def merge(self, weights):
+    def merged(self, name, W):
         """
-        What weights() gives, each tensor whole -> the same with W + scale B A in place of W, in the
-        CPU's memory. A model of 16 bits becomes one of float32: bfloat16 has steps of 1/256 of a
-        weight, and would round away most of an adapter's changes, which are smaller.
+        A whole tensor that weights() calls `name` -> what it is with the adapters: W + scale B A,
+        in the CPU's memory. A model of 16 bits becomes one of float32 (merged_dtype).
         """
-        weights = self.base.merge(weights) if isinstance(self.base, Adapted) else dict(weights)
-        for i, adapters in enumerate(self.layers or ()):
-            for name, a in adapters.items():
-                W = weights[f"layers.{i}.{name}.weight"]  # (out, in)
-                delta = a.scale * a.B.detach().double() @ a.A.detach().double()  # (out, in)
-                merged = (W.double() + delta.to(W.device)).to(at_least_32_bits(W.dtype))
-                weights[f"layers.{i}.{name}.weight"] = merged.cpu()
-        if self.layers:
-            weights = {name: t.cpu().to(at_least_32_bits(t.dtype)) for name, t in weights.items()}
-        if self.head == "scalar":
-            weights.pop("lm_head.weight", None)
-        return weights
+        if isinstance(self.base, Adapted):
+            W = self.base.merged(name, W)
+        if not self.layers:
+            return W
+        dtype = self.merged_dtype(W.dtype)
+        found = re.fullmatch(r"layers\.(\d+)\.(\w+)\.weight", name)
+        if found and found[2] in self.layers[int(found[1])]:
+            a = self.layers[int(found[1])][found[2]]
+            delta = a.scale * a.B.detach().double() @ a.A.detach().double()  # (out, in)
+            W = W.double() + delta.to(W.device)
+        return W.to(dtype).cpu()
+
+    def merged_dtype(self, dtype):
+        """
+        The dtype of `merged`, for a tensor of this one: at least float32, if there are adapters.
+        bfloat16 has steps of 1/256 of a weight, and would round away most of an adapter's changes,
+        which are smaller.
+        """
+        if isinstance(self.base, Adapted):
+            dtype = self.base.merged_dtype(dtype)
+        return at_least_32_bits(dtype) if self.layers else dtype
 
 
 class LoRA(nn.Module):

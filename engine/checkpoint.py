@@ -5,8 +5,8 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
                                    where only an adapter is trained, the adapter and head alone
         ref_policy/                the reference, with ref_reset_iters
-        policy_optimizer.safetensors       its optimizer's state
-        ema.safetensors            the policy's moving average, if there is one
+        policy_optimizer.safetensors       its optimizer's state, in several files if it is large
+        ema.safetensors            the policy's moving average, if there is one; likewise
         batches.safetensors        the batches of the next iterations, if they are sampled already
         state.json                 the numbers that the loop carries from one iteration to the next
         config.json                the configuration of the run
@@ -14,9 +14,12 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
 
 There is no random state to save: prompts and sampling noise are functions of seed and iteration.
 There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
-older one is deleted only after that. A model that is sharded over ranks is saved whole, so a run
-may resume with another ZeRO stage or another number of ranks.
+older one is deleted only after that. Files of more than 5 GB are cut into several, and each is put
+together, written and hashed by another rank; all else rank 0 writes. In them are whole tensors, in
+an order that does not depend on the ranks, so a run may resume with another ZeRO stage or another
+number of ranks.
 """
+import glob
 import hashlib
 import json
 import os
@@ -26,18 +29,18 @@ from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from engine.adapters import Adapted, load_adapter, save_adapter
-from engine.disk import patiently, put_in_place, read_bytes, remove, sha256, sync, write_json
+from engine.disk import (as_they_are, at_disk, hashes_of, patiently, put_in_place, read_bytes,
+                         remove, sync, write_json, write_tensors)
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.padding import give_padding
 from engine.model_card import model_card
-from engine.placement import trunk_of, whole_weights
+from engine.placement import trunk_of
 from engine.pretrained import load_weights, save_pretrained
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, may_be_silent, together
-from errors import BadInput
+from errors import BadConfig, BadInput
 from parallel import rank_and_size
 
 
@@ -48,7 +51,7 @@ from parallel import rank_and_size
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None,
                     batches=None):
     """
-    A collective: write out_dir/checkpoint-{iteration}, and delete older ones. Rank 0 writes.
+    A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
 
     models, optimizers: {name: module}, {name: optimizer} of the trained models; a model without an
     optimizer is saved, too: a reference that is reset. state: a dict for
@@ -59,23 +62,25 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
 
-    def is_there():
-        # then the run has resumed from it; only an evaluation may have changed the state since
-        if damage(final) is not None:
-            return False
-        return json.loads(patiently(read_bytes, os.path.join(final, "state.json"))) == state
+    def write(folder):
+        for name, model in models.items():
+            if isinstance(model, Adapted):  # every rank has all of an adapter
+                alone(at_disk(partial(save_adapter, model, os.path.join(folder, name))))
+            else:
+                save_model(os.path.join(folder, name), model, tokenizer)
+            if name in optimizers:
+                tensors = optimizer_tensors(model, optimizers[name])
+                write_tensors(folder, f"{name}_optimizer", as_they_are(tensors))
+        if average:
+            write_tensors(folder, "ema", as_they_are(average.tensors()))
+        if batches:
+            write_tensors(folder, "batches", as_they_are(batches))
+        alone(at_disk(partial(close, folder)))
+        write_manifest(folder)
 
-    def write_average(folder, tensors):
-        save_file(tensors, os.path.join(folder, "ema.safetensors"))
-
-    def write_batches(folder, _):
-        tensors = {name: t.cpu().clone() for name, t in batches.items()}
-        save_file(tensors, os.path.join(folder, "batches.safetensors"))
-
-    def close(folder, _):
+    def close(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
-        write_manifest(folder)
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
             if os.path.exists(file):
                 sync(file)  # the log of these iterations must last as well
@@ -87,48 +92,24 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for old in set(folders) - set(kept):
             remove(old)
 
-    # [(gather on all ranks, write on rank 0)]
-    pieces = []
-    for name, model in models.items():
-        pieces += pieces_of(name, model, optimizers.get(name), tokenizer)
-    if average:
-        pieces.append((average.tensors, write_average))
-    if batches:
-        pieces.append((None, write_batches))
-    pieces.append((None, close))
-
-    if not alone(is_there):
-        put_in_place(pieces, final)
+    # if it is there, the run has resumed from it; only an evaluation may have changed the state
+    if damage(final) is not None or alone(partial(read_state, final)) != state:
+        put_in_place(write, final)
     alone(delete_older)
 
 
-def pieces_of(name, model, optimizer, tokenizer):
-    """A model and, if it has an optimizer, that one's state, as pieces for put_in_place."""
-    def write_adapter(folder, _):
-        save_adapter(model, os.path.join(folder, name))
-
-    def write_weights(folder, weights):
-        save_model(os.path.join(folder, name), model, tokenizer, weights)
-
-    def write_optimizer(folder, tensors):
-        save_file(tensors, os.path.join(folder, f"{name}_optimizer.safetensors"))
-
-    if isinstance(model, Adapted):
-        first = None, write_adapter  # every rank has all of an adapter
-    else:
-        first = partial(whole_weights, model), write_weights
-    if optimizer is None:
-        return [first]
-    return [first, (partial(optimizer_tensors, model, optimizer), write_optimizer)]
-
-
 def write_manifest(folder):
-    """Write manifest.json: {file: sha256} of every file in the folder, and a hash of itself."""
-    files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names)
-    manifest = {f: sha256(os.path.join(folder, f)) for f in files}
+    """
+    A collective: write manifest.json: {file: sha256} of every file in the folder, and a hash of
+    itself.
+    """
+    def list_files():
+        return sorted(os.path.relpath(os.path.join(d, f), folder)
+                      for d, _, names in os.walk(folder) for f in names)
+
+    manifest = hashes_of(folder, alone(at_disk(list_files)))
     manifest |= {"manifest.json": hash_of_manifest(manifest)}
-    write_json(os.path.join(folder, "manifest.json"), manifest)
+    alone(at_disk(partial(write_json, os.path.join(folder, "manifest.json"), manifest)))
 
 
 def hash_of_manifest(manifest):
@@ -142,27 +123,32 @@ def hash_of_manifest(manifest):
 
 def find_checkpoint(out_dir):
     """
-    (folder, state) of the newest checkpoint that is not damaged; prints which damaged ones it
-    skips. (None, None) if the run has no checkpoint.
+    A collective: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
+    ones it skips. (None, None) if the run has no checkpoint.
 
-    Raises BadInput if all its checkpoints are damaged: a run that began anew would delete them.
+    Raises BadConfig if all its checkpoints are damaged: a run that began anew would delete them.
     Raises Stop if one cannot be read.
     """
     refused = []  # (folder, what is wrong)
-    for folder in reversed(list_checkpoints(out_dir)):
+    for folder in reversed(alone(partial(list_checkpoints, out_dir))):
         reason = damage(folder)
         if reason is None:
             for bad, why in refused if rank_and_size()[0] == 0 else ():
                 print(f"{bad} is refused ({why}); an older one is used, and this one stays until "
                       "the next is saved", flush=True)
-            return folder, json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
+            return folder, alone(partial(read_state, folder))
         refused.append((folder, reason))
     if refused:
         said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
-        raise BadInput(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a "
-                       "backup, or start over with another --out_dir (or here, after you have "
-                       "deleted them and log.jsonl)")
+        raise BadConfig(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a "
+                        "backup, or start over with another --out_dir (or here, after you have "
+                        "deleted them and log.jsonl)")
     return None, None
+
+
+def read_state(folder):
+    """The numbers in a checkpoint's state.json. Raises Stop if it cannot be read."""
+    return json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
 
 
 def list_checkpoints(out_dir):
@@ -182,24 +168,32 @@ def number_of(folder):
 
 def damage(folder):
     """
-    What is wrong with a checkpoint, in a few words; None if every file is, byte for byte, what was
-    saved. Raises Stop if a file cannot be read: a failing disk is no damage.
+    A collective: what is wrong with a checkpoint, in a few words; None if every file is, byte for
+    byte, what was saved. The ranks share the hashing. Raises Stop if a file cannot be read: a
+    failing disk is no damage.
     """
+    reason, manifest = alone(partial(read_manifest, folder))
+    found = hashes_of(folder, manifest)
+    for name, digest in manifest.items():
+        if found[name] != digest:
+            return f"{name} is {'damaged' if found[name] else 'missing'}"
+    return reason
+
+
+def read_manifest(folder):
+    """(what is wrong with a checkpoint's manifest.json, or None; what it says of other files)."""
     name = "manifest.json"
     try:
         text = patiently(read_bytes, os.path.join(folder, name))
         manifest = json.loads(text)
-        if not isinstance(manifest, dict) or text != json.dumps(manifest, indent=2).encode() \
-                or manifest.pop(name, None) != hash_of_manifest(manifest):
-            return "its manifest.json is damaged"
-        for name, digest in manifest.items():
-            if patiently(sha256, os.path.join(folder, name)) != digest:
-                return f"{name} is damaged"
+        if isinstance(manifest, dict) and text == json.dumps(manifest, indent=2).encode() \
+                and manifest.pop(name, None) == hash_of_manifest(manifest):
+            return None, manifest
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{name} is missing"
+        return f"{name} is missing", {}
     except (ValueError, RecursionError):  # no UTF-8, no JSON, or brackets nested too deep
-        return "its manifest.json is damaged"
-    return None
+        pass
+    return f"its {name} is damaged", {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,28 +219,35 @@ def fill(folder, models, optimizers, average):
             load_weights(model, folder, os.path.join(folder, name))
         if name not in optimizers:
             continue
-        use_tensors(os.path.join(folder, f"{name}_optimizer.safetensors"),
-                    partial(fill_optimizer, model, optimizers[name]))
-    file = os.path.join(folder, "ema.safetensors")
-    if average and os.path.exists(file):
-        use_tensors(file, average.fill)
+        use_tensors(folder, f"{name}_optimizer", partial(fill_optimizer, model, optimizers[name]))
+    if average and os.path.exists(files_of(folder, "ema")[0]):
+        use_tensors(folder, "ema", average.fill)
     elif average:  # the run had no average so far: it begins with the weights of now
         average.begin()
 
 
 def load_batches(folder):
     """{name: tensor} of the batches that save_checkpoint was given; {} where there were none."""
-    file, tensors = os.path.join(folder, "batches.safetensors"), {}
-    if os.path.exists(file):
-        together(lambda: use_tensors(file, tensors.update))
+    tensors = {}
+    if os.path.exists(files_of(folder, "batches")[0]):
+        together(lambda: use_tensors(folder, "batches", tensors.update))
     return tensors
 
 
-def use_tensors(file, use):
-    """Call use({name: tensor}) with the tensors of a safetensors file. Raises BadInput."""
+def files_of(folder, stem):
+    """The files into which write_tensors has put tensors: stem.safetensors, or several."""
+    pattern = os.path.join(glob.escape(folder), f"{stem}-*-of-*.safetensors")
+    return sorted(glob.glob(pattern)) or [os.path.join(folder, f"{stem}.safetensors")]
+
+
+def use_tensors(folder, stem, use):
+    """Call use({name: tensor}) with all tensors that write_tensors has written. Raises BadInput."""
+    tensors = {}
     try:
-        with safe_open(file, framework="pt") as f:
-            use({key: f.get_tensor(key) for key in f.keys()})
+        for file in files_of(folder, stem):
+            with safe_open(file, framework="pt") as f:  # mapped: what is not used is not read
+                tensors |= {key: f.get_tensor(key) for key in f.keys()}
+        use(tensors)
     except OSError as e:
         raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same "
                        "command") from e
@@ -261,22 +262,28 @@ def use_tensors(file, use):
 
 def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all. Rank 0 writes. A
-    LoRA adapter is merged into the model, and also saved alone, in out_dir/name_adapter. config: of
-    the run, for save_dtype and the model card. padding: it is a reward model, whose folder needs a
-    padding token (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
+    A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
+    merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
+    save_dtype and the model card. padding: it is a reward model, whose folder needs a padding token
+    (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
     """
     final, config = os.path.join(out_dir, name), config or {"save_dtype": "auto"}
     dtype = saved_dtype(model, config["save_dtype"])
     source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
-    def write_merged(folder, weights):
-        elements = save_model(folder, model, tokenizer, weights, dtype)
+    def write_merged(folder):
+        elements = save_model(folder, model, tokenizer, dtype)
+        alone(at_disk(partial(complete, folder, elements)))
+
+    def complete(folder, elements):
         if padding:
             give_padding(folder, tokenizer)
         write_card(folder, name, elements, dtype)
 
-    def write_adapter(folder, _):
+    def write_adapter(folder):
+        alone(at_disk(partial(save_and_describe, folder)))
+
+    def save_and_describe(folder):
         save_adapter(model, folder, source)
         own = list(model.parameters())
         write_card(folder, f"{name}_adapter", sum(p.numel() for p in own), own[0].dtype)
@@ -290,10 +297,10 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
         with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
             f.write(card)
 
-    put_in_place([(partial(whole_weights, model), write_merged)], final)
+    put_in_place(write_merged, final)
     merged = isinstance(model, Adapted) and bool(model.layers)  # a head alone has no adapter
     if merged:
-        put_in_place([(None, write_adapter)], f"{final}_adapter")
+        put_in_place(write_adapter, f"{final}_adapter")
     if rank_and_size()[0] == 0 and name != "best_policy":
         say_dtype(final, dtype, merged, model.embed.weight.dtype)
 
@@ -332,19 +339,20 @@ def in_words(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def save_model(folder, model, tokenizer, weights=None, dtype=None):
+def save_model(folder, model, tokenizer, dtype=None):
     """
-    Write a Hugging Face folder: config.json, the weights, the tokenizer, and for a language model
-    generation_config.json. tools/sample.py, transformers and the next script load it.
+    A collective: write a Hugging Face folder: config.json, the weights, the tokenizer, and for a
+    language model generation_config.json. tools/sample.py, transformers and the next script load
+    it. dtype: of the saved weights; None: as they are. Returns how many numbers the weights have.
+    Raises Stop when the disk is full.
+    """
+    def write_tokenizer():
+        tokenizer.save(folder)
+        if model.head == "lm":
+            ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
+            write_json(os.path.join(folder, "generation_config.json"),
+                       {**tokenizer.generation_config, **ends})
 
-    weights: {name: tensor} of the whole model; None: the model's own, if no rank has only a part.
-    dtype: of the saved weights; None: as they are. Returns how many numbers the weights have.
-    """
-    elements = sum(t.numel() for t in (weights or model.weights()).values())
-    save_pretrained(model, folder, weights, dtype)
-    tokenizer.save(folder)
-    if model.head == "lm":
-        ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
-        write_json(os.path.join(folder, "generation_config.json"),
-                   {**tokenizer.generation_config, **ends})
-    return elements
+    save_pretrained(model, folder, dtype)
+    alone(at_disk(write_tokenizer))
+    return sum(t.numel() for t in model.weights().values())

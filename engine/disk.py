@@ -2,26 +2,33 @@
 Files and folders on a disk that may be full, may fail for a moment, or may be cut off by a kill.
 
 Writing: a folder gets its name only when everything in it is complete and synced, so a folder with
-that name is complete. Reading: a disk that fails for a moment, as network disks do, is asked again.
+that name is complete. Large models become several files, which several ranks write side by side.
+Reading: a disk that fails for a moment, as network disks do, is asked again.
 """
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from functools import partial
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from engine.together import alone
-from errors import BadInput, Stop
+import parallel
+from engine.together import alone, from_rank, patience, size_of, together, whole_on
+from errors import BadInput, Lost, Stop
+from parallel import rank_and_size
 
+FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
 READ_TRIES = 3  # how often a file that cannot be read is tried
 READ_PAUSE = 2  # seconds between two tries
+SEEN_WAIT = 30  # seconds after which every host must see on a network disk what another has made
 
 
 # --------------------------------------------------------------------------------------------------
-# writing
+# writing a folder
 
 
 def check_writable(path, key="out"):
@@ -40,22 +47,25 @@ def check_writable(path, key="out"):
                        f"--{key}") from e
 
 
-def put_in_place(pieces, final):
+def put_in_place(write, final):
     """
-    Write the folder `final`: first under a temporary name; then every file is synced to disk; then
-    the folder gets its final name, and an older folder of that name is deleted.
+    A collective: write the folder `final`: first under a temporary name; then every file is synced
+    to disk; then the folder gets its final name, and an older folder of that name is deleted.
 
-    pieces: [(gather, write)]. All ranks call gather(), which puts together what they hold parts of
-    (None: there is nothing to gather); then rank 0 calls write(folder, what gather returned).
-    Raises Stop, on all ranks, when the disk is full; the older folder is then still there, and no
-    temporary one is.
+    write(folder): a collective that writes what shall be in it; rank 0 makes the folders in it.
+    Raises Stop, on all ranks, when the disk of one is full; the older folder is then still there,
+    and no temporary one is.
     """
     parent, name = os.path.split(final)
-    folder = os.path.join(parent, f".tmp-{name}")
+    room = os.path.join(parent, f".tmp-{name}")
 
     def begin():
-        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed may have left one
+        shutil.rmtree(room, ignore_errors=True)  # a save that was killed may have left one
+        # A new name each time: no rank of a run that was given up, whose host was cut off and is
+        # back, finds it; and no network disk remembers that it was not there.
+        folder = os.path.join(room, os.urandom(8).hex())
         os.makedirs(folder)
+        return folder
 
     def end():
         for d, _, files in os.walk(folder):
@@ -71,27 +81,38 @@ def put_in_place(pieces, final):
             if old and not os.path.exists(final):
                 os.rename(old, final)
             raise
+        os.rmdir(room)
         if old:
             shutil.rmtree(old)
 
-    def attempt(action):
+    try:
+        folder = alone(at_disk(begin))
+        write(folder)
+        alone(at_disk(end))
+    except Lost:
+        raise
+    except Stop as e:
+        if rank_and_size()[0] == 0:
+            shutil.rmtree(room, ignore_errors=True)
+        raise Stop(f"{final} cannot be written ({e}); earlier checkpoints and the log are as they "
+                   "were. Make room, and resume with the same command") from e
+
+
+def at_disk(action):
+    """
+    For alone and together: action, but a full or failing disk is a Stop, which they raise on all
+    ranks.
+    """
+    def attempt():
         try:
-            action()
+            return action()
         except Exception as e:
-            shutil.rmtree(folder, ignore_errors=True)
             # tokenizers and safetensors report a full disk with exceptions of their own
             if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
                 raise
-            raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', None) or e}); earlier "
-                       "checkpoints and the log are as they were. Make room, and resume with the "
-                       "same command") from e
+            raise Stop(str(getattr(e, "strerror", None) or e)) from e
 
-    alone(partial(attempt, begin))
-    for gather, write in pieces:
-        gathered = gather and gather()
-        alone(partial(attempt, partial(write, folder, gathered)))
-        del gathered  # before the next piece is gathered: rank 0 holds one piece whole at a time
-    alone(partial(attempt, end))
+    return attempt
 
 
 def remove(folder):
@@ -121,6 +142,128 @@ def write_json(path, value):
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
+
+
+# --------------------------------------------------------------------------------------------------
+# tensors in several files, which the ranks write side by side
+
+
+def write_tensors(folder, stem, tensors, metadata=None):
+    """
+    A collective: write tensors as folder/stem.safetensors; or, as transformers does it, in files of
+    up to FILE_BYTES, stem-00002-of-00031.safetensors and so on, and an index of them. On n ranks, n
+    files at a time are put together, each on the rank that writes it. Raises Stop.
+
+    tensors: {name: (bytes, make)}. make(rank), a collective, gives the whole tensor on this rank
+    alone, in the CPU's memory. What is in the files does not depend on the number of ranks.
+    """
+    files, room = [[]], FILE_BYTES
+    for name, (size, _) in tensors.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    files = {name_of_file(stem, number, len(files)): names for number, names in enumerate(files)}
+    rank, ranks = rank_and_size()
+    for first in range(0, len(files), ranks):
+        own, mine = None, {}
+        for file in list(files)[first:first + ranks]:
+            writer = writer_of(file)
+            made = {name: tensors[name][1](writer) for name in files[file]}
+            if writer == rank:
+                own, mine = os.path.join(folder, file), made
+
+        def write(own=own, mine=mine):
+            if own:
+                save_file(mine, own, metadata)
+                sync(own)
+
+        with patience():
+            together(at_disk(write))
+        del mine, made, write  # before the next files are put together
+
+    def finish():
+        least = {file: sum(tensors[name][0] for name in names) for file, names in files.items()}
+        must_see(folder, least)
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(least.values())}, "weight_map": where}
+        with open(os.path.join(folder, f"{stem}.safetensors.index.json"), "w") as f:
+            json.dump(index, f, indent=2, sort_keys=True)
+
+    if len(files) > 1:
+        alone(at_disk(finish))
+
+
+def name_of_file(stem, number, files):
+    """The name of a file of tensors; number: which of how many files it is, from 0."""
+    cut = f"-{number + 1:05d}-of-{files:05d}" if files > 1 else ""
+    return f"{stem}{cut}.safetensors"
+
+
+def writer_of(file):
+    """The rank that writes a file: of files of tensors, one rank after the other; else rank 0."""
+    found = re.search(r"-(\d+)-of-\d+\.safetensors$", file)
+    return (int(found[1]) - 1) % rank_and_size()[1] if found else 0
+
+
+def must_see(folder, least):
+    """
+    On rank 0: wait until all files that others have written are there. least: {file: its bytes at
+    least}. Raises Stop.
+    """
+    for _ in range(SEEN_WAIT):
+        unseen = [file for file, size in least.items()
+                  if not holds(os.path.join(folder, file), size)]
+        if not unseen:
+            return
+        time.sleep(1)
+    raise Stop(f"rank {parallel.first + writer_of(unseen[0])} has written {unseen[0]}, but rank 0 "
+               "does not see it: out_dir must be the same folder on all hosts")
+
+
+def holds(path, size):
+    """Whether a file is there, and has so many bytes or more."""
+    try:
+        return os.path.getsize(path) >= size
+    except OSError:
+        return False
+
+
+def as_they_are(tensors):
+    """{name: a tensor, whole, sharded or a Part} -> what write_tensors takes to write just that."""
+    def make(rank, t):
+        whole = whole_on(rank, t)
+        return None if whole is None else whole.detach().cpu().contiguous()
+
+    return {name: (size_of(t) * t.dtype.itemsize, partial(make, t=t))
+            for name, t in tensors.items()}
+
+
+def hashes_of(folder, files):
+    """
+    A collective: {file: its sha256, or None where there is no such file}. Each rank hashes those
+    that writer_of gives it, which it may still have in its memory, and tells the others. Raises
+    Stop, on all ranks, if a file cannot be read.
+    """
+    def hash_mine():
+        rank = rank_and_size()[0]
+        return {file: hash_or_none(os.path.join(folder, file)) for file in files
+                if writer_of(file) == rank}
+
+    with patience():
+        mine, hashes = together(hash_mine), {}
+    for rank in range(rank_and_size()[1]):
+        hashes |= from_rank(lambda: mine, rank)
+    return {file: hashes[file] for file in files}  # in one order, however many ranks there are
+
+
+def hash_or_none(path):
+    """The sha256 of a file, None where there is none. Raises Stop if it cannot be read."""
+    try:
+        return patiently(sha256, path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
 
 
 # --------------------------------------------------------------------------------------------------

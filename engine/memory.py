@@ -487,29 +487,40 @@ def audit(m):
 
 def saving(m, run):
     """
-    What saving needs on a CPU. From a GPU the tensors come one by one, and need nothing there.
-        rewritten  GPT-2's matrices are transposed, GPT-NeoX's q, k and v become one tensor
-        merged     each matrix with an adapter becomes a new one. A 16-bit model is then saved in
-                   32 bits, so that all of it is new. A matrix is merged in 64 bits
+    What saving needs: a rank puts one file together at a time (disk.write_tensors), of up to
+    FILE_BYTES, or all, where that is less. On a GPU there is only one tensor of it, if that is
+    split over the ranks, beside this rank's part of it; the file is in the CPU's memory.
+        split      what ranks have parts of, weights (stages 2, 3) or optimizer states (also 1)
+        new        GPT-2's matrices are transposed, GPT-NeoX's q, k and v become one tensor, each
+                   matrix with an adapter becomes a new one. A 16-bit model with an adapter is saved
+                   in 32 bits, so that all of it is new
+        merging    a matrix is merged in 64 bits: it, its change, and their sum
         average    while the moving average is in the weights' place, they are kept beside it
-        whole      what is split over ranks, weights (stages 2, 3) or optimizer states (also 1), is
-                   put together on rank 0
     """
-    if run.cuda or not m.trained:
+    from engine.disk import FILE_BYTES  # here: torch is imported only when it is needed
+
+    if not m.trained:
         return 0
-    sizes = {name: math.prod(shape) for name, shape in layer_shapes(m.c).items()}
+    shape, size = max(base_tensors(m), key=lambda t: math.prod(t[0]) * t[1])
+    largest, part = math.prod(shape) * size, held(m, shape) * size
+    if run.cuda:
+        return largest + part if sharded(m) else largest if m.stage == 1 else 0
+
+    def in_a_file(size):
+        return min(size, max(FILE_BYTES, largest))
+
     e = max(m.e, 4) if m.rank else m.e  # of what is saved
     fused = {"gpt2": LINEAR, "gpt_neox": ("q", "k", "v")}.get(m.c.family, ())
-    rewritten, merged = (m.c.n_layers * e * sum(sizes.get(name, 0) for name in names)
-                         for names in (fused, m.targets if m.rank else ()))
+    sizes = {name: math.prod(shape) for name, shape in layer_shapes(m.c).items()}
+    changed = {*fused, *(m.targets if m.rank else ())}
+    new = m.c.n_layers * e * sum(sizes.get(name, 0) for name in changed)
     if e > m.e:
         new = e * sum(math.prod(shape) for shape, size in base_tensors(m) if size < e)
-    else:
-        new = merged
-    # the last matrix is merged before any is rewritten, so the two do not add up
-    merging = merged + 24 * max(sizes.values()) if m.rank else 0
-    copies = max(rewritten + new, merging) + (gradients(m) if m.ema else 0)
-    whole = sum(math.prod(shape) * size for shape, size in trained_tensors(m))
+    weights = e * sum(math.prod(shape) for shape, _ in base_tensors(m))
+    merging = 24 * max(sizes.values()) if m.rank else 0
+    copies = in_a_file(weights if sharded(m) else new) + merging
+    copies += (gradients(m) if m.ema else 0) + (part if sharded(m) else 0)
+    states = 2 * sum(math.prod(shape) * size for shape, size in trained_tensors(m))
     if sharded(m) and m.own == "model":
-        return max(2 * whole, whole + copies)
-    return max(copies, 2 * whole * (m.world - 1) // m.world if m.stage == 1 else 0)
+        return max(in_a_file(states) + part, copies)
+    return max(copies, in_a_file(states) * (m.world - 1) // m.world if m.stage == 1 else 0)

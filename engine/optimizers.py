@@ -13,8 +13,8 @@ import torch
 
 import parallel
 from engine import together
-from engine.placement import gather
 from engine.pretrained import split_like
+from engine.together import Part
 from errors import Stop
 from model import at_least_float32
 from parallel import is_shard, my_part
@@ -115,37 +115,24 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 def optimizer_tensors(model, optimizer):
     """
-    {"NAME.KEY": whole tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg", in the
-    CPU's memory. Names rather than numbers, and whole tensors: so another number of ranks can go
-    on. Complete on rank 0, empty on the others; but all ranks call it.
+    A collective: {"NAME.KEY": tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg".
+    Names rather than numbers, and the shapes of whole tensors: so another number of ranks can go
+    on. disk.write_tensors puts together what ranks have of them: tensors, sharded ones, or Parts.
     """
-    state, owner = inner(optimizer).state, owners(model, optimizer)
-    rank, _ = parallel.rank_and_size()
-    tensors = {}
+    state, tensors = inner(optimizer).state, {}
+    names = [name for name, _ in model.named_parameters()]
     for name, p in model.named_parameters():
-        entries = {}
-        if p in state:
-            entries = {key: t for key, t in state[p].items() if torch.is_tensor(t)}
-        if owner and p.requires_grad:
-            entries = together.send_tensors(owner[p], entries)
-        for key, t in entries.items():
-            like_shard = is_shard(p) and t.shape == my_part(p).shape and t.dim() > 0
-            if like_shard or is_shard(t):
-                t = gather(my_part(t), p)
-            if rank == 0:
-                tensors[f"{name}.{key}"] = t.detach().cpu().contiguous()
-    return tensors
-
-
-def owners(model, optimizer):
-    """{parameter: the rank that holds its states} at stage 1; {} where every rank has its own."""
-    if inner(optimizer) is optimizer:
-        return {}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    mine = {id(p) for group in inner(optimizer).param_groups for p in group["params"]}
-    held = torch.tensor([id(p) in mine for p in parameters], device=parallel.wire()).long()
-    ranks = torch.stack(parallel.all_gather(held)).argmax(0).tolist()  # (ranks, P) -> (P,)
-    return dict(zip(parameters, ranks, strict=True))
+        for key, t in state.get(p, {}).items():
+            if torch.is_tensor(t) and t.dim() > 0 and is_shard(p) and not is_shard(t):
+                t = Part(t, p.shape, t.dtype)  # offloaded
+            if torch.is_tensor(t) or isinstance(t, Part):
+                tensors[f"{name}.{key}"] = t
+    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+        tensors = together.everyones(tensors)
+    # one order, whoever has them, and whether they were made by steps or loaded
+    order = {name: number for number, name in enumerate(names)}
+    in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
+    return {full: tensors[full] for full in in_order}
 
 
 def fill_optimizer(model, optimizer, tensors):
@@ -246,13 +233,10 @@ class MovingAverage:
                     my_part(p.detach()).copy_(t)
 
     def tensors(self):
-        """{name: whole average}. Complete on rank 0, empty on the others; but all ranks call it."""
-        whole = {}
-        for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            average = gather(average, p) if is_shard(p) else average
-            if parallel.rank_and_size()[0] == 0:
-                whole[name] = average.cpu().contiguous()
-        return whole
+        """{name: average, or the Part of it that this rank has}."""
+        return {name: Part(average, p.shape, average.dtype) if is_shard(p) else average
+                for name, p, average in zip(self.names, self.parameters, self.averages,
+                                            strict=True)}
 
     def fill(self, tensors):
         """The inverse of tensors: {name: whole average} -> this rank's part of it."""

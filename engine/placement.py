@@ -12,7 +12,7 @@ In this file, downwards:
     trunk_of, sharded, in_memory, held    questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
-    gather, whole_weights           whole tensors of sharded models
+    gather, copy_weights            whole tensors of sharded models, on every rank
 
 The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
 optimizer's states over the ranks; stage 2 also the gradients and, between steps, the weights;
@@ -532,16 +532,3 @@ def copy_weights(source, target):
     """
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         fill(q, gather(my_part(p.detach()), p) if is_shard(p) else p.detach())
-
-
-def whole_weights(model):
-    """
-    model.weights() with whole tensors: a sharded one is put together in the CPU's memory. Complete
-    on rank 0, empty on the others; but all ranks call it.
-    """
-    weights = {}
-    for name, p in model.weights().items():
-        t = gather(my_part(p), p) if is_shard(p) else p
-        if parallel.rank_and_size()[0] == 0:
-            weights[name] = t.cpu() if is_shard(p) else t
-    return weights

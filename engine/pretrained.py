@@ -11,15 +11,19 @@ A Transformer from a Hugging Face directory, and back into one. In this file, do
 import dataclasses
 import json
 import os
+from functools import partial
 
 import torch
 
+from engine.disk import at_disk, write_tensors
 from engine.hf_config import (
     ADAPTER_FIELDS, FAMILIES, FINITE, check_fields, older_rope_names, parse_config)
 from engine.hf_files import (
     check_dtype, check_numbers, model_folders, open_bin, read_json, read_tensors, tensor_files)
+from engine.together import alone, size_of, whole_on
 from errors import BadInput, shorten
 from model import Transformer, freeze
+from parallel import rank_and_size
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,28 +367,16 @@ def draw_score_head(model, seed):
 # writing
 
 
-FILE_BYTES = 5 * 10**9  # the most that a file of weights has, unless a single tensor has more
-
-
-def save_pretrained(model, folder, weights=None, dtype=None):
+def save_pretrained(model, folder, dtype=None):
     """
-    Write a Transformer or an Adapted, whose adapters are merged into the weights. weights: what
-    model.weights() gives, with whole tensors; a sharded model needs them. dtype: of the saved
-    tensors; None: as they are.
+    A collective: write config.json and the weights, as transformers would, of a Transformer or an
+    Adapted, whose adapters are merged into the weights: in model.safetensors, or in several files
+    and an index of them (disk.write_tensors). A scalar head is written as sequence classification
+    with one label. dtype: of the saved tensors; None: as they are. Raises Stop.
     """
-    weights = weights or model.weights()
-    if hasattr(model, "merge"):  # an Adapted
-        weights = model.merge(weights)
-    write_pretrained(folder, model.config, model.head, weights, dtype)
-
-
-def write_pretrained(folder, config, head, weights, dtype=None):
-    """
-    Write config.json and the weights, as transformers would, from {our name: whole tensor}: in
-    model.safetensors, or in files of up to FILE_BYTES and an index of them. A scalar head is
-    written as sequence classification with one label. dtype: of the tensors; None: as they are.
-    """
-    os.makedirs(folder, exist_ok=True)
+    config, head, weights = model.config, model.head, model.weights()
+    merged = getattr(model, "merged", lambda name, W: W)
+    merged_dtype = getattr(model, "merged_dtype", lambda dtype: dtype)
     hf = older_rope_names(config.hf) | config.hf
     if head == "lm" and config.family in ("gpt2", "gemma3_text"):
         hf["architectures"] = [{"gpt2": "GPT2LMHeadModel"}.get(config.family, "Gemma3ForCausalLM")]
@@ -395,43 +387,32 @@ def write_pretrained(folder, config, head, weights, dtype=None):
         # one label; num_labels is not written, because transformers derives it from id2label
         hf.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         hf["score_shift"] = config.score_shift
-    hf["dtype"] = str(dtype or weights["embed.weight"].dtype).removeprefix("torch.")
+    embedding = dtype or merged_dtype(weights["embed.weight"].dtype)
+    hf["dtype"] = str(embedding).removeprefix("torch.")
     hf.pop("torch_dtype", None)  # the older name of dtype
-    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
-        json.dump(hf, f, indent=2, sort_keys=True)
-    groups = {}  # name on disk -> the parts that it is made of
+
+    def write_config():
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(hf, f, indent=2, sort_keys=True)
+
+    def make(rank, disk_name):
+        whole = {part: whole_on(rank, weights[name]) for part, name in groups[disk_name].items()}
+        if rank != rank_and_size()[0]:
+            return None
+        whole = {part: merged(name, whole[part]) for part, name in groups[disk_name].items()}
+        t = to_hf(config, disk_name, whole).cpu()
+        return t.to(dtype or t.dtype).contiguous()
+
+    groups, sizes = {}, {}  # name on disk -> the parts that it is made of, its bytes
     for name, t in weights.items():
         disk_name, part = hf_name(config.family, name)
-        groups.setdefault(disk_name, {})[part] = t
-    write_tensors(folder, config, groups, dtype)
-
-
-def write_tensors(folder, config, groups, dtype):
-    """The weights' part of write_pretrained, one file at a time. groups: {name on disk: parts}."""
-    from safetensors.torch import save_file
-
-    sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for t in parts.values())
-             for name, parts in groups.items()}
-    files, room = [[]], FILE_BYTES
-    for name, size in sizes.items():
-        if size > room and files[-1]:
-            files.append([])
-            room = FILE_BYTES
-        files[-1].append(name)
-        room -= size
-    index = {}
-    for number, names in enumerate(files, 1):
-        file = "model.safetensors"
-        if len(files) > 1:
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: to_hf(config, name, groups[name]).cpu().to(dtype).contiguous()
-                   for name in names}
-        save_file(tensors, os.path.join(folder, file), metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        total = {"total_size": sum(sizes.values())}
-        with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
-            json.dump({"metadata": total, "weight_map": index}, f, indent=2, sort_keys=True)
+        groups.setdefault(disk_name, {})[part] = name
+        size = size_of(t) * (dtype or merged_dtype(t.dtype)).itemsize
+        sizes[disk_name] = sizes.get(disk_name, 0) + size
+    alone(at_disk(write_config))
+    write_tensors(folder, "model", {name: (size, partial(make, disk_name=name))
+                                    for name, size in sizes.items()}, {"format": "pt"})
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ run that was there before.
 
 A run must not begin in a folder
     - that another process is writing to: .lock is locked as long as a run's process lives;
-    - that not all ranks see, as on hosts whose disks are not shared;
+    - that not all ranks see and can write to, as on hosts whose disks are not shared;
     - that holds files of another kind, which the run would overwrite;
     - that holds another run: other keys, or other models or data under the same paths.
 Each of these ends the program with one line, and no file in the folder is changed.
@@ -26,7 +26,7 @@ from array import array
 import parallel
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
-from engine.disk import sha256, write_json
+from engine.disk import SEEN_WAIT, sha256, write_json
 from engine.hf_files import is_adapter, model_folders, read_json, several_paths
 from engine.placement import sharded, trunk_of
 from engine.report import gpu
@@ -35,7 +35,6 @@ from engine.together import alone, from_rank, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
 from formats import raw_rows, sources_of
 
-SEEN_WAIT = 30  # seconds after which every host must see on a network disk what rank 0 has made
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
@@ -58,12 +57,18 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=()):
         if not blind:
             break
         time.sleep(1)
-    alone(lambda: remove_token(out_dir, token, made if blind else []))
+    # A large model is saved by all ranks (disk.write_tensors). Better now than at the first save
+    mute = [] if blind else ranks_where(not can_write(os.path.join(out_dir, token)))
+    alone(lambda: remove_token(out_dir, token, made if blind or mute else []))
+    if mute:
+        raise BadConfig(f"{name_ranks(mute)} cannot write to out_dir {out_dir!r}, which rank 0 "
+                        "can; where its host mounts that disk, let it write there")
     if blind:
         raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir "
                         f"{out_dir!r}; give an --out_dir that is the same folder for all ranks, on "
                         "a disk that their hosts share")
-    return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes))
+    folder, state = find_checkpoint(out_dir)
+    return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, state))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,6 +163,18 @@ def sees(out_dir, token):
         return False
 
 
+def can_write(folder):
+    """Whether this rank can make a file in a folder; it is deleted again."""
+    path = os.path.join(folder, f"rank-{parallel.rank_and_size()[0]}")
+    try:
+        with open(path, "w"):
+            pass
+        os.remove(path)
+    except OSError:
+        return False
+    return True
+
+
 def remove_token(out_dir, token, made):
     """On rank 0: delete the token; and if the run cannot start, also the folders made for it."""
     with contextlib.suppress(OSError):  # the next start deletes what is left
@@ -172,10 +189,9 @@ def remove_token(out_dir, token, made):
 # beginning or resuming
 
 
-def begin_or_resume(out_dir, config, must_match, hashes):
-    """The rest of open_run, on rank 0, which holds the lock."""
+def begin_or_resume(out_dir, config, must_match, hashes, folder, state):
+    """The rest of open_run, on rank 0, which holds the lock. folder, state: of find_checkpoint."""
     try:
-        folder, state = find_checkpoint(out_dir)
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
         if folder:
             say_changes(read_json(os.path.join(folder, "config.json")), config)

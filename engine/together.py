@@ -6,23 +6,26 @@ with the same code, settings and files?
     from_rank(f)    rank 0 alone calls f, all ranks get the result     alone(f) may take hours
     together(f)     every rank calls f and keeps its own result
 
-An error of one rank is raised on all of them, so that no rank waits for one that has left.
+An error of one rank is raised on all of them, so that no rank waits for one that has left. And
+whole_on: a tensor that no rank has whole, put together on one of them.
 """
 import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import parallel
 from errors import BadConfig, BadInput, Stop
-from parallel import all_gather, broadcast, rank_and_size, wire
+from parallel import all_gather, broadcast, collective, is_shard, my_part, rank_and_size, wire
 
-PATIENCE = 6 * 3600  # seconds that the ranks wait for rank 0 while it alone works at the disk
+PATIENCE = 6 * 3600  # seconds that the ranks wait for each other while some work at the disk
 usual_wait = None  # how long a collective waits otherwise; set by launch.init
 starting = False  # True from launch.init to agree: a rank that fails meanwhile tells the others
 
@@ -61,17 +64,27 @@ def from_rank(function, source=0):
 
 def alone(function):
     """
-    A collective: from_rank(function) for long work at the disk; a run of four 8B models hashes,
-    writes and syncs 190 GB at a time. Meanwhile the other ranks wait for up to PATIENCE seconds,
-    not `timeout`. If rank 0 dies, they notice it at once all the same: its connections break.
+    A collective: from_rank(function) for long work at the disk. If rank 0 dies meanwhile, the
+    others notice it at once all the same: its connections break.
+    """
+    with patience():
+        return from_rank(function)
+
+
+@contextlib.contextmanager
+def patience():
+    """
+    A block of long work at the disk: a run of four 8B models hashes, writes and syncs 190 GB at a
+    time. The ranks wait for each other for up to PATIENCE seconds in it, not `timeout`.
     """
     if not dist.is_initialized():
-        return function()
+        yield
+        return
     group, wait = parallel.group or dist.group.WORLD, usual_wait
     group.set_timeout(max(wait, datetime.timedelta(seconds=PATIENCE)))
     try:
         with may_be_silent():
-            return from_rank(function)
+            yield
     finally:
         group.set_timeout(wait)
 
@@ -88,20 +101,72 @@ def may_be_silent():
             parallel.beat(usual_wait.total_seconds())
 
 
-def send_tensors(source, tensors):
-    """A collective: {key: tensor} of the rank `source`, on every rank. Others' are ignored."""
-    if not dist.is_initialized():
-        return tensors
-    header = from_rank(lambda: [[key, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                                for key, t in tensors.items()], source)
-    sent = {}
-    for key, shape, dtype in header:
-        if rank_and_size()[0] == source:
-            sent[key] = tensors[key].detach().to(wire()).contiguous()
-        else:
-            sent[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=wire())
-        broadcast(sent[key], source)
-    return sent
+# --------------------------------------------------------------------------------------------------
+# a tensor that no rank has whole
+
+
+@dataclass
+class Part:
+    """
+    What this rank has of a tensor that it does not have whole: some of its rows, as of a sharded
+    parameter; or all or nothing of it, where only the rank `owner` has it, as at ZeRO stage 1.
+    """
+
+    mine: torch.Tensor  # None on the ranks that have nothing of it
+    shape: tuple  # of the whole tensor
+    dtype: torch.dtype
+    owner: int = None
+
+
+def size_of(t):
+    """The elements of a whole tensor, whatever this rank has of it."""
+    return math.prod(t.shape)
+
+
+def whole_on(rank, t):
+    """
+    A collective: the whole tensor on this rank alone, None on the others. t: a tensor, which all
+    ranks have whole; a sharded one; or a Part. Only the rank that gets it has memory for it.
+    """
+    me, size = rank_and_size()
+    if is_shard(t):
+        t = Part(my_part(t), t.shape, t.dtype)
+    if not isinstance(t, Part):
+        return t if me == rank else None
+    if t.owner == rank:
+        return t.mine
+    there = dict(dtype=t.dtype, device=wire())
+    if t.owner is not None:
+        whole = torch.empty(t.shape, **there) if me == rank else None
+        if me == t.owner:
+            sent = t.mine.to(wire()).contiguous()
+            collective(dist.send, sent, dst=parallel.first + rank, group=parallel.group)
+        elif me == rank:
+            collective(dist.recv, whole, src=parallel.first + t.owner, group=parallel.group)
+        return whole
+    # all ranks send as many rows: the last ones may have fewer, or none, and fill them up
+    rows = -(-t.shape[0] // size)
+    sent = torch.zeros(rows, *t.shape[1:], **there)
+    sent[:len(t.mine)] = t.mine
+    whole = torch.empty(size * rows, *t.shape[1:], **there) if me == rank else None
+    collective(dist.gather, sent, None if whole is None else list(whole.split(rows)),
+               dst=parallel.first + rank, group=parallel.group)
+    return None if whole is None else whole[:t.shape[0]]
+
+
+def everyones(parts):
+    """
+    A collective: {name: tensor} of each rank, all of other names -> {name: Part} of all of them, in
+    the order of the ranks. No tensor is sent.
+    """
+    known = {}
+    for rank in range(rank_and_size()[1]):
+        header = from_rank(lambda: [[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                                    for name, t in parts.items()], rank)
+        for name, shape, dtype in header:
+            mine = parts.get(name) if rank == rank_and_size()[0] else None
+            known[name] = Part(mine, tuple(shape), getattr(torch, dtype), rank)
+    return known
 
 
 # --------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F
 import configurator  # noqa: E402
 import errors  # noqa: E402
 import model  # noqa: E402
-from engine import checkpoint  # noqa: E402
+from engine import checkpoint, disk  # noqa: E402
 
 import tiny  # noqa: E402
 
@@ -81,6 +81,10 @@ JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 ROLE_JOBS = [("ppo.py", 2, "train=1,generate=1", 1), ("grpo.py", 2, "train=1,generate=1", 0), ("grpo.py", 1, "", 2),
              ("ppo.py", 3, "train=1,generate=1,score=1", 0), ("grpo.py", 4, "train=2,generate=1,score=1", 1),
              ("ppo.py", 2, "train=1,score=1", 1)]
+# with --sharded: the key zero_stage, too, and files of at most FILE_BYTES, which all trainers write
+SHARDED_JOBS = [("ppo.py", 2, "", 0, 3), ("grpo.py", 3, "", 0, 2), ("ppo.py", 2, "", 0, 1),
+                ("ppo.py", 3, "train=2,generate=1", 1, 3)]
+FILE_BYTES = 20_000
 KINDS = ["collective", "file", "write", "time", "compute"]
 
 OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=ROOT) + glob.glob("engine/[!_]*.py", root_dir=ROOT)
@@ -94,7 +98,7 @@ def command(world, job, **keys):
     """The arguments of a job's run here; out_dir is relative to the folder of the run, so that all runs' files are alike."""
     script, _, *rest = job
     if rest:
-        keys |= dict(zip(("roles", "staleness"), rest, strict=True))
+        keys |= dict(zip(("roles", "staleness", "zero_stage"), rest, strict=False))
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
     known = configurator.read_keys(os.path.join(ROOT, script))
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
@@ -314,6 +318,8 @@ def child(script, arguments, rank, ranks, port, folder, fault, count):
         script = os.path.join(ROOT, script)
         sys.argv = [script, *arguments]
         points = Points(script, rank, fault)
+        if any(argument.startswith("--zero_stage") for argument in sys.argv):
+            disk.FILE_BYTES = FILE_BYTES
         if count or fault:
             inject(points)
         try:
@@ -551,7 +557,8 @@ def reference(world, job, folder):
     whole, points = left_by(folder), read_points(folder, job)
     last = KEYS[job[0]]["max_iters"]
     assert [r["iteration"] for r in whole["metrics"]] == list(range(last + 1)), whole["metrics"]
-    for path in (f"checkpoint-{last:06d}/manifest.json", *(f"{product}/model.safetensors" for product in PRODUCTS[job[0]])):
+    index = ".index.json" if len(job) > 4 else ""
+    for path in (f"checkpoint-{last:06d}/manifest.json", *(f"{p}/model.safetensors{index}" for p in PRODUCTS[job[0]])):
         assert path in whole["files"], path
     if job[0] == "ppo.py":
         assert len({r["objective/kl_coef"] for r in whole["metrics"][:-1]}) == last, "the adaptive coefficient does not move"
@@ -581,8 +588,8 @@ def points_for(uninterrupted, faults, i):
 
 
 def unnamed(point):
-    """A point without the random name of the folder by which ranks see that they share out_dir."""
-    return re.sub(r"\.tmp-[0-9a-f]{16}", ".tmp-...", point)
+    """A point without the random names of folders: by which ranks see that they share out_dir, and those of saves."""
+    return re.sub(r"(\.tmp-([^/ ]*/)?)[0-9a-f]{16}", r"\1...", point)
 
 
 def kill(world, uninterrupted, faults, folder):
@@ -809,7 +816,8 @@ def print_table(results):
         good = sum(not r["problems"] for r in mine)
         print(f"{job[0]:<7} {job[1]:>5} {len(mine):>6} {a:>11}{b:>9}{c:>6}{d:>7}{e:>6}{sum(count.values()):>11}"
               f"{f'{good}/{len(mine)}':>13}{max(r['slowest'] for r in mine):>11.1f} s"
-              + ("  roles {!r}, staleness {}".format(*job[2:]) if len(job) > 2 else ""))
+              + ("  roles {!r}, staleness {}".format(*job[2:]) if len(job) > 2 else "")
+              + ("  zero_stage {}".format(*job[4:]) if len(job) > 4 else ""))
     codes = sum((r["codes"] for r in results), collections.Counter())
     print(f"the other ranks of killed runs ended with: {', '.join(f'{code} x {n}' for code, n in sorted(codes.items())) or '-'}")
 
@@ -927,9 +935,11 @@ def campaign(options, work):
     jobs = [job for job in JOBS if job[0] in options.scripts and job[1] in options.ranks]
     if options.roles:
         jobs = [job for job in ROLE_JOBS if job[0] in options.scripts]
+    if options.sharded:
+        jobs = [job for job in SHARDED_JOBS if job[0] in options.scripts]
     if only or options.list:
         wanted = [job for job, _ in only] + [from_name(text)[0] for text in [options.list] if text]
-        jobs = [job for job in JOBS + ROLE_JOBS if job in wanted]
+        jobs = [job for job in JOBS + ROLE_JOBS + SHARDED_JOBS if job in wanted]
     made = schedule([(job[1], reference(world, job, os.path.join(work, f"whole-{'-'.join(map(str, job))}"))) for job in jobs
                      if options.kills or options.signals or only or options.list or options.every])
     references = {r["job"]: r for r in made}
@@ -1011,6 +1021,7 @@ def main():
     parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles and staleness, instead of the others")
+    parser.add_argument("--sharded", action="store_true", help="runs with the key zero_stage, saved by all ranks, instead")
     parser.add_argument("--folder", default="", help="where to work (default: a new one, removed if all is well)")
     parser.add_argument("--report", default="", help="write a JSON report here")
     options = parser.parse_args()

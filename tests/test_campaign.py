@@ -60,6 +60,13 @@ def test_ranks_of_any_role(tmp_path):
 
 
 @pytest.mark.campaign
+def test_ranks_that_save_side_by_side(tmp_path):
+    """Sharded models, in many files that all trainers write; one of them dies, before, in or after a file of its own."""
+    report, said = campaign(str(tmp_path), "--sharded", "--kills=60", timeout=3600)
+    assert not report["problems"] and report["kills"] >= 50 and all_kinds(report) and len(report["by_job"]) == 4, said
+
+
+@pytest.mark.campaign
 def test_runs_that_are_asked_to_stop(tmp_path):
     """SIGTERM and SIGINT, to one rank or to all, at any time: all end with 0, and the same command goes on to the same bits."""
     report, said = campaign(str(tmp_path), "--signals=60", timeout=3600)

@@ -12,11 +12,11 @@ import transformers as hf
 import yaml
 from safetensors import safe_open
 
-from engine import pretrained
+from engine import disk
 from engine.adapters import Adapted
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, save_model, saved_dtype
+from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final, save_model, saved_dtype
 from engine.model_card import hub_name, model_card, public
-from engine.pretrained import from_pretrained, save_pretrained
+from engine.pretrained import from_pretrained, from_scratch, save_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
 
@@ -36,6 +36,43 @@ def save_model(folder, *args):
         os.kill(os.getpid(), 9)
 checkpoint.save_model = save_model
 """
+
+
+SMALL_FILES = """
+from engine import disk, run_folder
+disk.FILE_BYTES, disk.SEEN_WAIT = 3000, 1
+"""
+FAILS = {  # name -> what is wrong on rank 1, what rank 0 says
+    "full": ("""
+save = disk.save_file
+def full(tensors, file, *rest):
+    if "checkpoint-000002" in file:
+        raise OSError(28, "No space left on device")
+    save(tensors, file, *rest)
+disk.save_file = full
+""", r"checkpoint-000002 cannot be written \(on rank 1: No space left on device\); earlier checkpoints and the log are as they"),
+    "elsewhere": ("""
+save = disk.save_file
+def elsewhere(tensors, file, *rest):
+    save(tensors, file.replace("/", " ") if "checkpoint-000002" in file else file, *rest)
+disk.save_file, disk.sync = elsewhere, lambda path: None
+""", r"checkpoint-000002 cannot be written \(rank 1 has written model-00002-of-000\d\d.safetensors, but rank 0 does not see it: "
+     "out_dir must be the same folder on all hosts"),
+    "read only": ("""
+def denied(path, *rest):
+    raise OSError(30, "Read-only file system")
+run_folder.open = denied
+""", "rank 1 cannot write to out_dir 'out', which rank 0 can"),
+    "dies": ("""
+import os
+save = disk.save_file
+def dies(tensors, file, *rest):
+    save(tensors, file, *rest)
+    if "checkpoint-000002" in file:
+        os.truncate(file, 100)
+        os.kill(os.getpid(), 9)
+disk.save_file = dies
+""", "lost touch with the other ranks")}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +97,9 @@ def runs(tmp_path_factory):
         "dies": [one_run("sft.py", (dies, DIES_SLOWLY), dies)],
         "sharded": [one_run("rm.py", *[world.rm(f"out/{lora}", max_iters=1, zero_stage="3", lora=lora)] * 2)
                     for lora in ("", "2")]}
+    shards = world.sft("out", init_from=world.policy, zero_stage="3", checkpoint_interval=1, timeout=20)
+    for name, (code, _) in FAILS.items():
+        cases[f"fails: {name}"] = [one_run("sft.py", (shards, SMALL_FILES), (shards, SMALL_FILES + code))]
     return folder, forked(folder, cases, at_once=4)
 
 
@@ -153,7 +193,7 @@ def test_large_models_are_saved_in_shards(variant, tmp_path, monkeypatch):
     ours = from_pretrained(str(tmp_path / "theirs"))
     save_pretrained(ours, tmp_path / "whole")
     limit = 15_000
-    monkeypatch.setattr(pretrained, "FILE_BYTES", limit)
+    monkeypatch.setattr(disk, "FILE_BYTES", limit)
     save_pretrained(ours, tmp_path / "shards")
     files = sorted(f for f in os.listdir(tmp_path / "shards") if f.endswith(".safetensors"))
     assert len(files) > 2 and files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -187,6 +227,124 @@ def test_large_models_are_saved_in_shards(variant, tmp_path, monkeypatch):
     load_checkpoint(str(out / "checkpoint-000003"), {"policy": ours}, {"policy": optimizer})
     with torch.no_grad():
         assert torch.equal(ours(tokens), from_pretrained(str(tmp_path / "whole"))(tokens))
+
+
+# Saves a model of which ranks have parts, with optimizer and average, in small files; or goes on from such a checkpoint
+# and saves that again. Notes which files a rank has written, and how many bytes of tensors each had.
+SAVE = """
+import json, os, sys
+import torch
+from engine import checkpoint, disk, launch, optimizers, placement
+from engine.tokenizers import load_tokenizer
+path, out, goes_on, keys = json.loads(sys.argv[1])
+disk.FILE_BYTES, save, written = 3000, disk.save_file, {}
+
+def save_file(tensors, file, *rest):
+    written[os.path.relpath(file, out).split(os.sep, 2)[-1]] = [sum(t.nbytes for t in tensors.values()), len(tensors)]
+    save(tensors, file, *rest)
+
+disk.save_file = save_file
+rank, ranks, device = launch.init("cpu", 60)
+place = placement.Place(**keys)
+dtype = torch.bfloat16 if keys["optimizer"] == "bf16" else torch.float32
+place.optimizer = "adamw"
+model = placement.load(path, place, device, dtype=dtype, trained=True)
+optimizer = optimizers.make_optimizer(model, place, 1e-3, (0.9, 0.95), 1e-8, 0.0)
+average = optimizers.MovingAverage(model, 0.5)
+os.makedirs(out, exist_ok=True)
+if goes_on:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    folder, state = checkpoint.find_checkpoint(out)
+    checkpoint.load_checkpoint(folder, {"policy": model}, {"policy": optimizer}, average)
+else:
+    with open(f"{out}/config.json", "w") as f:
+        f.write("{}")
+    generator, states = torch.Generator().manual_seed(3), {}
+    for name, p in model.named_parameters():
+        if place.lora:  # B, which begins as 0
+            p.data.normal_(generator=generator)
+        states |= {f"{name}.{key}": torch.randn(p.shape, generator=generator) for key in ("exp_avg_sq", "exp_avg")}
+        states[f"{name}.step"] = torch.tensor(3.0)
+    optimizers.fill_optimizer(model, optimizer, states)
+    average.update()
+open(f"{out}/log.jsonl", "a").close()
+tokenizer = load_tokenizer(path)
+checkpoint.save_checkpoint(out, 2 if goes_on else 1, {"policy": model}, {"policy": optimizer}, {}, tokenizer, 9, average)
+checkpoint.save_final(out, "policy", model, tokenizer)
+with open(f"written-{rank}.json", "w") as f:
+    json.dump(written, f)
+launch.finish()
+"""
+KINDS = {"stage 3": dict(stage=3, optimizer="adamw"), "stage 1": dict(stage=1, optimizer="adamw"),
+         "16 bits": dict(stage=2, optimizer="bf16"), "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer"),
+         "adapters": dict(stage=3, optimizer="adamw", lora=dict(rank=2, alpha=4.0))}
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory):
+    """A folder with one named "KIND RANKS" for each of KINDS on 1, 2 and 3 ranks, saved, loaded on other ranks, saved again."""
+    folder = str(tmp_path_factory.mktemp("side"))
+    world = tiny.build(f"{folder}/world")
+    config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, vocab_size=263)
+    save_model(f"{folder}/qwen", from_scratch(config, seed=5), load_tokenizer(world.tokenizer))
+    with open(f"{folder}/save.py", "w", encoding="utf-8") as f:
+        f.write(SAVE)
+    cases = {}
+    for kind, keys in KINDS.items():
+        path = world.policy if kind == "adapters" else f"{folder}/qwen"  # of GPT-2 q, k and v are one tensor on disk
+        for ranks in (1, 2, 3):
+            calls = [(ranks, json.dumps([path, "out", False, keys])), (ranks % 3 + 1, json.dumps([path, "out", True, keys]))]
+            cases[f"{kind} {ranks}"] = [one_run(f"{folder}/save.py", *[[call]] * n) for n, call in calls[:1 + (ranks > 1)]]
+    results = forked(folder, cases, at_once=3)
+    for name, each in results.items():
+        for result in each:
+            assert set(result["codes"]) == {0}, (name, result)
+    return folder
+
+
+def every_file(folder):
+    return {os.path.relpath(os.path.join(d, f), folder): open(os.path.join(d, f), "rb").read()
+            for d, _, files in os.walk(folder) for f in files}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_side_by_side_write_what_one_rank_writes(side_by_side, kind):
+    """Byte for byte, index and manifest too; and what was loaded on another number of ranks is what was saved."""
+    one = {name: every_file(f"{side_by_side}/{kind} 1/out/{name}") for name in ("checkpoint-000001", "policy")}
+    parts = [f for f in one["checkpoint-000001"] if re.search(r"policy_optimizer-\d+-of-\d+.safetensors$", f)]
+    assert len(parts) > 2 and "policy_optimizer.safetensors.index.json" in one["checkpoint-000001"]
+    assert "model.safetensors.index.json" in one["policy"] and "README.md" in one["policy"]
+    for ranks in (2, 3):
+        out = f"{side_by_side}/{kind} {ranks}/out"
+        assert sorted(os.listdir(out)) == ["checkpoint-000001", "checkpoint-000002", "config.json", "log.jsonl", "policy"]
+        for name, files in one.items():
+            assert every_file(f"{out}/{name}") == files, (name, ranks)
+        first, again = one["checkpoint-000001"], every_file(f"{out}/checkpoint-000002")
+        assert again.keys() == first.keys()
+        different = {name for name in first if first[name] != again[name]}
+        assert different == {"manifest.json", "state.json"}  # the iteration; so its hash
+
+
+@pytest.mark.parametrize("kind, ranks", [("stage 3", 2), ("stage 1", 3)])
+def test_each_rank_writes_files_of_its_own(side_by_side, kind, ranks):
+    """File i by rank i % ranks. No rank has more than a file at a time, or a tensor that is larger than that."""
+    # this run went on from a checkpoint of `ranks` ranks
+    n, all_files = ranks % 3 + 1, {}
+    for rank in range(n):
+        with open(f"{side_by_side}/{kind} {ranks}/written-{rank}.json", encoding="utf-8") as f:
+            for name, (size, tensors) in json.load(f).items():
+                found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
+                assert rank == ((int(found[1]) - 1) % n if found else 0), name
+                assert size <= 3000 or tensors == 1
+                all_files[name] = found
+    stems = {name.partition("-0")[0] for name, found in all_files.items() if found}
+    assert {stem.split("/")[-1] for stem in stems} == {"model", "policy_optimizer", "ema"}
+    for stem in stems:
+        numbers = sorted(int(found[1]) for name, found in all_files.items() if found and name.partition("-0")[0] == stem)
+        assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
 
 
 def tiny_tokenizer(folder):
@@ -347,6 +505,22 @@ def test_a_long_save_outlasts_the_timeout_and_a_death_in_it_is_one_line(runs):
     assert said.count("\n") == 1 and re.search(r"error \(rank 1\): iteration 3, \w+: lost touch with the other ranks", said), said
     assert result["seconds"][1] > 4, result  # it has waited as long as rank 0 wrote
     assert os.path.isdir(f"{runs[0]}/dies/out/checkpoint-000003") and not os.path.exists(f"{runs[0]}/dies/out/policy")
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_rank_that_cannot_write_its_file_ends_all_with_one_line(runs, name):
+    result, = runs[1][f"fails: {name}"]
+    assert re.search(FAILS[name][1], result["stderr"][0]) and result["stderr"][0].count("\n") == 1, result
+    assert result["codes"] == dict(dies=[1, -signal.SIGKILL]).get(name, [2, 2] if name == "read only" else [1, 1])
+    out = f"{runs[0]}/fails: {name}/out"
+    if name == "read only":
+        assert not os.path.exists(out)
+        return
+    left = sorted(os.listdir(out))
+    assert [file for file in left if "checkpoint" in file] == ["checkpoint-000001"] or name == "dies", left
+    assert "checkpoint-000002" not in left
+    folder, state = find_checkpoint(out)
+    assert os.path.basename(folder) == "checkpoint-000001" and state["iteration"] == 1
 
 
 def test_a_full_disk_leaves_the_older_model(tmp_path, monkeypatch):
