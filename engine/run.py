@@ -402,8 +402,8 @@ class Run:
         How fast the iteration was, without the seconds of evaluation and checkpoint, and how fast
         its phases were: in the rollout the policy samples; in "score" all models read what it
         sampled (the policy, if it must); in the update the trained ones read it again in each pass.
-        steps: how many optimizer steps that were; in each the policy learns texts of PPO-ptx, too. A
-        phase that other ranks do, or that was done in an earlier iteration, has no figures of its
+        steps: how many optimizer steps that were; in each the policy learns texts of PPO-ptx, too.
+        A phase that other ranks do, or that was done in an earlier iteration, has no figures of its
         own: its seconds here are those of waiting.
         """
         roles = launch.crew.ranks if launch.crew else {"train": range(self.world_size)}
