@@ -199,7 +199,7 @@ ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
 run = Run(config, models, optimizers, tokenizer, prompts, device,
           state=dict(kl_coef=kl_coef, score_shifts=None, score_moments=[0, 0.0, 0.0]), ema=ema,
-          ptx_examples=ptx_examples)
+          ptx=(ptx_rows, ptx_examples))
 state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
     state["kl_coef"] = kl_coef  # a run that resumes may have been given another one

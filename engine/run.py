@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
+from data import batch_rows
 from engine import launch
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
@@ -64,13 +65,13 @@ class Run:
     of those that are trained. prompts: (training prompts, held-out prompts), lists of token ids.
     state: what the loop carries from one iteration to the next beside weights and optimizers, as
     plain numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
-    policy's moving average or None. ptx_examples: [(ids, trained), ...] of PPO-ptx.
+    policy's moving average or None. ptx: of PPO-ptx, its rows and [(ids, trained), ...] of them.
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
 
     def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None,
-                 ptx_examples=()):
+                 ptx=((), ())):
         self.config, self.models, self.optimizers = config, held(models), optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
@@ -115,13 +116,15 @@ class Run:
                          and not name.endswith("'s trunk")]
         self.predicted = predicted_mib(
             config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
-            ptx_examples, models.get("judge"), "train" if launch.crew else "")
+            ptx[1], models.get("judge"), "train" if launch.crew else "")
         # of the first one, also where other ranks hold it
         self.reward_config = reward_models[0].config if reward_models else None
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in self.models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
                                   for model in self.trained.values())
+        self.ptx_flops = flops_a_token(models["policy"], trained=True)
+        self.ptx = ptx
         self.frozen_checksums = {}  # filled by the first audit
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
         self.policy_reads = True  # a batch before its update; grpo.py may do without
@@ -386,13 +389,22 @@ class Run:
             done, max_iters = self.iteration + 1, self.config["max_iters"]
             print(progress(record, self.start, done, max_iters, self.began), flush=True)
 
+    def ptx_tokens(self, steps):
+        """How many tokens the texts of PPO-ptx had in the first `steps` steps of the iteration."""
+        (rows, examples), c = self.ptx, self.config
+        first = self.iteration * c.get("ppo_epochs", 0) * c["num_minibatches"]
+        picked = [i for number in range(first, first + steps if examples else first)
+                  for i in batch_rows(c["seed"], number, c["ptx_batch_size"], rows.mix)]
+        return sum(len(examples[i][0]) for i in picked)
+
     def speed(self, batch, steps):
         """
         How fast the iteration was, without the seconds of evaluation and checkpoint, and how fast
         its phases were: in the rollout the policy samples; in "score" all models read what it
         sampled (the policy, if it must); in the update the trained ones read it again in each pass.
-        steps: how many optimizer steps that were. A phase that other ranks do, or that was done
-        in an earlier iteration, has no figures of its own: its seconds here are those of waiting.
+        steps: how many optimizer steps that were; in each the policy learns texts of PPO-ptx, too.
+        A phase that other ranks do, or that was done in an earlier iteration, has no figures of its
+        own: its seconds here are those of waiting.
         """
         roles = launch.crew.ranks if launch.crew else {"train": range(self.world_size)}
         ranks = sum(map(len, roles.values()))
@@ -404,7 +416,8 @@ class Run:
                       if not name.endswith("'s trunk") and (name != "policy" or self.policy_reads))
         work = dict(rollout=(sampled, read * self.forward_flops["policy"]),  # tokens, operations
                     score=(read, read * readers),
-                    update=(passes * read, passes * read * self.training_flops))
+                    update=(passes * read, passes * read * self.training_flops
+                            + self.ptx_tokens(steps) * self.ptx_flops))
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
         record = speed(self.device, sampled, sum(flops for _, flops in work.values()), seconds,
                        self.peak, ranks)

@@ -242,6 +242,17 @@ def dumped(self, mine, pending, rows):
     return said
 rewards.Scorer.score = dumped
 """
+COUNT = """
+import rewards
+def counted(name):
+    function = getattr(rewards, name)
+    def count(*args, **kwargs):
+        print("called", name)
+        return function(*args, **kwargs)
+    setattr(rewards, name, count)
+for name in ("judge_scores", "reward_model_scores"):
+    counted(name)
+"""
 FAIL = dict(
     no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
     unnamed=(dict(reward_functions="length"), "reward_functions = 'length' does not use judge; type --reward_functions=judge"),
@@ -280,6 +291,17 @@ def runs(tiny_world, tmp_path_factory):
                                         max_new_tokens=8, reward_functions="", out="eval", device_type="cpu"))
     cases["eval-1"] = one_run("tools/eval.py", (evaluated, DUMP))
     cases["eval-ref"] = one_run("tools/eval.py", [*evaluated, "--judge_path=ref_policy"])
+    asked = {key: value for key, value in keys.items() if key != "reward_functions"}
+    for name, more in (("", {}), ("-both", dict(reward_path=w.reward))):
+        best = asked | more | dict(max_new_tokens=8, device_type="cpu")
+        cases[f"best-eval{name}"] = one_run("tools/eval.py", tiny.arguments(best | dict(
+            policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=4, out="eval")))
+        cases[f"best-sample{name}"] = one_run("tools/sample.py", tiny.arguments(best | dict(
+            policy_path=w.policy, prompts=w.rl_val, best_of=4, batch_size=5)))
+    for center in ("always", "never"):
+        args = w.ppo("out", **asked, reward_functions="reward_model,judge", center_scores=center,
+                     max_iters=1, eval_path="")
+        cases[f"centred-{center}"] = one_run("ppo.py", (args, COUNT))
     for name, (more, _) in FAIL.items():
         more = {key: f"{w.root}/{value}" if value in ("WORDS", "EMPTY") else value for key, value in more.items()}
         cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
@@ -323,6 +345,54 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
                 one, half, no = (p[ord(c)] for c in "123")
                 odds.append((y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log())
             assert sum(odds).item() / 2 == pytest.approx(score, abs=1e-9)
+
+
+@pytest.mark.parametrize("which", ["", "-both"])
+def test_best_of_n_by_a_judge(which, runs, tiny_world):
+    """
+    Of four samples eval's best@4 and sample.py's best_of take the one that the judge likes best, or
+    that has the best sum of judge and reward model. Each score of the judge by hand, a text alone.
+    """
+    w = tiny_world
+    model, tokenizer = freeze(from_pretrained(w.judge, dtype=torch.float64)), load_tokenizer(w.judge)
+    folder, _ = succeeded(runs, f"best-eval{which}")
+    samples = {}
+    for record in map(json.loads, open(f"{folder}/eval.jsonl")):
+        odds = []
+        for principle in ("brief", "kind"):
+            ids = tokenizer.encode(f"Good by {principle}? {record['prompt']}{record['text']}")
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]))[0, -1]
+            odds.append((logits[ord("y")] - logits[ord("n")]).item())
+        score = sum(odds) / 2
+        assert record["scores"]["judge"] == pytest.approx(score, abs=1e-9)
+        if which:
+            score += record["scores"]["reward_model"]
+            assert record["scores"]["scores"] == pytest.approx(score, abs=1e-9)
+        samples.setdefault(record["row"], []).append((score, record))
+    assert len(samples) == 12 and all(len(four) == 4 for four in samples.values())
+    shown = succeeded(runs, f"best-sample{which}")[1]["stdout"][0]
+    best = [max(four, key=lambda one: one[0]) for four in samples.values()]
+    for score, record in best:
+        cut = "" if record["finished"] else " [cut off at max_new_tokens]"
+        line = f"> {record['prompt']}\n{record['text'] or '[empty]'}{cut}   (score {score:.2f})\n"
+        assert line in shown
+    assert shown.count("   (score ") == 12
+    figures = json.load(open(f"{folder}/eval.json"))["policies"]["policy"]
+    for name in ("judge", "accuracy"):
+        mean = sum(record["scores"][name] for _, record in best) / 12
+        assert figures[f"sampled best@4 {name}"]["mean"] == pytest.approx(mean)
+    if which:  # the two do not always agree, or it would not show which of them has chosen
+        assert any(max(four, key=lambda one: one[1]["scores"]["judge"]) != max(four, key=lambda one: one[0])
+                   for four in samples.values())
+
+
+def test_no_judge_is_asked_while_scores_are_centred(runs):
+    """The reward model reads one batch more, of the first prompts; the judge has no zero to find."""
+    for center, reads in (("always", 2), ("never", 1)):
+        said = succeeded(runs, f"centred-{center}")[1]["stdout"][0].splitlines()
+        assert said.count("called reward_model_scores") == reads
+        assert said.count("called judge_scores") == 1
 
 
 def test_the_reference_as_its_own_judge(runs):

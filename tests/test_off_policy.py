@@ -10,11 +10,14 @@ import torch
 
 from engine.placement import decoding_copy
 from engine.pretrained import from_pretrained, from_scratch, save_pretrained
-from loss import importance_weights, logprobs_and_entropy, response_logprobs
+from loss import (from_bits, importance_weights, logprobs_and_entropy, response_logprobs,
+                  response_states)
 from model import head_operands, head_precision
+from packing import pack_responses
 from rollout import generate
 
 import tiny
+from test_rollout import warped
 from tiny import forked, one_run
 
 OFF = """
@@ -178,6 +181,46 @@ def test_with_an_fp32_head_the_sampler_is_nearer_to_the_training_forward(tied, t
         assert decoder.layers[0].up.weight.dtype == torch.bfloat16
         gaps[wide] = (logprobs - batch["sampler_logprobs"]).abs().mean()
     assert 0 < gaps[True] < gaps[False]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("keys", [dict(top_k=9), dict(top_p=0.8), dict(min_p=0.3),
+                                  dict(top_k=40, top_p=0.9, min_p=0.05)], ids=str)
+@torch.no_grad()
+def test_an_fp32_head_with_truncated_sampling(keys, tied, monkeypatch):
+    """
+    In 16 bits, given the states of the trunk: what may be sampled and its log-probs are those of
+    transformers' warpers on logits in float32, and so are those of the training forward.
+    """
+    prompts, R, V = [[5, 7, 9], [11], [2, 3]], 12, 290
+    heat = 12.0 if tied else 0.7  # with its large embeddings, a tied one is sure of itself
+    policy = random_policy(tied)
+    policy.config.fp32_head = True
+    states = []  # of each token to sample, (3, d) each
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        decoder = decoding_copy(policy, torch.bfloat16, torch.device("cpu"))
+        output = decoder.output
+        monkeypatch.setattr(decoder, "output", lambda x: (states.append(x), output(x))[1])
+        batch = generate(decoder, prompts, R, heat, vocab_size=V, seed=1, keep_sets=True,
+                         truncation=dict(top_k=0, top_p=1.0, min_p=0.0) | keys)
+        trained, entropy = response_logprobs(policy, batch, heat, V)
+        hidden = response_states(policy, batch, pack_responses(batch))  # (3 R, d)
+    assert len(states) == R
+    head = policy.lm_head_weight().float()[:V]
+    kept = from_bits(batch["kept"], 300)  # (3, R, 300)
+    assert 1 < kept.sum(2).float().mean() < 250 and not kept[..., V:].any()
+    tokens = batch["tokens"][:, -R:]
+    for t, x in enumerate(states):
+        want = warped(x.view(3, 64).float() @ head.T, heat, **keys)  # (3, V)
+        assert torch.equal(kept[:, t, :V], want > -torch.inf)
+        said = batch["sampler_logprobs"][:, t]
+        assert (want.gather(1, tokens[:, t:t + 1])[:, 0] - said).abs().max() < 1e-5
+        rounded = (x.view(3, 64).bfloat16() @ head.T.bfloat16()).float()  # what it would be without
+        assert (rounded - x.view(3, 64).float() @ head.T).abs().max() > 1e-3
+    logits = (hidden.float() @ head.T / heat).view(3, R, V)
+    want = logits.masked_fill(~kept[..., :V], -torch.inf).log_softmax(-1)
+    assert (want.gather(2, tokens[..., None])[..., 0] - trained).abs().max() < 1e-5
+    assert ((want.exp() * -want.masked_fill(want == -torch.inf, 0)).sum(2) - entropy).abs().max() < 1e-5
 
 
 def test_frozen_heads_stay_wide(tmp_path):

@@ -18,7 +18,10 @@ from engine.adapters import Adapted
 from engine.curves import choose_metrics, points, short_names
 from engine.pretrained import from_scratch
 from engine.report import flops_a_token, peak_flops
+from engine.tokenizers import load_tokenizer
 from errors import BadConfig
+from formats import read_rows
+from rows import ptx_row
 from tiny import arguments, forked, in_a_row, one_run
 
 KILL = """
@@ -60,6 +63,8 @@ def done(tmp_path_factory):
         "whole": [one_run("ppo.py", ppo)],
         "killed": [one_run("ppo.py", (ppo, KILL)), one_run("ppo.py", ppo)],
         "grpo": [one_run("grpo.py", *[world.grpo("out", **often)] * 2)],
+        "ptx": [one_run("ppo.py", world.ppo("out", peak_tflops=0.001, max_iters=2, eval_path="", ptx_batch_size=5,
+                                            ptx_path=f"{world.texts},0.5*{world.sft_val}"))],
         "none": [one_run("ppo.py", world.ppo("out", samples_to_log=0, max_iters=1))],
         "sft": [one_run("sft.py", (world.sft("out", **two | both), f"FAILS = 99{FAKES}")),
                 one_run("sft.py", (world.sft("out", **two | both | dict(max_iters=4)), f"FAILS = 3{FAKES}"))],
@@ -210,6 +215,25 @@ def test_share_of_peak(done):
         for phase, (tokens, flops) in work.items():
             assert record[f"time/{phase}_tokens_per_second"] == pytest.approx(tokens / record[f"time/{phase}"])
             assert record[f"time/{phase}_mfu"] == pytest.approx(flops / record[f"time/{phase}"] / 1e9)
+
+
+def test_share_of_peak_with_the_texts_of_ptx(done):
+    """In each of four steps an iteration, the policy learns five texts of a mix as well; their tokens are bytes here."""
+    folder, world, results = done
+    assert results["ptx"][0]["codes"] == [0], results["ptx"]
+    n, v = (sum(t.numel() for key, t in tiny.read_weights(f"{folder}/ptx/out/{name}").items()
+                if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model"))
+    prompts = [row["prompt"] for row in lines(world.rl_train)]
+    read_ptx = read_rows(f"{world.texts},0.5*{world.sft_val}", ptx_row)
+    tokenizer = load_tokenizer(world.policy)
+    lengths = [len(tokenizer.encode(row.get("prompt") or "")) + len(tokenizer.encode(row["completion"])) + 1
+               for row in read_ptx]
+    for k, record in enumerate(tiny.read_log(f"{folder}/ptx/out")[:-1]):
+        read = 7 * record["objective/length"] + sum(len(prompts[i]) for i in batch_rows(1, k, 7, 40))
+        texts = sum(lengths[i] for step in range(4 * k, 4 * k + 4) for i in batch_rows(1, step, 5, read_ptx.mix))
+        flops = 2 * read * 6 * (n + v) + texts * 6 * n
+        assert record["policy/steps"] == 4 and texts > 100
+        assert record["time/update_mfu"] == pytest.approx(flops / record["time/update"] / 1e9)
 
 
 def test_a_peak_is_given_known_or_measured(monkeypatch):

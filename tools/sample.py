@@ -23,8 +23,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
-from engine.placement import decoding_copy  # noqa: E402
 from engine.estimates import kl_of_best_of  # noqa: E402
+from engine.judging import Judge  # noqa: E402
+from engine.placement import decoding_copy  # noqa: E402
 from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
@@ -32,7 +33,7 @@ from errors import BadConfig  # noqa: E402
 from formats import read_rows  # noqa: E402
 from rows import check_text, prompt_row  # noqa: E402
 from model import freeze  # noqa: E402
-from rewards import reward_model_scores  # noqa: E402
+from rewards import judge_scores, reward_model_scores  # noqa: E402
 from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
                      truncation_of)
 
@@ -45,8 +46,12 @@ fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 best_of = 1  # of so many for each of these only that of the best score is shown [1..1000000]
-reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = no scores
+reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
+judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
+judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
+judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
@@ -67,9 +72,9 @@ config = configure(globals())
 
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
-if best_of > 1 and not reward_path:
+if best_of > 1 and not (reward_path or judge_path):
     raise BadConfig(f"best_of = {best_of} needs a score to find the best by; give one with "
-                    "--reward_path=FOLDER")
+                    "--reward_path=FOLDER or --judge_path=FOLDER")
 if best_of > 1:
     print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a "
           "response from the policy")
@@ -95,6 +100,14 @@ if reward_path:
     if said:
         print(said)
     models["reward_model"] = scorer
+judge = None
+if judge_path:
+    judge_tokenizer = load_tokenizer(judge_path, {"chat_date": chat_date})
+    model = freeze(from_pretrained(judge_path, dtype=weights_dtype, device=device))
+    check_tokenizer_fits(judge_tokenizer, model, judge_path)
+    judge = Judge(model, judge_tokenizer, judge_path, judge_template, judge_principles,
+                  judge_format)
+    print(judge.in_words)
 
 
 def answer(rows, path, first=0):
@@ -103,6 +116,8 @@ def answer(rows, path, first=0):
     from, for errors. first: the number of the first prompt; seed and number decide the noise.
     """
     ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, scorer_tokenizer)
+    if judge:
+        judge.check_rows(rows, path, max_new_tokens)
     each, waiting = samples * best_of, []  # responses to a prompt; those that wait for others
     for begin in range(0, len(rows) * each, batch_size):
         picks = [divmod(i, each) for i in range(begin, min(begin + batch_size, len(rows) * each))]
@@ -115,8 +130,8 @@ def answer(rows, path, first=0):
 def respond(picks):
     """
     A response to each of [(row, prompt ids, the prompt's number, which of its samples)], which
-    decode together: [(row, which, text, finished, score), ...]; the score is 0 without a reward
-    model.
+    decode together: [(row, which, text, finished, score), ...]; the score is the reward model's
+    plus the judge's, 0 without both.
     """
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
@@ -126,12 +141,13 @@ def respond(picks):
                          truncation=truncation_of(config) if temperature else None,
                          text_ends=tokenizer.text_ends)
         texts = decode_responses(tokenizer, batch)
-        scores = [0.0] * len(rows)
+        batch |= dict(rows=rows, completions=texts)
+        scores = torch.zeros(len(rows), device=device)
         if reward_path:
-            batch |= dict(rows=rows, completions=texts)
-            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer,
-                                         batch_size).tolist()
-    return list(zip(rows, which, texts, batch["finished"].tolist(), scores, strict=True))
+            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size)
+        if judge:
+            scores = scores + judge_scores(batch, judge, batch_size)
+    return list(zip(rows, which, texts, batch["finished"].tolist(), scores.tolist(), strict=True))
 
 
 def show(row, _, text, finished, score, which):
@@ -140,7 +156,7 @@ def show(row, _, text, finished, score, which):
         said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"> {said}")
     cut = "" if finished else " [cut off at max_new_tokens]"
-    scored = f"   (score {score:.2f})" if reward_path else ""
+    scored = f"   (score {score:.2f})" if reward_path or judge else ""
     print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 
 
