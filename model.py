@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
-from kernels import linear, narrow, rms_norm
+from kernels import linear, narrow, rms_norm, weighted_sums
 from packing import pack, pick, unpack
 
 try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
@@ -360,31 +360,10 @@ def step_attention(q, k, v, mask, scale=None):
     q = q.view(n, k.shape[1], H // k.shape[1], hd)  # (n, KV, H / KV, hd)
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
-    # a CPU's kernel is made for many queries; for one, these two take less time
+    # a CPU's kernel is made for many queries; for one, this takes less time
     q = q * (hd ** -0.5 if scale is None else scale)
-    shares = (q @ k.mT).add_(mask).softmax(-1).to(v.dtype)  # (n, KV, H / KV, S)
-    if v.stride()[2:] != (hd, 1) or v.stride(1) % hd or v.stride(0) != v.shape[1] * v.stride(1):
-        v = v.contiguous()
-    columns = v.stride(1) // hd  # of the cache; S of them are in use
-    table = v.as_strided((n * v.shape[1] * columns, hd), (hd, 1))
-    rows, begins = rows_of_values(*shares.shape, columns)
-    y = F.embedding_bag(rows, table, begins, mode="sum", per_sample_weights=shares.flatten())
-    return y.view(n, H, hd)
-
-
-@functools.lru_cache(maxsize=1)  # the layers of a step ask for the same
-def rows_of_values(n, KV, queries, S, columns):
-    """
-    For step_attention: the values of n rows and KV heads are a table, with `columns` rows for each
-    of them. Sums over S rows of a table, each with its share, are what torch's embedding_bag makes,
-    and it reads as fast as the memory gives; the product shares @ v takes up to twice as long.
-
-    Which rows of the table each query sums up, one query behind the other, (n KV queries S,) int32;
-    and where in this list each one begins, (n KV queries,).
-    """
-    first = torch.arange(n * KV, dtype=torch.int32)[:, None, None] * columns
-    rows = (first + torch.arange(S, dtype=torch.int32)).expand(-1, queries, -1).flatten()
-    return rows, torch.arange(n * KV * queries, dtype=torch.int32) * S
+    shares = (q @ k.mT).add_(mask).softmax(-1)  # (n, KV, H / KV, S)
+    return weighted_sums(shares, v).view(n, H, hd)
 
 
 # --------------------------------------------------------------------------------------------------
