@@ -1,8 +1,9 @@
 """
-Operations of model.py whose backward pass is written out by hand: matrix products, RMSNorm, and the
-second half of an MLP. They do what a few lines of torch would do, and take less time or memory.
+Operations of model.py that take less time or memory than the few lines of torch which would do the
+same: matrix products, RMSNorm and the second half of an MLP, whose backward passes are written out
+by hand; and for decoding the second half of attention.
 
-Products are given to the library that is fast on this CPU. The time of the other two is that of
+Products are given to the library that is fast on this CPU. The time of the others is that of
 reading and writing their large tensors, so it matters how often they go over them and how many they
 keep. Operations whose names end in _ write into their operand's memory.
 
@@ -280,3 +281,39 @@ class Narrow(torch.autograd.Function):
         grad_up = activated.mul_(wide)
         grad_gate = derivative(wide.mul_(up), gate, grad_input=wide)
         return None, grad_gate, grad_up, grad_weight, grad_bias, grad_A
+
+
+# --------------------------------------------------------------------------------------------------
+# attention of one query, its second half
+
+
+def weighted_sums(shares, values):
+    """
+    shares @ values, without gradients, on a CPU: shares (n, KV, G, S), values (n, KV, S, hd), which
+    may be the first S columns of a cache -> (n, KV, G, hd).
+
+    A product with one row or few takes up to twice as long as it takes to read the values. torch's
+    embedding_bag does not: of a table it adds up some rows, each times its share. The table is the
+    cache, with hd numbers a row.
+    """
+    n, KV, S, hd = values.shape
+    columns = values.stride(1) // hd  # of the cache
+    if values.stride() != (KV * columns * hd, columns * hd, hd, 1):  # it is no cache
+        values, columns = values.clone(memory_format=torch.contiguous_format), S
+    table = values.as_strided((n * KV * columns, hd), (hd, 1))
+    rows, begins = rows_added_up(n * KV, shares.shape[2], S, columns)
+    sums = F.embedding_bag(rows, table, begins, mode="sum",
+                           per_sample_weights=shares.to(values.dtype).flatten())
+    return sums.view(n, KV, -1, hd)
+
+
+@functools.lru_cache(maxsize=1)  # the layers of a step ask for the same
+def rows_added_up(heads, G, S, columns):
+    """
+    The table has `columns` rows for each of so many heads. Of each head the first S are added up, G
+    times, with other shares. Returns the numbers of all rows that are added up, (heads G S,) int32,
+    and where in these each sum begins, (heads G,) int32.
+    """
+    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * columns
+    rows = (first + torch.arange(S, dtype=torch.int32)).expand(-1, G, -1).flatten()
+    return rows, torch.arange(heads * G, dtype=torch.int32) * S

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
-from kernels import linear, narrow, rms_norm
+from kernels import linear, narrow, rms_norm, weighted_sums
 from packing import pack, pick, unpack
 
 try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
@@ -113,6 +113,7 @@ class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
         self.c, self.index = c, index
+        self.joined = nn.ModuleDict()  # see join
         self.recomputed = False  # see Transformer.recompute
         self.compiled = False  # see Transformer.compile_layers
         self.norm1 = make_norm(c, c.norm_before)
@@ -161,7 +162,7 @@ class Layer(nn.Module):
         """x (B, T, d) -> queries (B, T, H, hd), keys and values (B, T, KV, hd)."""
         H, KV, hd = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
         x = self.norm1(x)
-        q, k, v = (self.linear(name, x, adapter) for name in "qkv")  # (B, T, heads * hd)
+        q, k, v = self.linears(["q", "k", "v"], x, adapter)  # (B, T, heads * hd) each
         if self.c.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.unflatten(2, (H, hd)), k.unflatten(2, (KV, hd)), v.unflatten(2, (KV, hd))
@@ -180,20 +181,54 @@ class Layer(nn.Module):
 
     def mlp(self, x, adapter):
         """x (B, T, d) -> (B, T, d), by way of the width d_ff."""
-        gate = self.linear("gate", x, adapter) if self.c.gated_mlp else None  # (B, T, d_ff)
-        up = self.linear("up", x, adapter)  # (B, T, d_ff)
+        names = ["gate", "up"] if self.c.gated_mlp else ["up"]
+        *gate, up = self.linears(names, x, adapter)  # (B, T, d_ff) each
+        gate = gate[0] if gate else None
         lora = None if adapter is None or "down" not in adapter else adapter["down"]
         y, z = narrow(self.c.activation, gate, up, self.down.weight, self.down.bias,
                       None if lora is None else lora.A)  # (B, T, d), (B, T, rank)
         return y if lora is None else y + lora.widen(z).to(y.dtype)
 
     def linear(self, name, x, adapter):
-        """W x + b of this layer's linear map `name`; a LoRA adapter of the map adds scale B A x."""
+        """W x + b of this layer's linear map `name`, with its adapter."""
         W = getattr(self, name)
-        y = linear(x, W.weight, W.bias)
-        if adapter is None or name not in adapter:
-            return y
-        return y + adapter[name](x).to(y.dtype)
+        return adapted(linear(x, W.weight, W.bias), name, x, adapter)
+
+    def linears(self, names, x, adapter):
+        """The maps of these names, all of the same x: [W x + b, ...], as linear gives them."""
+        if "+".join(names) not in self.joined:
+            return [self.linear(name, x, adapter) for name in names]
+        W = self.joined["+".join(names)]
+        ys = linear(x, W.weight, W.bias).split(W.sizes, -1)
+        return [adapted(y, name, x, adapter) for name, y in zip(names, ys, strict=True)]
+
+    def join(self, pack):
+        """
+        For a model that only decodes: make one matrix of the maps that read the same x, since a few
+        large products take less time than many small ones. All matrices become pack(matrix).
+        """
+        for names in (["q", "k", "v"], ["gate", "up"] if self.c.gated_mlp else ["up"]):
+            maps = [getattr(self, name) for name in names]
+            W = self.joined["+".join(names)] = nn.Module()
+            W.sizes = [m.out_features for m in maps]
+            W.weight = frozen(pack(torch.cat([m.weight for m in maps])))
+            W.bias = None if maps[0].bias is None else frozen(torch.cat([m.bias for m in maps]))
+            for name in names:
+                delattr(self, name)
+        for m in (self.o, self.down):
+            m.weight = frozen(pack(m.weight))
+
+
+def adapted(y, name, x, adapter):
+    """y = W x + b of a linear map `name`, and what a LoRA adapter of it adds: scale B A x."""
+    if adapter is None or name not in adapter:
+        return y
+    return y + adapter[name](x).to(y.dtype)
+
+
+def frozen(t):
+    """A tensor as a parameter without a gradient."""
+    return nn.Parameter(t, requires_grad=False)
 
 
 PARTS = Layer.before_attention, Layer.after_attention  # all of a layer but its attention
@@ -323,12 +358,12 @@ def step_attention(q, k, v, mask, scale=None):
     """
     n, H, hd = q.shape
     q = q.view(n, k.shape[1], H // k.shape[1], hd)  # (n, KV, H / KV, hd)
-    if q.is_cuda:
+    if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(n, H, hd)
-    # a CPU's kernel is made for many queries; for one, two plain products take less time
+    # a CPU's kernel is made for many queries; for one, this takes less time
     q = q * (hd ** -0.5 if scale is None else scale)
-    scores = (q @ k.mT).add_(mask)  # (n, KV, H / KV, S)
-    return (scores.softmax(-1) @ v).view(n, H, hd)
+    shares = (q @ k.mT).add_(mask).softmax(-1)  # (n, KV, H / KV, S)
+    return weighted_sums(shares, v).view(n, H, hd)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -455,7 +455,8 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
     - the weights are sharded: the copy has them whole;
     - autocast would round the matrices to the dtype `matrices` at every token: the copy has them in
       that dtype;
-    - on this CPU a product is faster with a packed matrix, see kernels.pack_weight.
+    - on this CPU a product is faster with a packed matrix, see kernels.pack_weight. Then matrices
+      that read the same are one, too, see Layer.join.
 
     ranks: the Neighbours that decode together (generate_tp). Each gets its part of the model: a
     sharded policy is gathered tensor by tensor, and only the part is kept. It is not packed.
@@ -480,8 +481,6 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
     def put(name, t):
         name, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
         module = model.get_submodule(name)
-        if packs and isinstance(module, nn.Linear) and kind == "weight":
-            t = pack_weight(t)
         setattr(module, kind, nn.Parameter(t, requires_grad=False))
 
     for name, p in trunk.named_parameters():
@@ -498,6 +497,11 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
         put(name, t)
         if name == "embed.weight" and trunk.config.tied and packs and trunk.head == "lm":
             put("lm_head.weight", t)
+    if packs:
+        for layer in model.layers:
+            layer.join(pack_weight)
+        if trunk.head == "lm":
+            put("lm_head.weight", pack_weight(model.lm_head.weight))
     if not isinstance(policy, Adapted):
         return model
     if split:

@@ -112,6 +112,18 @@ def test_the_formula(targets, tmp_path):
     assert sum(name.endswith(".A") for name, _ in model.named_parameters()) == 3 * len(targets.split(","))
 
 
+@pytest.mark.parametrize("variant, targets", [("llama3-gqa-tied", "q"), ("qwen2-gqa", "v,up"), ("olmo2", ALL), ("gpt2", ALL)])
+def test_joined_maps_have_their_own_adapters(variant, targets, tmp_path):
+    """A decoding copy has q, k and v as one matrix, gate and up as another: each keeps its adapter."""
+    model, plain = (adapted(variant, tmp_path, targets=targets) for _ in range(2))
+    for layer in model.base.layers:
+        layer.join(lambda matrix: matrix)
+        assert not hasattr(layer, "k") and not hasattr(layer, "up")
+    tokens, mask = batch()
+    with torch.no_grad():
+        assert torch.allclose(model(tokens, mask), plain(tokens, mask), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()

@@ -15,7 +15,7 @@ from engine.hf_files import find_folder
 from engine.pretrained import from_pretrained, from_scratch, save_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from model import freeze
+from model import freeze, step_attention
 
 from families import VARIANTS, make, padded
 
@@ -135,6 +135,28 @@ def test_left_padding_does_not_matter(variant, tmp_path):
         tokens = torch.cat([torch.full((1, pad), 2), row], 1)
         mask = torch.cat([torch.zeros(1, pad, dtype=torch.bool), torch.ones(1, 7, dtype=torch.bool)], 1)
         assert (model(tokens, mask)[:, pad:] - alone).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("KV", [1, 2, 4])
+@pytest.mark.parametrize("S", [1, 5, 9])  # of 9 columns
+def test_attention_of_one_token_is_the_formula(S, KV, dtype, tolerance):
+    """softmax(scale q k) v by loops over rows and heads: row 0 sees S columns, row 1 one, row 2 the last one alone."""
+    n, H, hd = 3, 4, 8
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+               for shape in ((n, H, hd), (n, KV, 9, hd), (n, KV, 9, hd)))
+    seen = torch.zeros(n, S, dtype=torch.bool)
+    seen[0], seen[1, 0], seen[2, -1] = True, True, True
+    mask = torch.zeros(n, 1, 1, S, dtype=dtype).masked_fill(~seen[:, None, None], -torch.inf)
+    expected = torch.zeros(n, H, hd, dtype=torch.float64)
+    for row in range(n):
+        for head in range(H):
+            keys, values = (x[row, head * KV // H, :S][seen[row]].double() for x in (k, v))  # (seen, hd)
+            expected[row, head] = (0.3 * keys @ q[row, head].double()).softmax(0) @ values
+    for values in (v[:, :, :S], v[:, :, :S].clone(), v[:, :, :S].mT.contiguous().mT):  # in any memory
+        y = step_attention(q, k[:, :, :S], values, mask, 0.3)
+        assert y.dtype == dtype and (y.double() - expected).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "mistral-window"])

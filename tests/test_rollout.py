@@ -326,7 +326,7 @@ def test_packed_matrices_sample_the_same(variant, tmp_path, monkeypatch):
     model = load(variant, tmp_path, "float32")
     before = {name: p.clone() for name, p in model.named_parameters()}
     copy = decoding_copy(model, None, torch.device("cpu"))
-    assert copy.layers[0].q.weight.is_mkldnn and copy.lm_head.weight.is_mkldnn and not copy.embed.weight.is_mkldnn
+    assert copy.layers[0].joined["q+k+v"].weight.is_mkldnn and copy.lm_head.weight.is_mkldnn and not copy.embed.weight.is_mkldnn
     prompts, eos = PROMPTS + PROMPTS[:2] + PROMPTS[:1], range(0, 97, 9)
     u = uniforms(len(prompts), 20)
     plain, packed = (generate(m, prompts, 20, eos_ids=eos, uniforms=u) for m in (model, copy))
