@@ -330,8 +330,9 @@ def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
     log 2 = 0.693.
 
     margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
-    (Llama 2, arXiv 2307.09288, equation 2). smoothing: the share of the pairs that are taken to be
-    labelled the wrong way round, (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
+    (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the share of the pairs
+    that are taken to be labelled the wrong way round,
+    (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
     (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
     probability 1 - smoothing; soft_preference_loss has other probabilities.
     """

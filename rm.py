@@ -67,6 +67,7 @@ score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
 preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
 margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if any [>= 0]
+use_confidence = False  # a pair is right with the probability in its field "confidence", if any
 label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
 # optimizer: AdamW
@@ -90,9 +91,9 @@ config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_ch
                    head_chunk=None, fp32_head=None)
 # -------------------------------------------------------------------------------------------------
 teachers = several_paths(teacher, "teacher") if teacher else []
-if teacher and (label_smoothing or centre_coef):
-    raise BadConfig("label_smoothing and centre_coef change the loss of labels, and with a teacher "
-                    "its scores are learned instead; leave them 0")
+if teacher and (label_smoothing or centre_coef or use_confidence):
+    raise BadConfig("label_smoothing, centre_coef and use_confidence change the loss of labels, "
+                    "and with a teacher its scores are learned instead; leave them out")
 if teacher and score_coef == preference_coef == 0:
     raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
                     "type --score_coef=1")
@@ -234,13 +235,15 @@ def all_scores(groups, model):
 
 def losses_of(scores, known):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. known: the margins of b pairs,
-    (b,); or b k scores of the teacher.
+    The losses of b examples with these scores (b, k), {name: (b,)}. known: of each pair
+    its margin, and how likely its label is right, (b, 2); or the teacher's scores, (b, k).
     """
     if not teacher:
-        return {"loss/preference": preference_loss(*scores.unbind(1), known, label_smoothing),
+        margin, confidence = known.unbind(1)  # (b,) each
+        wrong = label_smoothing + (1 - confidence) * (1 - 2 * label_smoothing)  # (b,)
+        return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
                 "loss/centring": centring_loss(scores)}
-    wanted = known.view(-1, k)  # (b, k)
+    wanted = known
     losses = {"loss/score": (scores - wanted).square().mean(1)}
     if k == 2:
         chance = (wanted[:, 0] - wanted[:, 1]).sigmoid()  # that the first is the better one
@@ -276,10 +279,11 @@ def evaluate():
 
 
 # -------------------------------------------------------------------------------------------------
-# what is known of the examples: their margins; or what the teacher says of them, which is asked
-# now, once, and then leaves the memory
+# what is known of the examples: margin and confidence; or what the teacher says of them, which is
+# asked now, once, and then leaves the memory
 
-known = [margin_coef * row.get("margin", 0.0) for row in train_rows]
+known = [[margin_coef * row.get("margin", 0.0),
+          row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:
     teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
@@ -300,8 +304,13 @@ if teacher:
         told = judge(eval_known)
         print(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
               f"{told['eval/calibration_error']:.3f}")
-elif any(known) and master:
-    print(f"{sum(map(bool, known))} pairs have a margin, {max(known):g} at most")
+elif master:
+    margins, confidences = ([x for x in column if x != usual]
+                            for column, usual in zip(zip(*known, strict=True), (0, 1), strict=True))
+    if margins:
+        print(f"{len(margins)} pairs have a margin, {max(margins):g} at most")
+    if confidences:
+        print(f"{len(confidences)} pairs have a confidence, {min(confidences):g} at least")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -354,7 +363,7 @@ for iteration in range(start, max_iters + 1):
             gradients, micro_batches_of(examples, tokens_of, config)):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
-        losses = losses_of(scores, told)  # (b,) each
+        losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (loss_scale * total / batch_size).backward()
         right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}

@@ -83,10 +83,10 @@ def preference_row(row):
                                    strings "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH)
 
     The prompt of two whole dialogues is what they have in common. A number `margin`, by how much
-    the chosen one is better, is kept.
+    the chosen one is better, is kept; and `confidence`, the probability that it is the better one.
     """
     refuse_tools(row)
-    margin = {} if row.get("margin") in (None, "") else {"margin": margin_of(row)}
+    kept = {name: number_of(row, name) for name in LIMITS if row.get(name) not in (None, "")}
     for field in ("chosen", "rejected"):
         if row.get(field) is None:
             raise BadInput(f"field {field!r} is missing; {names_in(row)}. Wanted prompt, chosen "
@@ -104,7 +104,7 @@ def preference_row(row):
         row |= split_hh(row, names)
         if given is not None and str(given).strip() != row["prompt"].strip():
             raise BadInput("the prompt is not what chosen and rejected begin with")
-    return dialogue(row, "chosen", "rejected") | margin
+    return dialogue(row, "chosen", "rejected") | kept
 
 
 PAIR = "chosen", "rejected"  # the fields of a pair
@@ -394,17 +394,22 @@ def split_hh(row, names):
     return row
 
 
-def margin_of(row):
-    """The `margin` of a pair as a float. Raises BadInput unless it is a number from 0 on."""
-    margin = row["margin"]
+# numbers beside a pair: name -> (the largest, what it says)
+LIMITS = dict(margin=(math.inf, "by how much the chosen one is better"),
+              confidence=(1.0, "how likely the chosen one is the better one"))
+
+
+def number_of(row, name):
+    """One of LIMITS of a pair as a float. Raises BadInput unless it is a number within them."""
+    given, (largest, what) = row[name], LIMITS[name]
     try:
-        number = float(margin) if type(margin) in (int, float, str) else -1.0  # CSV has strings
+        number = float(given) if type(given) in (int, float, str) else -1.0  # CSV has strings
     except (ValueError, OverflowError):
         number = -1.0
-    if not 0 <= number < math.inf:
-        raise BadInput(f"field 'margin' must be a number from 0 on, found {shorten(margin)}; it "
-                       "says by how much the chosen one is better. Leave it out with fields, "
-                       "such as margin>unused")
+    if not 0 <= number <= largest or number == math.inf:
+        limits = "from 0 on" if largest == math.inf else f"from 0 to {largest:g}"
+        raise BadInput(f"field {name!r} must be a number {limits}, found {shorten(given)}; it says "
+                       f"{what}. Leave it out with fields, such as {name}>unused")
     return number
 
 

@@ -896,7 +896,7 @@ def rm(c, data):
                 hits.append(float(ours[0] > ours[1]))
         return distances, entropies, hits
 
-    def compare(pairs, margin=0.0, smoothing=0.0):
+    def compare(pairs, margin=0.0, smoothing=0.0, sure=False):
         """
         Of each pair: Bradley-Terry (arXiv 2009.01325, section 3.4) with a lead that is wanted
         (Llama 2, 2307.09288, eq. 2) and labels that may be wrong (cDPO); the square that keeps
@@ -906,10 +906,13 @@ def rm(c, data):
         for row in pairs:
             better, worse = score(row, "chosen"), score(row, "rejected")
             lead = better - worse - margin * row.get("margin", 0.0)
-            wrong = torch.log(1 + torch.exp(lead))
-            losses.append((1 - smoothing) * torch.log(1 + torch.exp(-lead)) + smoothing * wrong)
+            # the label is right with the row's confidence, and then swapped with a chance of `smoothing`
+            p = row.get("confidence", 1.0) if sure else 1.0
+            p = p * (1 - smoothing) + (1 - p) * smoothing
+            losses.append(p * torch.log(1 + torch.exp(-lead)) + (1 - p) * torch.log(1 + torch.exp(lead)))
             squares.append((better + worse) ** 2)
             chances.append(1 / (1 + math.exp((worse - better).item())))
+            seen["confidence" if row.get("confidence") and sure else "no confidence"] += 1
             seen["margin" if row.get("margin") and margin else "no margin"] += 1
         return losses, squares, chances
 
@@ -964,7 +967,7 @@ def rm(c, data):
                            "train/accuracy": mean(hits)}
         else:
             losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
-                                               c.label_smoothing)
+                                               c.label_smoothing, c.use_confidence)
             ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
             record["loss/preference"] = mean([x.item() for x in losses])
             record["loss/centring"] = mean([x.item() for x in squares])

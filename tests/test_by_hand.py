@@ -99,6 +99,8 @@ def build(folder):
         kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
         if i % 3:  # some pairs have a margin
             kinds["pairs"][-1]["margin"] = i / 5
+        if i % 2:  # and some a confidence
+            kinds["pairs"][-1]["confidence"] = 0.5 + i / 40
     for kind, rows in kinds.items():
         for part, some in (("train", rows[:9]), ("val", rows[9:])):
             world.rows[f"{kind}_{part}"] = some
@@ -130,7 +132,7 @@ GRPO = SAMPLED | dict(
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
-PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, teacher="",
+PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="",
                      score_coef=1.0, preference_coef=1.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
@@ -238,7 +240,7 @@ CASES = {
         grad_clip=2.0)),
     "rm, again": ("rm.py", PAIRS | dict(
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
-        margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05)),
+        margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05, use_confidence=True)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
     "rm, taught": ("rm.py", PAIRS | dict(
         init="tied", new_head=True, teacher_model="teachers", score_coef=0.7, preference_coef=1.3,
@@ -373,7 +375,7 @@ BRANCHES = {
                 "all end early",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
-    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "full bin", "empty bin",
+    "rm.py": ["long gradient", "short gradient", "margin", "no margin", "confidence", "no confidence", "full bin", "empty bin",
               "teacher, tokenizer", "teacher, other_tokenizer", "agrees", "disagrees"],
 }
 

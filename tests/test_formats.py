@@ -273,6 +273,8 @@ def test_sft_rows(row, want):
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "0.5"},  # of a CSV
      {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}),
     ({"margin": 0, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR | {"margin": 0.0}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "confidence": "0.9"},
+     {"prompt": "p", "chosen": "a", "rejected": "b", "confidence": 0.9}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": None}, {"prompt": "p", "chosen": "a", "rejected": "b"}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": ""}, {"prompt": "p", "chosen": "a", "rejected": "b"}),
 ])
@@ -370,6 +372,9 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
     (preference_row, {"system": "s", "prompt": "p", "chosen": "c", "rejected": "r"}, "a system text beside strings"),
     (prompt_row, {"system": "s", "question": "p"}, "a system text beside strings"),
+    *[(preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "confidence": confidence},
+       "field 'confidence' must be a number from 0 to 1, found .* confidence>unused")
+      for confidence in (-0.1, 1.01, float("nan"), "sure", True)],
     *[(preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": margin},
        "field 'margin' must be a number from 0 on, found .* margin>unused")
       for margin in (-1, -0.5, float("nan"), float("inf"), 10**400, "much", True, [1], {"by": 1})],

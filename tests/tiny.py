@@ -3,6 +3,7 @@ import atexit
 import itertools
 import json
 import os
+import re
 import random
 import select
 import subprocess
@@ -26,10 +27,12 @@ def read_log(out_dir):
 
 
 def read_weights(folder):
-    """{name on disk: tensor} of a saved model, in the dtype of the file."""
+    """{name on disk: tensor} of a saved model, in the dtype of the file; it may have been cut into several."""
     from safetensors.torch import load_file
 
-    return load_file(os.path.join(folder, "model.safetensors"))
+    files = [name for name in os.listdir(folder) if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name)]
+    assert len(files) == 1 or "model.safetensors" not in files, files
+    return {name: t for file in files for name, t in load_file(os.path.join(folder, file)).items()}
 
 
 def distance(folder, other):
