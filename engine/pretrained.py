@@ -307,7 +307,7 @@ def read_shift(c, notes, file):
         shift = notes  # not a number: check_fields says so
     check_fields(shift, {"score_shift": FINITE}, file)
     c.score_shift = shift["score_shift"]
-    if "score_shift" in notes:
+    if c.score_shift or "score_shift" in c.hf:  # a language model has none
         c.hf = {**c.hf, "score_shift": c.score_shift}
 
 
