@@ -596,7 +596,8 @@ class Scorer:
         # with micro_batch_tokens, as many rows as surely have no more tokens
         at_once = self.config["micro_batch_size"]
         if self.config["micro_batch_tokens"]:
-            at_once = max(self.config["micro_batch_tokens"] // mine["tokens"].shape[1], 1)
+            width = mine["tokens"].shape[1] + bool(self.tokenizer.text_ends)  # see with_eos
+            at_once = max(self.config["micro_batch_tokens"] // width, 1)
         forwards = parallel.most_micro_batches(rows, at_once)
         apart = {}
         if self.reward_models:
