@@ -128,7 +128,8 @@ def toy(tmp_path):
         (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
         (tmp_path / "out" / f"arithmetic_{of}" / "config.json").write_text('{"seed": 3, "seed_of": 34}')
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\necho "$@" >> said\n[ "$1" != bad ] || { echo "it is bad"; exit 7; }\n[ "$1" != sleeper ] || exec sleep "$2"\n')
+    python.write_text('#!/bin/bash\necho "$@" >> said\n[ "$1" != bad ] || { echo "it is bad"; exit 7; }\n'
+                      '[ "$1" != sleeper ] || exec sleep "$2"\n')
     python.chmod(0o755)
 
     def run(script, *arguments, **env):
