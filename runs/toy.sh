@@ -19,8 +19,8 @@ done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
 export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
-# beside FILE ARGUMENTS: a step that runs beside others, on one core each, as many at a time as there
-# are cores, but two at most, or $AT_ONCE. What it says is written to FILE.
+# beside FILE ARGUMENTS: a step that runs beside others, on one core each, as many at a time as
+# there are cores, but two at most, or $AT_ONCE. What it says is written to FILE.
 AT_ONCE="${AT_ONCE:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
 running=() said=()  # process ids, and their files
 trap 'kill "${running[@]}" 2>/dev/null || true' EXIT
