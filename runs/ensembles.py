@@ -27,7 +27,7 @@ def evaluations(kind, seed):
             for r in records if "eval/kl" in r]
 
 
-seeds = sorted(seed for seed in os.listdir(folder)
+seeds = sorted(seed for seed in (os.listdir(folder) if os.path.isdir(folder) else [])
                if all(os.path.exists(os.path.join(folder, seed, kind, "policy")) for kind in KINDS))
 if not seeds:
     raise BadInput(f"{folder} has no finished runs; first: bash runs/ensembles.sh 1")

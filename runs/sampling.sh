@@ -11,7 +11,8 @@ done
 all_end
 step tools/plot.py --runs="out/arithmetic_ppo,$out/top_p_0.9,$out/top_p_0.5" --out=
 step tools/eval.py --policies=out/arithmetic_sft/policy --samples=16 --limit=256 --greedy=False \
-    --reward_path=out/arithmetic_rm/reward_model --batch_size=256 --seed="$seed" --out="$out/best_of"
+    --reward_path=out/arithmetic_rm/reward_model --batch_size=256 --seed="$seed" \
+    --out="$out/best_of"
 policies="out/arithmetic_sft/policy,out/arithmetic_ppo/policy"
 policies="$policies,$out/top_p_0.9/policy,$out/top_p_0.5/policy"
 for p in 1.0 0.9 0.5; do
