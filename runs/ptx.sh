@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
-# What PPO-ptx buys: PPO on the toy with and without the SFT loss beside it, under the KL penalty
-# and without one. Then each policy's loss on held-out demonstrations: what it has forgotten.
+# What PPO-ptx buys: PPO on the toy without a KL penalty, with and without the SFT loss beside it.
+# Then each policy's loss on held-out demonstrations, and that of quickstart.sh's: what is forgotten.
 #   bash runs/ptx.sh [seed]      after runs/quickstart.sh of that seed
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 out="out/ptx/$seed" runs="out/arithmetic_ppo" losses=""
-run() {
-    beside "$out/$1.txt" ppo.py "${@:2}" --seed="$seed" --checkpoint_interval=0 --out_dir="$out/$1"
-    runs="$runs,$out/$1"
-}
-ptx="--ptx_path=data/arithmetic/sft_train.jsonl"
-run ptx config/arithmetic_ppo.py "$ptx"
-run free config/arithmetic_overoptimize.py --max_iters=6
-run free_ptx config/arithmetic_overoptimize.py --max_iters=6 "$ptx"
+for coef in 0 0.1 1; do
+    ptx=() its="$out/ptx_$coef"
+    [ "$coef" = 0 ] || ptx=(--ptx_path=data/arithmetic/sft_train.jsonl --ptx_coef="$coef")
+    beside "$its.txt" ppo.py config/arithmetic_overoptimize.py --max_iters=6 --seed="$seed" \
+        --checkpoint_interval=0 --out_dir="$its" "${ptx[@]}"
+    runs="$runs,$its"
+done
 all_end
 # sft.py says the held-out loss before its first step; that step, of learning rate 1e-12, is none
-for policy in out/arithmetic_sft out/arithmetic_ppo "$out"/{ptx,free,free_ptx}; do
+for policy in out/arithmetic_sft out/arithmetic_ppo "$out"/ptx_{0,0.1,1}; do
     its="$out/loss_of_$(basename "$policy")"
     beside "$its.txt" sft.py config/arithmetic_sft.py --init_from="$policy/policy" --max_iters=1 \
         --batch_size=1 --learning_rate=1e-12 --seed="$seed" --out_dir="$its"
