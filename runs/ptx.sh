@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What PPO-ptx buys: PPO on the toy without a KL penalty, with and without the SFT loss beside it.
-# Then each policy's loss on held-out demonstrations, and that of quickstart.sh's: what is forgotten.
+# Then the loss of each policy, and of quickstart.sh's, on held-out demonstrations: what it forgot.
 #   bash runs/ptx.sh [seed]      after runs/quickstart.sh of that seed
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 out="out/ptx/$seed" runs="out/arithmetic_ppo" losses=""
