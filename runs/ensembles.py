@@ -22,15 +22,18 @@ folder, picture = (sys.argv[1:] + ["out/ensembles", "out/ensembles.png"][len(sys
 
 def evaluations(kind, seed):
     """(KL, accuracy, learned score, spread of the models) of each evaluation of a run."""
-    records = read_records(os.path.join(folder, seed, kind, "log.jsonl"))
+    records = read_records(os.path.join(folder, f"{kind}_{seed}", "log.jsonl"))
     return [(r["eval/kl"], r["eval/accuracy"], r["eval/scores"], r.get("eval/reward_model_std"))
             for r in records if "eval/kl" in r]
 
 
-seeds = sorted(seed for seed in (os.listdir(folder) if os.path.isdir(folder) else [])
-               if all(os.path.exists(os.path.join(folder, seed, kind, "policy")) for kind in KINDS))
+# the seeds of which all runs are there
+found = os.listdir(folder) if os.path.isdir(folder) else []
+seeds = sorted(name.removeprefix("one_") for name in found if name.startswith("one_"))
+seeds = [seed for seed in seeds
+         if all(os.path.isdir(os.path.join(folder, f"{kind}_{seed}", "policy")) for kind in KINDS)]
 if not seeds:
-    raise BadInput(f"{folder} has no finished runs; first: bash runs/ensembles.sh 1")
+    raise BadInput(f"{folder} has no finished runs; first: bash runs/ensembles.sh")
 print(f"seeds: {', '.join(seeds)}")
 runs = {kind: [evaluations(kind, seed) for seed in seeds] for kind in KINDS}
 print("| what counts | best accuracy | at the end | KL there | learned score | models apart |")

@@ -1,6 +1,6 @@
-# The scripts that measure something on the first toy source this file, with their arguments:
-# student.sh, ensembles.sh, zero.sh, ptx.sh, sampling.sh, judge.sh. It asks that quickstart.sh has
-# left its models of the same seed in out/, and sets $seed.
+# The scripts that measure something on the first toy source this file with a seed: student.sh,
+# ensembles.sh, zero.sh, ptx.sh, sampling.sh, judge.sh. It asks that quickstart.sh has left its
+# models of that seed in out/, and sets $seed.
 # A run that is there already goes on, or is not run again: delete its folder to begin anew.
 seed="${1:-1}"
 case "$seed" in

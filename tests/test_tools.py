@@ -138,17 +138,23 @@ def toy(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("script", ["student.sh", "ensembles.sh", "zero.sh", "ptx.sh", "sampling.sh", "judge.sh"])
-def test_the_toys_figures_begin_with_the_quickstart_of_their_seed(script, toy, tmp_path):
-    for seed, said in (("one", "the seed must be a number"), ("4", "there is no out/arithmetic_sft of seed 4"),
-                       ("34", "first: bash runs/quickstart.sh 34")):
-        done = toy(script, seed)
+@pytest.mark.parametrize("script, seed", [("zero.sh", 3), ("ptx.sh", 3), ("sampling.sh", 3), ("judge.sh", 3),
+                                          ("student.sh", 1), ("ensembles.sh", 1)])
+def test_the_toys_figures_begin_with_the_quickstart_of_their_seed(script, seed, toy, tmp_path):
+    """seed: that of the models; the argument of the last two is PPO's."""
+    cases = {"4": "there is no out/arithmetic_sft of seed 4", "34": "first: bash runs/quickstart.sh 34"}
+    cases = cases | {"one": "the seed must be a number"} if seed == 3 else {"3": "first: bash runs/quickstart.sh 1"}
+    for argument, said in cases.items():
+        done = toy(script, argument)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done
     assert not (tmp_path / "said").exists()
+    if seed == 1:
+        for config in (tmp_path / "out").glob("*/config.json"):
+            config.write_text('{"seed": 1}')
     done = toy(script, "3")
     assert done.returncode == 0, done.stderr
     steps = (tmp_path / "said").read_text().splitlines()
-    assert sum("--seed=3" in step for step in steps) >= 3
+    assert sum("--seed=3" in step for step in steps) >= 2
 
 
 def test_steps_beside_others(toy, tmp_path):
