@@ -11,11 +11,10 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from engine.curves import read_records  # noqa: E402
-from errors import report_and_exit  # noqa: E402
+from errors import BadInput, report_and_exit  # noqa: E402
 
 KINDS = {"one": "one reward model", "mean": "three: mean", "min": "three: min",
          "penalised": "three: mean - std"}
-SEEDS = 1, 2, 3
 
 sys.excepthook = report_and_exit
 folder, picture = (sys.argv[1:] + ["out/ensembles", "out/ensembles.png"][len(sys.argv) - 1:])[:2]
@@ -28,7 +27,15 @@ def evaluations(kind, seed):
             for r in records if "eval/kl" in r]
 
 
-runs = {kind: [evaluations(kind, seed) for seed in SEEDS] for kind in KINDS}
+# the seeds of which all runs are there
+found = os.listdir(folder) if os.path.isdir(folder) else []
+seeds = sorted(name.removeprefix("one_") for name in found if name.startswith("one_"))
+seeds = [seed for seed in seeds
+         if all(os.path.isdir(os.path.join(folder, f"{kind}_{seed}", "policy")) for kind in KINDS)]
+if not seeds:
+    raise BadInput(f"{folder} has no finished runs; first: bash runs/ensembles.sh")
+print(f"seeds: {', '.join(seeds)}")
+runs = {kind: [evaluations(kind, seed) for seed in seeds] for kind in KINDS}
 print("| what counts | best accuracy | at the end | KL there | learned score | models apart |")
 print("|---|---|---|---|---|---|")
 for kind, title in KINDS.items():
@@ -47,10 +54,10 @@ if picture:
 
     figure, axis = plt.subplots(figsize=(6.4, 4.0))
     for number, (kind, title) in enumerate(KINDS.items()):
-        for seed, run in zip(SEEDS, runs[kind], strict=True):
+        for seed, run in zip(seeds, runs[kind], strict=True):
             axis.plot([kl for kl, *_ in run], [100 * accuracy for _, accuracy, *_ in run],
                       color=f"C{number}", marker="o", markersize=3, linewidth=1.5, alpha=0.8,
-                      label=title if seed == SEEDS[0] else None)
+                      label=title if seed == seeds[0] else None)
     axis.set_xlabel("KL to the SFT model (nats a response)")
     axis.set_ylabel("true accuracy (%)")
     axis.grid(alpha=0.25)

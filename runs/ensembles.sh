@@ -1,32 +1,29 @@
 #!/usr/bin/env bash
 # What ensembles buy against over-optimisation: config/arithmetic_overoptimize.py with one reward
-# model, and with three whose minimum, penalised score or mean counts; three seeds of each. Then a
-# table and a picture, out/ensembles.png. After runs/quickstart.sh, whose models it begins with.
-#   bash runs/ensembles.sh
-# A run that is there already is not run again.
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
-if [ ! -d out/arithmetic_rm/reward_model ]; then
-    echo "ensembles.sh: no out/arithmetic_rm/reward_model; type bash runs/quickstart.sh first" >&2
-    exit 2
-fi
-one() {
-    if [ "$1" = 1 ]; then echo out/arithmetic_rm/reward_model
-    else echo "out/arithmetic_rm_$1/reward_model"; fi
-}
+# model, and with three whose minimum, penalised score or mean counts. Then a table and a picture,
+# out/ensembles.png, of all seeds that have been run.
+#   bash runs/ensembles.sh [seeds]      after runs/quickstart.sh 1; the seeds of PPO, as in "1 2 3"
+# Two runs are made beside one another.
+seeds="${1:-1}"
+source "$(dirname "${BASH_SOURCE[0]}")/toy.sh" 1
+# the first, second and third model: another head, another order of the pairs
+models=(out/arithmetic_rm{,_2,_3}/reward_model)
 for seed in 2 3; do
-    step rm.py config/arithmetic_rm.py --seed="$seed" --out_dir="out/arithmetic_rm_$seed"
+    beside "out/arithmetic_rm_$seed.txt" rm.py config/arithmetic_rm.py --seed="$seed" \
+        --out_dir="out/arithmetic_rm_$seed"
 done
-three="$(one 1),$(one 2),$(one 3)"
-for seed in 1 2 3; do
+all_end
+three="${models[0]},${models[1]},${models[2]}"
+for seed in $seeds; do
     run() {
-        step ppo.py config/arithmetic_overoptimize.py --seed="$seed" --max_iters=6 \
-            --eval_interval=1 --checkpoint_interval=0 --out_dir="out/ensembles/$1_$seed" "${@:2}"
+        beside "out/ensembles/$1_$seed.txt" ppo.py config/arithmetic_overoptimize.py \
+            --seed="$seed" --max_iters=6 --eval_interval=1 --checkpoint_interval=0 \
+            --out_dir="out/ensembles/$1_$seed" "${@:2}"
     }
-    run one --reward_path="$(one "$seed")"
+    run one --reward_path="${models[$(((seed - 1) % 3))]}"
     run min --reward_path="$three" --reward_ensemble=min
     run penalised --reward_path="$three" --reward_ensemble=penalised
     run mean --reward_path="$three" --reward_ensemble=mean
 done
+all_end
 step runs/ensembles.py

@@ -5,25 +5,12 @@
 # labels: judge -> pairs -> reward model -> PPO, to compare with quickstart.sh's PPO.
 # reward: judge -> GRPO, with the judge as the reward.
 # Every step is a command that you could type yourself; it is printed before it runs.
-seed="${1:-1}" way="${2:-labels}"
-case "$seed" in
-    *[!0-9]*) echo "judge.sh: the seed must be a number, given '$seed'" >&2; exit 2 ;;
-esac
+way="${2:-labels}"
 case "$way" in
     labels | reward) ;;
     *) echo "judge.sh: wanted labels or reward, given '$way'" >&2; exit 2 ;;
 esac
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# Small operations are slow when two threads share a core: two threads, each on a core of its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
-export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
-if [ ! -d out/arithmetic_sft/policy ]; then
-    echo "judge.sh: there is no out/arithmetic_sft/policy; first: bash runs/quickstart.sh $seed" >&2
-    exit 2
-fi
-
-step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
-
+source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 # Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
 # with another seed the run would be refused.
 for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do

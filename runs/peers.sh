@@ -10,11 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="out/peers"
 case "${1:-}" in ""|--*) ;; *) folder="$1"; shift ;; esac
-if [ -n "${QUARTET_PYTHON:-}" ]; then
-    PYTHON="$QUARTET_PYTHON"
-else
-    source runs/environment.sh
-fi
+source runs/environment.sh
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 torch="$("$PYTHON" -c 'import torch; print(torch.__version__)')"

@@ -12,8 +12,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
 export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 
-step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
-
 # Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
 # with another seed the run would be refused.
 for old in out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo; do

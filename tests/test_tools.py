@@ -120,6 +120,58 @@ def test_judge_refuses_what_it_does_not_know(arguments, said):
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.fixture
+def toy(tmp_path):
+    """A folder with runs/ and what quickstart.sh 3 leaves, in which python is a shell script; runs a script of runs/."""
+    shutil.copytree(os.path.join(ROOT, "runs"), tmp_path / "runs")
+    for of in ("sft", "rm", "ppo"):
+        (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
+        (tmp_path / "out" / f"arithmetic_{of}" / "config.json").write_text('{"seed": 3, "seed_of": 34}')
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "$@" >> said\n[ "$1" != bad ] || { echo "it is bad"; exit 7; }\n'
+                      '[ "$1" != sleeper ] || exec sleep "$2"\n')
+    python.chmod(0o755)
+
+    def run(script, *arguments, **env):
+        return subprocess.run(["bash", f"runs/{script}", *arguments], cwd=tmp_path, capture_output=True, text=True,
+                              env=ENV | {"QUARTET_PYTHON": str(python)} | env)
+    return run
+
+
+@pytest.mark.parametrize("script, seed", [("zero.sh", 3), ("ptx.sh", 3), ("sampling.sh", 3), ("judge.sh", 3),
+                                          ("student.sh", 1), ("ensembles.sh", 1)])
+def test_the_toys_figures_begin_with_the_quickstart_of_their_seed(script, seed, toy, tmp_path):
+    """seed: that of the models; the argument of the last two is PPO's."""
+    cases = {"4": "there is no out/arithmetic_sft of seed 4", "34": "first: bash runs/quickstart.sh 34"}
+    cases = cases | {"one": "the seed must be a number"} if seed == 3 else {"3": "first: bash runs/quickstart.sh 1"}
+    for argument, said in cases.items():
+        done = toy(script, argument)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done
+    assert not (tmp_path / "said").exists()
+    if seed == 1:
+        for config in (tmp_path / "out").glob("*/config.json"):
+            config.write_text('{"seed": 1}')
+    done = toy(script, "3")
+    assert done.returncode == 0, done.stderr
+    steps = (tmp_path / "said").read_text().splitlines()
+    assert sum("--seed=3" in step for step in steps) >= 2
+
+
+def test_steps_beside_others(toy, tmp_path):
+    """Two at a time at most; the script waits for all of them, and fails as the first one that does."""
+    (tmp_path / "runs" / "two.sh").write_text(
+        'source runs/toy.sh 3\nfor i in 1 2 3 4; do beside out/$i.txt sleeper 1; jobs -r | wc -l >> at_once; done\nall_end\n'
+        'jobs -r | wc -l >> at_once\n')
+    done = toy("two.sh", AT_ONCE="2")
+    assert done.returncode == 0, done.stderr
+    counts = (tmp_path / "at_once").read_text().split()
+    assert max(counts) == "2" and counts[-1] == "0" and len((tmp_path / "said").read_text().splitlines()) == 4
+    (tmp_path / "runs" / "bad.sh").write_text(
+        "source runs/toy.sh 3\nbeside out/bad.txt bad\nbeside out/long.txt sleeper 1000\nall_end\necho not reached\n")
+    done = toy("bad.sh", AT_ONCE="2")
+    assert done.returncode == 7 and "it is bad" in done.stderr and "not reached" not in done.stdout
+
+
 def test_a_machine_without_venv_is_told_so(tmp_path):
     """A python3 whose venv module is missing, as on a bare Debian: one line that says what to install."""
     fake = tmp_path / "python3"
