@@ -61,7 +61,8 @@ def turn(folder, name, number):
                os.path.join(ROOT, "grpo.py"), *(f"--{key}={x}" for key, x in keys.items())]
     # each rank has a thread, which the system may put on either core
     env = {k: v for k, v in os.environ.items() if k not in ("OMP_PROC_BIND", "OMP_PLACES")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env | dict(OMP_NUM_THREADS="1"))
+    env["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise Stop(f"grpo.py failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
     with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as f:

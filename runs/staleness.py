@@ -1,6 +1,6 @@
 """
 The table and the picture of runs/staleness.sh, from the logs that it has left: the accuracy against
-the iterations, and against the seconds without those of evaluations.
+the iterations and against the seconds, with those of the evaluations.
 
 python runs/staleness.py --seeds=1,2,3
 """
@@ -16,7 +16,7 @@ from engine.curves import read_records  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 folder = "out/staleness"  # of the runs
-seeds = "1,2,3"  # whose runs are shown
+seeds = "1"  # whose runs are shown
 out = "out/staleness.png"  # the picture; empty = only the table
 enough = 0.9  # the table says when this accuracy is reached [0..1]
 config = configure(globals())
@@ -25,16 +25,18 @@ KINDS = 0, 1, 2, 4
 
 
 def evaluations(staleness, seed):
-    """[(iterations, seconds, accuracy)] of a run; and the median seconds of an iteration."""
+    """
+    [(iterations, seconds, accuracy)] of a run; and the median seconds of its iterations without an
+    evaluation.
+    """
     records = read_records(os.path.join(folder, f"{staleness}_{seed}", "log.jsonl"))
     found, seconds, each = [], 0.0, []
     for record in records:
         if "eval/accuracy" in record:
             found.append((record["iteration"], seconds, record["eval/accuracy"]))
-        if "time/iteration" in record:
-            each.append(record["time/iteration"]
-                        - record.get("time/eval", 0) - record.get("time/checkpoint", 0))
-            seconds += each[-1]
+        seconds += record.get("time/iteration", 0.0)
+        if "time/iteration" in record and "time/eval" not in record:
+            each.append(record["time/iteration"])
     return found, statistics.median(each)
 
 

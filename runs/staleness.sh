@@ -7,7 +7,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 unset OMP_PROC_BIND OMP_PLACES
 export OMP_NUM_THREADS=1  # for each of two ranks
-seeds="${1:-1 2 3}"
+seeds="${1:-1}"
 
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 if [ ! -e data/arithmetic/rl_train.jsonl ]; then step data/arithmetic/prepare.py; fi
