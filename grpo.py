@@ -400,7 +400,8 @@ for iteration in range(run.start, max_iters + 1):
                     ratio_gap = torch.maximum(ratio_gap, largest)
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
                 if first and run.age:  # the policy has moved since it sampled this batch
-                    report.add_up(sums, m, {"policy/off_policy_kl": approx_kl})
+                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})

@@ -357,7 +357,8 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
         r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
     r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
     logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, sets)
-    r.old = [x.item() for x in logprobs]
+    r.old = r.sampled = [x.item() for x in logprobs]
+    r.counts = [1.0] * len(r.old)
     if models.reference:
         logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
         r.reference = [x.item() for x in logprobs]
@@ -503,7 +504,8 @@ def ppo(c, data):
         then = of_then(c, models, past, iteration)
         batch = [respond(c, then, row, "rollout", iteration, slot)
                  for slot, row in enumerate(rows)]
-        record |= summary(c, batch, "objective")
+        read_again(c, models, batch)
+        record |= summary(c, batch, "objective") | counted(c, batch, seen)
         all_scores += [r.raw for r in batch]
         running = c.scale_scores == "running"
         finish_scores(c, batch, seen, statistics.pstdev(all_scores) if running else 1.0)
@@ -520,6 +522,7 @@ def ppo(c, data):
             tokens = sum(len(batch[i].response) for i in minibatch)
             of_this_step = flat(ppo_losses(c, models, batch[i], kl_coef, tokens, seen)
                                 for i in minibatch)
+            record |= {} if figures else drift(c, iteration, of_this_step)
             figures += of_this_step
             if c.ptx:
                 ptx_losses += ptx(c, models.policy, data.ptx, passes)
@@ -537,7 +540,8 @@ def ppo(c, data):
             if c.ema_decay:
                 average_into(ema, models.policy, c.ema_decay)
 
-        record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
+        names = figures[0].keys() - {"drift"}
+        record |= {name: mean([one[name] for one in figures]) for name in names}
         record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
                    "objective/kl_coef": kl_coef}
         if c.ptx:
@@ -562,6 +566,38 @@ def of_then(c, models, past, iteration):
     """
     past.append(copy.deepcopy(models.policy))
     return SimpleNamespace(**vars(models) | dict(policy=past[max(0, iteration - c.staleness)]))
+
+
+def read_again(c, models, batch):
+    """
+    Decoupled PPO (arXiv 2505.24298): with importance_cap the ratio is to the policy of now, and what
+    a token counts says how much likelier it is to that policy than to the one that has sampled it,
+    importance_cap times at most.
+    """
+    for r in batch:
+        if c.importance_cap:
+            now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
+            r.old = [x.item() for x in now]
+            r.counts = [min(math.exp(p - q), c.importance_cap)
+                        for p, q in zip(r.old, r.sampled, strict=True)]
+
+
+def counted(c, batch, seen):
+    """Figures of what the tokens count."""
+    if not c.importance_cap:
+        return {}
+    counts = flat(r.counts for r in batch)
+    capped = sum(count == c.importance_cap for count in counts)
+    seen["capped"] += capped
+    seen["counts less"] += sum(count < 1 for count in counts)
+    return {"policy/importance": mean(counts), "policy/importance_capped": capped / len(counts)}
+
+
+def drift(c, iteration, figures):
+    """How far the policy is from the one that has sampled the batch, in an iteration's first step."""
+    if not c.staleness or not iteration:
+        return {}
+    return {"policy/off_policy_kl": mean([one["drift"] for one in figures])}
 
 
 def ptx(c, policy, rows, step):
@@ -633,13 +669,15 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1
         seen[vf_bound] += 1
+        surrogate = surrogate * r.counts[t]
         total = total + surrogate + c.vf_coef * vf - c.entropy_coef * entropies[t]
         if c.kl_in == "loss":
             total = total + kl_coef * kl
         figures.append({
             "loss/policy": number(surrogate), "loss/value": number(vf), "loss/kl": number(kl),
             "policy/clipfrac": bool(bound), "val/clipfrac": bool(vf_bound),
-            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
+            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3"),
+            "drift": kl_estimate(r.sampled[t], logprob.item(), "k3")})
     (total / tokens).backward()
     return figures
 
@@ -677,10 +715,12 @@ def grpo(c, data):
         then = of_then(c, models, past, iteration)
         first, groups = sample_groups(c, models, then, data.train, iteration, seen)
         batch = flat(groups)
+        read_again(c, models, batch)
         # what the policy says at first measures it; KL and entropy are of what is trained on
         trained_on, sampled = summary(c, batch, "objective"), summary(c, flat(first), "objective")
         inner = {"objective/entropy", "objective/kl"}
         record |= {key: (trained_on if key in inner else sampled)[key] for key in sampled}
+        record |= counted(c, batch, seen)
         record["objective/flat_groups"] = mean([float(is_flat(c, group)) for group in first])
         record["objective/score_std"] = statistics.stdev([r.score for r in flat(first)])
         if c.max_refills:
@@ -711,6 +751,7 @@ def grpo(c, data):
                           "seq-mean-token-mean": 1 / len(rows) / len(r.response),
                           "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
                 of_this_step += grpo_losses(c, models, r, weight[c.aggregation], seen)
+            record |= {} if figures else drift(c, iteration, of_this_step)
             figures += of_this_step
             norm = adam.clip(seen)
             if too_far(c, of_this_step, seen):
@@ -801,12 +842,14 @@ def grpo_losses(c, models, r, weight, seen):
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         if c.kl_correction:
             kl = kl * torch.exp(log_ratios[t])
+        surrogate = surrogate * r.counts[t]
         total = total + surrogate - c.entropy_coef * entropies[t]
         if c.kl_in == "loss":
             total = total + c.kl_coef * kl
         figures.append({
             "loss/policy": number(surrogate), "loss/kl": number(kl), "policy/clipfrac": bool(bound),
-            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
+            "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3"),
+            "drift": kl_estimate(r.sampled[t], logprob.item(), "k3")})
     (total * weight).backward()
     return figures
 

@@ -118,6 +118,7 @@ SAMPLED = ADAM | dict(
     reward_ensemble="mean", reward_ensemble_coef=1.0,
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
     missing_eos="replace", center_scores="auto", ref_path="", ref_reset_iters=0, staleness=0,
+    importance_cap=0.0,
     top_k=0, top_p=1.0, min_p=0.0, cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0)
 PPO = SAMPLED | dict(
     batch_size=7, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
@@ -186,6 +187,12 @@ CASES = {
     "ppo, stale": ("ppo.py", PPO | dict(staleness=2, max_iters=5, scale_scores="running")),
     "ppo, stale, shared": ("ppo.py", PPO | dict(
         staleness=1, value_init="shared", kl_in="loss", kl_estimator="k2", max_iters=4)),
+    # and where the ratio is to the policy of now, each token counts more or less
+    "ppo, stale, capped": ("ppo.py", PPO | dict(
+        staleness=1, importance_cap=1.1, max_iters=3, num_minibatches=2)),
+    "grpo, stale, capped": ("grpo.py", GRPO | dict(
+        staleness=2, importance_cap=1.3, num_minibatches=1, kl_in="reward", kl_estimator="k1",
+        max_iters=4)),
     "grpo, stale": ("grpo.py", GRPO | dict(staleness=1, num_minibatches=1, max_iters=4)),
     "dapo, stale": ("grpo.py", GRPO | dict(
         staleness=1, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_iters=4,
@@ -365,14 +372,14 @@ def test_a_run_agrees_with_one_by_hand(runs, name):
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end, replace", "no end, subtract", "centered",
                "centered without some", "policy waits", "reset", "score clipped above", "score clipped below",
-               "early stop", "long gradient", "short gradient",
+               "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",
                 "no end, replace", "no end, subtract", "centered", "centered without some", "reset",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
-                "all end early",
+                "all end early", "capped", "counts less",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
     "rm.py": ["long gradient", "short gradient", "margin", "no margin", "confidence", "no confidence", "full bin", "empty bin",

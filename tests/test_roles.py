@@ -3,6 +3,8 @@ Ranks with roles, and batches that are sampled ahead. What must stand: who does 
 and no weight; and a batch is sampled by the version of the policy that `staleness` names, always.
 Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops (test_by_hand.py).
 """
+import os
+
 import pytest
 import torch.distributed as dist
 
@@ -244,6 +246,30 @@ def test_a_role_that_has_said_nothing_since_has_no_share():
     assert "time/generate_busy" not in crew.shares()  # its batch was there already
     crew.times["generate"] = [2.0, 6.0]
     assert crew.shares()["time/generate_busy"] == 0.5
+
+
+REFUSED = {  # keys beside ranks that score -> what is said, in one line, before anything is written
+    "ref_reset_iters": (dict(ref_reset_iters=1), "ref_reset_iters: the reference becomes the policy, which ranks that score"),
+    "no zero": (dict(center_scores="always"), "score_shift is not known, and trainers would have to find it"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("refused"))
+    cases = {f"{name}, {script}": [on(world, script, 2, roles="train=1,score=1", **keys)]
+             for name, (keys, _) in REFUSED.items() for script in ("ppo.py", "grpo.py")}
+    return folder, forked(folder, cases)
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_scorers_cannot_do_is_refused(refused, name, script):
+    folder, results = refused
+    result, = results[f"{name}, {script}"]
+    assert result["codes"] == [2, 2] and "".join(result["stderr"]).count("\n") == 1, result
+    assert f"{script}: error: " in result["stderr"][0] and REFUSED[name][1] in result["stderr"][0]
+    assert not os.path.exists(f"{folder}/{name}, {script}/out")
 
 
 AT = """
