@@ -98,8 +98,16 @@ class Crew:
         self.role = next(role for role, range_ in ranks.items() if rank in range_)
         wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
         groups = {role: dist.new_group(list(range_), wait) for role, range_ in ranks.items()}
+        # a group for each direction: NCCL does all sends and receives of a group in order, so two
+        # ranks that have both sent would wait for each other to receive. And it ends a process
+        # whose message has waited for longer than the group's timeout. All ranks of both roles are
+        # in it: what torch calls a later group within a role depends on how many a rank is in
+        nccl = wire().type == "cuda"
+        days = datetime.timedelta(days=365)  # a message may wait for a generator that samples
+        self.ways = {(a, b): dist.new_group([*ranks[a], *ranks[b]], days if nccl else wait)
+                     for a in ranks for b in ranks if a != b}
         # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
-        self.watched = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        self.watched = dist.new_group(backend="gloo", timeout=days)
         name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
         parallel.broadcast(name)
         store = dist.distributed_c10d._get_default_store()
@@ -290,7 +298,8 @@ class Crew:
         while len(queue) >= keep:  # first: the new buffer may take the place of the oldest one
             collective(queue.popleft()[0].wait)
         buffer, layout = pack(tensors)
-        queue.append((collective(dist.isend, buffer, dst=self.ranks[to][0]), buffer))
+        way = self.ways[self.role, to]
+        queue.append((collective(dist.isend, buffer, self.ranks[to][0], way), buffer))
         self.say(n, to, layout=layout, bytes=len(buffer))
 
     def say(self, n, to, **what):
@@ -324,7 +333,8 @@ class Crew:
         buffer = torch.empty(said["bytes"], dtype=torch.uint8, device=wire())
         if self.leads:
             try:
-                collective(collective(dist.irecv, buffer, src=self.ranks[source][0]).wait)
+                way = self.ways[source, self.role]
+                collective(collective(dist.irecv, buffer, self.ranks[source][0], way).wait)
             except Lost as e:  # collective would name a rank of this role
                 self.mourn(self.ranks[source][:1], parallel.reason(e.__cause__ or e))
         parallel.broadcast(buffer)
