@@ -181,8 +181,8 @@ class Batches:
         if self.run.audit_is_due():
             checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
         job = self.crew.post(do="weights", version=version, checksum=checksum)
-        # `send` makes one after the other: all ranks gather what is sharded, and the first one alone
-        # holds the whole, in the CPU's memory
+        # `send` makes one after the other: all ranks gather what is sharded, and the first one
+        # alone holds the whole, in the CPU's memory
         whole = ((name, gather(t, p) if is_shard(p) else t)
                  for name, p, t in my_weights(self.policy, matrices))
         by_cpu = any(map(is_shard, self.policy.parameters()))

@@ -16,9 +16,9 @@ two ways. Small things stand in the store in which torchrun lets the ranks meet,
     ended               why a rank has left the run
 
 Tensors go from the first rank of a role to the first rank of another one: flat buffers of up to
-parallel.PIECE bytes, which isend sends in the background. Whoever waits for a message waits for its key and
-looks meanwhile whether the others live. So a generator may sample for longer than `timeout`; only a
-rank that is silent for so long is lost.
+parallel.PIECE bytes, which isend sends in the background. Whoever waits for a message waits for its
+key and looks meanwhile whether the others live. So a generator may sample for longer than
+`timeout`; only a rank that is silent for so long is lost.
 """
 import collections
 import datetime
