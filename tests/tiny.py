@@ -26,10 +26,12 @@ def read_log(out_dir):
 
 
 def read_weights(folder):
-    """{name on disk: tensor} of a saved model, in the dtype of the file."""
+    """{name on disk: tensor} of a saved model, in the dtype of the file, or of all its files."""
     from safetensors.torch import load_file
 
-    return load_file(os.path.join(folder, "model.safetensors"))
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    assert files == ["model.safetensors"] or os.path.isfile(os.path.join(folder, "model.safetensors.index.json")), files
+    return {name: t for file in files for name, t in load_file(os.path.join(folder, file)).items()}
 
 
 def distance(folder, other):
