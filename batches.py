@@ -42,6 +42,7 @@ from engine.audit import audit, checksum_of
 from engine.build import autocast, decoding_dtype
 from engine.checkpoint import load_batches
 from engine.placement import gather, held, no_grad_forwards
+from engine.pretrained import fill
 from engine.together import together
 from errors import BadConfig, Lost, Stop
 from loss import response_logprobs
@@ -176,10 +177,16 @@ class Batches:
         if self.published == version:
             return
         self.published = version
-        weights = trained_weights(self.policy, decoding_dtype(self.config, self.run.device))
-        checksum = checksum_of(weights) if self.run.audit_is_due() else None
+        matrices, checksum = decoding_dtype(self.config, self.run.device), None
+        if self.run.audit_is_due():
+            checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
         job = self.crew.post(do="weights", version=version, checksum=checksum)
-        self.crew.send(job, "generate", weights, keep=self.staleness + 1)
+        # `send` makes one after the other: all ranks gather what is sharded, and the first one
+        # alone holds the whole, in the CPU's memory
+        whole = ((name, gather(t, p) if is_shard(p) else t)
+                 for name, p, t in my_weights(self.policy, matrices))
+        by_cpu = any(map(is_shard, self.policy.parameters()))
+        self.crew.send(job, "generate", whole, self.staleness + 1, by_cpu)
 
     def wait_for_samples(self, order, may_leave=False):
         """
@@ -316,25 +323,34 @@ class Generator:
 
     def take_weights(self, number, job):
         """A collective: the policy becomes another version."""
-        weights, _ = self.crew.receive(number, "train")  # COLLECTIVE
-        own = trained_weights(self.policy)
-        for name, t in weights.items():
-            own[name].copy_(t)
+        said = self.crew.hear(number, "train")  # COLLECTIVE
+        own = dict(self.policy.named_parameters())
+        for tensors in self.crew.take(said, "train"):  # COLLECTIVE
+            for name, t in tensors.items():
+                fill(own[name], t)  # where this copy is sharded, too, only this rank's part stays
         self.version, self.checksum = job["version"], job["checksum"]
         # it is no frozen model: it may have changed
         self.frozen = {key: x for key, x in self.frozen.items() if key[0] != "policy"}
-        together(lambda: self.check_copy(self.version))  # COLLECTIVE
+        self.check_copy(self.version)  # COLLECTIVE
 
     def check_copy(self, iteration):
-        """Raise Stop if this copy of the policy is not what the trainers have sent."""
-        if self.checksum and checksum_of(trained_weights(self.policy)) != self.checksum:
-            raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of "
-                       f"version {self.version} differs on rank {self.crew.rank}, which generates")
+        """A collective: raise Stop if this copy of the policy is not what the trainers sent."""
+        if not self.checksum:
+            return
+        same = checksum_of(my_weights(self.policy)) == self.checksum  # COLLECTIVE
+
+        def refuse():
+            if not same:
+                raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of "
+                           f"version {self.version} differs on rank {self.crew.rank}, which "
+                           "generates")
+
+        together(refuse)  # COLLECTIVE
 
     def audit(self, iteration):
         """A collective: what the trainers do with their models, too."""
         audit(self.models, self.frozen, iteration)  # COLLECTIVE
-        together(lambda: self.check_copy(iteration))  # COLLECTIVE
+        self.check_copy(iteration)  # COLLECTIVE
 
     def sample(self, number, job):
         """A collective: sample an order, and send it to the trainers, and the scorers if any."""
@@ -425,16 +441,15 @@ class ScoringRank:
         return parallel.all_reduce_sum(dict(ref_logprobs=columns))["ref_logprobs"]  # COLLECTIVE
 
 
-def trained_weights(policy, matrices=None):
+def my_weights(policy, matrices=None):
     """
-    {name: tensor} of what training changes in a policy, on all ranks: its parameters, or those of
-    its adapter. matrices: the dtype in which generators hold the policy's matrices, None: as here.
-    A collective where the policy is sharded.
+    (name, parameter, this rank's part of it) of what training changes in a policy: its parameters,
+    or those of its adapter. matrices: the dtype in which generators hold the policy's matrices,
+    None: as here.
     """
-    weights, adapted = {}, hasattr(policy, "base")
+    adapted = hasattr(policy, "base")
     for name, p in policy.named_parameters():
         t = my_part(p.detach())
         if matrices and t.dim() == 2 and not adapted and not policy.config.stays_wide(name):
             t = t.to(matrices)
-        weights[name] = gather(t, p) if is_shard(p) else t
-    return weights
+        yield name, p, t

@@ -325,6 +325,7 @@ def all_reduce_metrics(metrics):
 
 
 BUCKET = 25 * 2**20  # bytes that one all_reduce sends: DDP's default (arXiv 2006.15704)
+PIECE = 2**30  # bytes of a message between roles that are sent at once; a tensor is never cut
 
 
 class Flat:

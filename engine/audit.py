@@ -79,9 +79,17 @@ def checksums(models):
     return torch.stack(sums)
 
 
-def checksum_of(tensors):
-    """One text for {name: tensor}: that of other bits is another one."""
-    sums = [int(weighted_sum(as_words(t), 0)) for t in tensors.values()]
+def checksum_of(parts):
+    """
+    A collective: one text for the weights of a model: that of other bits is another one, and it
+    does not depend on how many ranks hold parts of them. parts: (name, parameter, this rank's part
+    of it, in any dtype), see batches.my_weights.
+    """
+    found = [(is_shard(p), weighted_sum(as_words(t), first_word(p)).to(wire()))
+             for _, p, t in parts]
+    mine = torch.stack([total for _, total in found])
+    of_all = torch.stack(all_gather(mine)).sum(0)  # int64, which wraps around
+    sums = [int((of_all if split else mine)[i]) for i, (split, _) in enumerate(found)]
     return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
 

@@ -106,8 +106,9 @@ def load_policy(config, device):
     tokenizer = load_tokenizer(path, config)
     add_ends(tokenizer, config["extra_eos_ids"], config["stop_strings"], config["max_new_tokens"])
     trained = role() in ("", "train") or place.lora is not None
-    if not trained:  # a generator's copy: whole, and in the dtype in which it decodes
-        place = Place(here=place.here)
+    if not trained:  # a generator's copy, in the dtype in which it decodes: whole, unless it
+        # decodes in parts anyway
+        place = Place(place.stage if config["generate_tp"] > 1 else 0, here=place.here)
     policy = load(path, place, trained=trained, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
     check_split(policy.config, config["generate_tp"])

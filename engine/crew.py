@@ -15,10 +15,10 @@ two ways. Small things stand in the store in which torchrun lets the ranks meet,
     stop, abandon       a signal came; and what is being sampled will not be needed
     ended               why a rank has left the run
 
-Tensors go from the first rank of a role to the first rank of another one: one flat buffer a
-message, which isend sends in the background. Whoever waits for a message waits for its key, and
-looks meanwhile whether the others live. So a generator may sample for longer than `timeout`; only a
-rank that is silent for so long is lost.
+Tensors go from the first rank of a role to the first rank of another one: flat buffers of up to
+parallel.PIECE bytes, which isend sends in the background. Whoever waits for a message waits for its
+key and looks meanwhile whether the others live. So a generator may sample for longer than
+`timeout`; only a rank that is silent for so long is lost.
 """
 import collections
 import datetime
@@ -98,8 +98,19 @@ class Crew:
         self.role = next(role for role, range_ in ranks.items() if rank in range_)
         wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
         groups = {role: dist.new_group(list(range_), wait) for role, range_ in ranks.items()}
+        # a group for each direction: NCCL does all sends and receives of a group in order, so two
+        # ranks that have both sent would wait for each other to receive. And it ends a process
+        # whose message has waited for longer than the group's timeout. All ranks of both roles are
+        # in it: what torch calls a later group within a role depends on how many a rank is in
+        nccl = wire().type == "cuda"
+        days = datetime.timedelta(days=365)  # a message may wait for a generator that samples
+        self.ways = {(a, b): dist.new_group([*ranks[a], *ranks[b]], days if nccl else wait)
+                     for a in ranks for b in ranks if a != b}
+        if "generate" in ranks:  # through the CPU's memory, for what no GPU has room for
+            both = [*ranks["train"], *ranks["generate"]]
+            self.by_cpu = dist.new_group(both, wait, "gloo")
         # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
-        self.watched = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        self.watched = dist.new_group(backend="gloo", timeout=days)
         name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
         parallel.broadcast(name)
         store = dist.distributed_c10d._get_default_store()
@@ -278,20 +289,32 @@ class Crew:
 
     # messages
 
-    def send(self, n, to, tensors, keep=3):
+    def send(self, n, to, tensors, keep=3, by_cpu=False):
         """
         Send {name: tensor} of job n to another role, in the background. All ranks of this role may
-        call it; the first one sends. tensors: a dict, or pairs whose tensors are made one by one.
-        keep: how many messages to that role may be on their way at once.
+        call it; the first one sends. tensors: a dict, or pairs that are made one by one; where that
+        is a collective, all ranks of this role do call it. keep: how many messages to that role may
+        be on their way at once. by_cpu: the buffers are in the CPU's memory, also where there are
+        GPUs, which then hold one tensor at a time. That is for what trainers send to generators.
         """
+        pairs = tensors.items() if isinstance(tensors, dict) else tensors
         if not self.leads:
+            collections.deque(pairs, maxlen=0)  # make each, and drop it
             return
-        queue = self.sent[to]
-        while len(queue) >= keep:  # first: the new buffer may take the place of the oldest one
-            collective(queue.popleft()[0].wait)
-        buffer, layout = pack(tensors)
-        queue.append((collective(dist.isend, buffer, dst=self.ranks[to][0]), buffer))
-        self.say(n, to, layout=layout, bytes=len(buffer))
+        while len(self.sent[to]) >= keep:
+            self.wait_until_sent(to)
+        way = self.by_cpu if by_cpu else self.ways[self.role, to]
+        messages, layouts = [], []
+        for buffer, layout in pack(pairs, torch.device("cpu") if by_cpu else wire()):
+            messages.append((collective(dist.isend, buffer, self.ranks[to][0], way), buffer))
+            layouts.append([len(buffer), layout])
+        self.sent[to].append((n, messages))
+        self.say(n, to, layouts=layouts, by_cpu=by_cpu)
+
+    def wait_until_sent(self, to):
+        """Wait until the oldest message to a role is sent, and free its buffers."""
+        for work, _ in self.sent[to].popleft()[1]:
+            collective(work.wait)
 
     def say(self, n, to, **what):
         """Put what another role shall know of job n into the store, with this role's times."""
@@ -302,8 +325,21 @@ class Crew:
     def receive(self, n, source, may_leave=False):
         """
         A collective of this role: ({name: tensor}, what was said with it) of job n, from another
-        role. (None, None) if the run is asked to stop, and may_leave. Raises Stop where the other
-        role has failed.
+        role. (None, None) if the run is asked to stop, and may_leave; no tensors if the job was
+        abandoned. Raises Stop where the other role has failed.
+        """
+        said = self.hear(n, source, may_leave)
+        if said is None or "layouts" not in said:
+            return None, said
+        tensors = {}
+        for piece in self.take(said, source):
+            tensors |= piece
+        return tensors, said
+
+    def hear(self, n, source, may_leave=False):
+        """
+        A collective of this role: what another role has said with job n. For None, and what it
+        raises, see receive.
         """
         self.receptions += 1
         taken = f"{self.role} takes {self.receptions}"
@@ -315,20 +351,32 @@ class Crew:
         else:
             said = self.wait_for(taken, [0])
         if said is None:
-            return None, None
+            return None
         self.times[source], self.answered[source] = said["times"], n
         if "error" in said:
             raise Stop(said["error"])
-        if "layout" not in said:  # it was abandoned
-            return None, said
-        buffer = torch.empty(said["bytes"], dtype=torch.uint8, device=wire())
-        if self.leads:
-            try:
-                collective(collective(dist.irecv, buffer, src=self.ranks[source][0]).wait)
-            except Lost as e:  # collective would name a rank of this role
-                self.mourn(self.ranks[source][:1], parallel.reason(e.__cause__ or e))
-        parallel.broadcast(buffer)
-        return unpack(buffer, said["layout"]), said
+        if self.role == "train":  # the others do all jobs in order: they have what came before
+            while self.sent[source] and self.sent[source][0][0] <= n:
+                self.wait_until_sent(source)
+        return said
+
+    def take(self, said, source):
+        """
+        A collective of this role: the tensors of a message, piece by piece, {name: tensor} each.
+        said: what hear has returned.
+        """
+        for size, layout in said["layouts"]:
+            device = torch.device("cpu") if said["by_cpu"] and self.leads else wire()
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            if self.leads:
+                way = self.by_cpu if said["by_cpu"] else self.ways[source, self.role]
+                try:
+                    collective(collective(dist.irecv, buffer, self.ranks[source][0], way).wait)
+                except Lost as e:  # collective would name a rank of this role
+                    self.mourn(self.ranks[source][:1], parallel.reason(e.__cause__ or e))
+                buffer = buffer.to(wire())
+            parallel.broadcast(buffer)
+            yield unpack(buffer, layout)
 
     def shares(self):
         """
@@ -354,17 +402,23 @@ class Crew:
         self.leaving = True
 
 
-def pack(tensors):
+def pack(pairs, device):
     """
-    {name: tensor} -> their bytes, one behind the other, (bytes,) uint8; and the layout, a list of
-    [name, shape, dtype]. Each tensor begins at a multiple of 8 bytes.
+    Pairs of name and tensor -> their bytes on a device, one behind the other, (bytes,) uint8, and
+    the layout, a list of [name, shape, dtype]: such a pair for every piece of up to PIECE bytes. A
+    tensor of more is a piece. Each tensor begins at a multiple of 8 bytes.
     """
-    layout, parts = [], []
-    for name, t in dict(tensors).items():
-        content = t.detach().contiguous().flatten().view(torch.uint8).to(wire())
-        layout.append([name, list(t.shape), str(t.dtype).removeprefix("torch.")])
+    parts, layout, size = [], [], 0
+    for name, t in pairs:
+        content = t.detach().contiguous().flatten().view(torch.uint8).to(device)
+        if layout and size + len(content) > parallel.PIECE:
+            yield torch.cat(parts), layout
+            parts, layout, size = [], [], 0
         parts += [content, content.new_zeros(-len(content) % 8)]
-    return torch.cat(parts), layout
+        layout.append([name, list(t.shape), str(t.dtype).removeprefix("torch.")])
+        size += len(content)
+    if layout:
+        yield torch.cat(parts), layout
 
 
 def unpack(buffer, layout):

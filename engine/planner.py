@@ -41,12 +41,14 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         phases    {phase: its peak in MiB}
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
+        sent_mib  what the first rank that trains holds of weights on their way to generators
+        sent_by   "cpu" or "gpu": in which memory. The second is in peak_mib, the first is not
     """
     roles = roles_of(config)
     run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
                    policy.vocab_size)
     models = models_of(config, policy, rewards, world_size, reward_ranks, judge)
-    models = of_role(role, roles, models, run)
+    models = of_role(role, roles, models, run, config["generate_tp"])
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
     always = sum(r[row] for r in rows.values() for row in ROWS[:3])
@@ -116,18 +118,25 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
 
     if role in ("generate", "score"):
         phases["update"] = phases["save"] = 0
-    # between roles: the trainers keep the weights that generators have not received yet
-    sent = weights_sent(models["policy"], run) if "generate" in roles and "policy" in models else 0
-    if role == "train":
-        always += sent * (config["staleness"] + 1)
-    elif role == "generate":
-        phases["weights"] = sent
+    # between roles: the first trainer keeps the versions that have not sampled all their batches
+    sent, waiting, sent_by = 0, 0, ""
+    if "generate" in roles and role in ("train", "generate"):
+        sent, piece = weights_sent(models["policy"], run)
+        phases["weights"] = piece
+    if role == "train" and sent:
+        waiting = sent * (config["staleness"] + 1)  # the oldest of them only until its batch comes
+        split = models["policy"].own == "model" and sharded(models["policy"])
+        sent_by = "cpu" if split and run.cuda else "gpu"
+        phases["weights"] = splitting(models["policy"], run) if split else piece
+        if sent_by == "gpu":
+            phases["weights"] += sent
+            always += waiting - sent
     phases = {name: (always + size) / 2**20 for name, size in phases.items()
               if size or not role}
     busiest = max(phases, key=phases.get)
     in_mib = {name: {row: size / 2**20 for row, size in r.items()} for name, r in rows.items()}
     return dict(peak_mib=phases[busiest], phase=busiest, phases=phases, cpu_mib=cpu / 2**20,
-                rows=in_mib)
+                sent_mib=waiting / 2**20, sent_by=sent_by, rows=in_mib)
 
 
 def roles_of(config):
@@ -136,14 +145,15 @@ def roles_of(config):
     return {name.strip(): int(count) for name, count in parts if int(count) > 0}
 
 
-def of_role(role, roles, models, run):
+def of_role(role, roles, models, run, together):
     """
-    Those of a run's models that a rank of this role holds, {name: Model}. A generator's
-    policy is whole, in the dtype in which it decodes, and not trained there.
+    Those of a run's models that a rank of this role holds, {name: Model}. A generator's policy is
+    in the dtype in which it decodes, and not trained there. It is whole, unless ranks sample
+    together (so many of them).
     """
     policy = dataclasses.replace(models["policy"], trained=False, ema=False)
     if role == "generate" and policy.own == "model":
-        policy.stage, policy.offload = 0, "none"
+        policy.stage, policy.offload = policy.stage if together > 1 else 0, "none"
         policy.e = run.a if run.autocast else policy.e
     if role == "generate":
         return dict(policy=policy)
@@ -158,10 +168,16 @@ def of_role(role, roles, models, run):
 
 
 def weights_sent(m, run):
-    """The bytes of the weights that trainers send to generators: the policy's, or its adapter's."""
+    """
+    The bytes of the weights that trainers send to generators, the policy's or its adapter's; and
+    those of the largest piece of them, see engine/crew.py.
+    """
+    from parallel import PIECE  # here: as in models_of
+
     tensors = base_tensors(m) if m.own == "model" else added_tensors(m)
-    return sum(math.prod(shape) * (run.a if run.autocast and m.own == "model" and len(shape) > 1
-                                   else size) for shape, size in tensors)
+    sizes = [math.prod(shape) * (run.a if run.autocast and m.own == "model" and len(shape) > 1
+                                 else size) for shape, size in tensors]
+    return sum(sizes), min(sum(sizes), max(PIECE, *sizes))
 
 
 def part_of(m, n):

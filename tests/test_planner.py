@@ -304,6 +304,28 @@ def test_a_table_for_each_role(capsys, monkeypatch):
         tool(capsys, monkeypatch, *models, "--roles=train=2,generate=1")
 
 
+def test_a_policy_of_70b_beside_generators(capsys, monkeypatch):
+    """No GPU holds it whole: the first machine's CPU does, of staleness + 1 versions. The figures of docs/scale.md are these."""
+    def peaks(*more):
+        out = tool(capsys, monkeypatch, "config/llama_70b_grpo.py", "--world-size=40", "--roles=train=32,generate=8",
+                   "--device_type=cuda", *more)
+        first = out.split("\nfirst rank")[1].split()[0]
+        return *(p.split()[0] for p in out.split("predicted peak: ")[1:]), first, out
+
+    train, generate, first, out = peaks()
+    assert float(train) * 2**30 < 80e9 and float(generate) * 2**30 < 80e9 and "on it alone, in the CPU's memory" in out
+    with open(os.path.join(ROOT, "docs/scale.md"), encoding="utf-8") as f:
+        text = " ".join(f.read().split())
+    assert f"predicts {train} GiB for a GPU that trains and {generate} GiB for one that generates" in text
+    assert f"beside {first} GiB in the CPU's memory" in text
+    billions = 70.553706496  # of which the norms stay in 32 bits
+    assert abs(float(first) * 2**30 / 1e9 - 2 * billions) < 0.01
+    stale = peaks("--staleness=2")
+    assert stale[0] == train and abs(float(stale[2]) - 3 * float(first)) < 0.02
+    # where they do not sample together, each generator has all of it
+    assert float(peaks("--generate_tp=1")[1]) > float(first)
+
+
 def test_the_largest_micro_batch_fits_and_one_more_does_not(capsys, monkeypatch):
     def peak(rows):
         out = tool(capsys, monkeypatch, "config/llama.py", f"--micro_batch_size={rows}", "--gpu-gb=60", "--num_minibatches=1")

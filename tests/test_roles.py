@@ -3,6 +3,8 @@ Ranks with roles, and batches that are sampled ahead. What must stand: who does 
 and no weight; and a batch is sampled by the version of the policy that `staleness` names, always.
 Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops (test_by_hand.py).
 """
+import collections
+import json
 import os
 
 import pytest
@@ -23,6 +25,52 @@ CASES = {  # name -> (script, keys)
     "grpo": ("grpo.py", {}),
     "grpo, refilled": ("grpo.py", dict(max_refills=2, num_minibatches=1, kl_in="reward")),
 }
+IN_SHARDS = dict(zero_stage="policy=3,value=3", generate_tp=2, sync_check_interval=1)
+# What a rank holds of the policy, and by how many bytes its memory has grown at the worst moment of sending and taking it
+WATCHED = """
+import gc, json
+import torch
+import batches
+import parallel
+from engine import crew, placement
+from parallel import is_shard, my_part
+parallel.PIECE = 2**14
+found, base = dict(grown=0, pieces=[], held={}, decodes=0), None
+def in_memory():
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+def look():
+    if base is not None:
+        found["grown"] = max(found["grown"], in_memory() - base)
+def watch(owner, name, within=False):
+    f = getattr(owner, name)
+    def watched(*args):
+        global base
+        if within:
+            base = in_memory()
+        result = f(*args)
+        look()
+        if within:
+            base = None
+            policy = args[0].policy
+            found["held"] = {n: [is_shard(p), my_part(p).numel(), p.numel()] for n, p in policy.named_parameters()}
+            json.dump(found, open(f"held-{RANK}.json", "w"))
+        return result
+    setattr(owner, name, watched)
+unpack, copy = crew.unpack, placement.decoding_copy
+def unpacked(buffer, layout):
+    found["pieces"].append([len(buffer), len(layout)])
+    return unpack(buffer, layout)
+def copied(*args):
+    model = copy(*args)
+    found["decodes"] = sum(p.numel() for p in model.parameters())
+    return model
+crew.unpack, placement.decoding_copy = unpacked, copied
+watch(placement, "gather")
+watch(batches, "fill")
+watch(batches.Batches, "publish", within=True)
+watch(batches.Generator, "take_weights", within=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +99,10 @@ def runs(world, tmp_path_factory):
                     names.append((name, staleness, roles))
     names.append(("ppo", 1, "train=1,generate=2"))  # who hold the policy together while they sample
     cases["ppo 1 train=1,generate=2"] = [on(world, "ppo.py", 3, staleness=1, roles="train=1,generate=2", generate_tp=2)]
+    for staleness in (0, 1):  # nobody holds it whole
+        names.append(("ppo", staleness, "train=2,generate=2"))
+        cases[f"ppo {staleness} train=2,generate=2"] = [
+            on(world, "ppo.py", 4, WATCHED, staleness=staleness, roles="train=2,generate=2", **IN_SHARDS)]
     results = forked(folder, cases, at_once=3)
     return folder, {name: result for name, (result,) in zip(names, results.values(), strict=True)}
 
@@ -86,6 +138,26 @@ def test_the_batch_is_of_the_version_that_staleness_names(runs):
     # and another staleness is another run
     texts = [[r.get("objective/texts") for r in tiny.read_log(f"{folder}/ppo {staleness} /out")] for staleness in range(3)]
     assert texts[0][0] == texts[1][0] == texts[2][0] and texts[0][1] != texts[1][1] == texts[2][1] and texts[1][2] != texts[2][2]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_gpu_holds_a_sharded_policy_whole(runs, staleness):
+    """Of four ranks, the first one alone puts it together, for it sends it: in the CPU's memory, also where there are GPUs."""
+    found = []
+    for rank in range(4):
+        with open(f"{runs[0]}/ppo {staleness} train=2,generate=2/held-{rank}.json", encoding="utf-8") as f:
+            found.append(json.load(f))
+    sizes = {name: 8 * whole for name, (_, _, whole) in found[0]["held"].items()}  # float64
+    whole, largest = sum(sizes.values()), max(sizes.values())
+    for rank, seen in enumerate(found):
+        assert all(shard and 2 * mine == all_ for shard, mine, all_ in seen["held"].values()), (rank, seen)
+    # one tensor, or a piece, as it was sent and as it was received; the first rank has all pieces
+    assert found[0]["grown"] >= whole and 2 * largest + 2**14 < 0.8 * whole
+    assert all(0 < seen["grown"] <= 2 * largest + 2**14 for seen in found[1:]), [seen["grown"] for seen in found]
+    for seen in found[2:]:
+        assert 0.5 * whole <= 8 * seen["decodes"] < 0.55 * whole  # norms are on both
+        pieces = [(size, tensors) for size, tensors in seen["pieces"] if size > 2**14]
+        assert pieces and all(tensors == 1 and size <= largest for size, tensors in pieces)  # never cut
 
 
 def test_each_role_holds_what_it_needs(world, tmp_path):
@@ -208,6 +280,7 @@ def crew_on(store, role, rank):
     crew.ranks, crew.role, crew.rank, crew.leads, crew.store = parse_roles("train=1,generate=1", 2), role, rank, True, store
     crew.jobs = crew.receptions = crew.forgotten = 0
     crew.answered, crew.times, crew.shown, crew.waited, crew.began = {}, {}, {}, 0.0, 0.0
+    crew.sent = collections.defaultdict(collections.deque)
     crew.stop_wanted, crew.stop_asked, crew.beat, crew.look = False, lambda: False, lambda: None, lambda ranks: None
     return crew
 
@@ -341,7 +414,7 @@ import batches
 f = batches.Generator.take_weights
 def nudged(self, *args):
     f(self, *args)
-    self.policy.lm_head.weight.data[0, 0] += 1e-13
+    parallel.my_part(self.policy.lm_head.weight.data)[0, 0] += 1e-13
 if RANK == 1:
     batches.Generator.take_weights = nudged
 """
@@ -377,6 +450,7 @@ def losses(world, tmp_path_factory):
     for roles, ranks in (("train=1,generate=1,score=1", 3), ("train=1,generate=1", 2)):
         cases[f"a reward fails, {roles}"] = [on(world, "ppo.py", ranks, roles=roles, staleness=1, **rule)]
     cases["a copy has drifted"] = [on(world, "ppo.py", 2, AT + NUDGE, roles="train=1,generate=1", sync_check_interval=1)]
+    cases["a shard has drifted"] = [on(world, "ppo.py", 3, AT + NUDGE, roles="train=1,generate=2", **IN_SHARDS)]
     return folder, forked(folder, cases, at_once=3)
 
 
@@ -413,8 +487,9 @@ def test_a_reward_that_fails_elsewhere_ends_the_run_in_one_line(losses, roles):
     assert set(result["stderr"][1:]) == {""}, result
 
 
-def test_the_audit_covers_the_generators_copy(losses):
-    result = losses[1]["a copy has drifted"][0]
+@pytest.mark.parametrize("name", ["a copy has drifted", "a shard has drifted"])
+def test_the_audit_covers_the_generators_copy(losses, name):
+    result = losses[1][name][0]
     assert set(result["codes"]) == {1}, result
     said = "the ranks have drifted apart: the policy of version 0 differs on rank 1, which generates"
     assert said in result["stderr"][0], result

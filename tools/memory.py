@@ -62,7 +62,7 @@ PHASES = {  # what is at work at the worst moment of each phase
     "update": "activations, or what they keep + logits, of policy or value model",
     "save": "saving",
     "audit": "audit",
-    "weights": "a new version of the policy, as it arrives",
+    "weights": "a new version of the policy, as it leaves or arrives",
 }
 
 
@@ -304,6 +304,10 @@ def print_plan(p, limit, largest):
         print(f"{name:<12}{size / scale:>10.2f}   {PHASES[name]}")
     if p["cpu_mib"]:
         print(f"offloaded   {p['cpu_mib'] / scale:>10.2f}   in the CPU's memory")
+    if p["sent_mib"]:
+        where = ", in the CPU's memory" if p["sent_by"] == "cpu" else ""
+        print(f"first rank  {p['sent_mib'] / scale:>10.2f}   weights on their way to generators, "
+              f"on it alone{where}")
     fits = f"; of {limit:g} GB the largest micro_batch_size that fits is {largest}" if limit else ""
     print(f"\npredicted peak: {p['peak_mib'] / scale:.2f} {unit}{fits}")
 
