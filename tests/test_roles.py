@@ -246,8 +246,7 @@ def test_a_role_that_has_said_nothing_since_has_no_share():
     assert crew.shares()["time/generate_busy"] == 0.5
 
 
-AT = """
-import os, signal, time
+AT = tiny.ends(9) + """
 import loss, parallel, rewards, rollout
 now = 0
 def at(owner, name, call, action):
@@ -259,11 +258,6 @@ def at(owner, name, call, action):
             action()
         return f(*args, **kwargs)
     setattr(owner, name, changed)
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def hang():
-    time.sleep(9)
-    os._exit(9)
 """
 THREE = "train=1,generate=1,score=1"
 LOST = {  # name -> (roles, staleness, the rank and what it does at its third call, what another rank says)

@@ -10,11 +10,8 @@ import re
 import pytest
 import transformers
 
-from engine.checkpoint import save_model
 from engine.hf_config import parse_config
-from engine.pretrained import from_scratch
 from engine.tensor_parallel import check_split, part_config, places
-from engine.tokenizers import load_tokenizer
 from errors import BadConfig
 
 import tiny
@@ -136,8 +133,6 @@ def test_heads_that_ranks_cannot_share_are_one_line(n, variant, said):
 # ---------------------------------------------------------------------------------------------------------------------
 # whole runs
 
-QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
-            intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None)
 EXACT = dict(dtype="float64", max_iters=2, rollout_batch_size=3, eval_interval=1, eval_size=3, timeout=200)
 SAME = {  # name -> (script, ranks, keys): each ends as the same script on one rank. The policy has 4 heads, 2 of keys and values
     "ppo, 2 of 2": ("ppo.py", 2, dict(generate_tp=2)),
@@ -170,9 +165,7 @@ BAD = {  # name -> (ranks, keys, what is said)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    tokenizer = load_tokenizer(world.tokenizer)
-    config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    tiny.add_qwen(world)
     return world
 
 
