@@ -243,14 +243,23 @@ BAD = [  # (script, keys, what is said)
 ]
 
 
+@pytest.fixture(scope="module")
+def refused(world, tmp_path_factory):
+    """The folder, and {case: [what came of it]}."""
+    folder, cases = str(tmp_path_factory.mktemp("refused")), {}
+    for case, (script, keys, _) in enumerate(BAD):
+        arguments = getattr(world, script.removesuffix(".py"))("out", **{"init_from": world.policy} | keys)
+        cases[str(case)] = [one_run(script, arguments)]
+    return folder, forked(folder, cases)
+
+
 @pytest.mark.parametrize("case", range(len(BAD)))
-def test_what_a_script_cannot_do_is_one_line(world, tmp_path, case):
-    script, keys, said = BAD[case]
-    arguments = getattr(world, script.removesuffix(".py"))("out", **{"init_from": world.policy} | keys)
-    (result,), = forked(str(tmp_path), {"bad": [one_run(script, arguments)]}).values()
+def test_what_a_script_cannot_do_is_one_line(refused, case):
+    folder, results = refused
+    (result,), (script, _, said) = results[str(case)], BAD[case]
     assert result["codes"] == [2], result
     assert re.fullmatch(rf"{script}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), result
-    assert not os.path.exists(f"{tmp_path}/bad/out")
+    assert not os.path.exists(f"{folder}/{case}/out")
 
 
 def test_every_shared_key_is_the_scripts_own_or_refused():
