@@ -13,8 +13,8 @@ if sys.platform == "win32":
           file=sys.stderr)
     sys.exit(2)
 
-# oneDNN keeps the programs that it writes for products of each new shape, 1,024 of them unless it is
-# told otherwise. With texts of unequal lengths most are never used again, and take up to 80 MiB.
+# oneDNN writes a program for products of each new shape, and keeps 1,024 of them unless it is told
+# otherwise. With texts of unequal lengths most are never used again, and take up to 80 MiB.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))
