@@ -40,6 +40,13 @@ KEPT = "prompt", "answer", "numbers", "target", "tests"
 # --------------------------------------------------------------------------------------------------
 # for data/*/prepare.py, too
 
+# a task as a base model is given it: the prompt opens the thinking
+BASE = """A conversation between User and Assistant. The User asks a question and the Assistant \
+answers it: the Assistant first works out the solution in its mind, and then tells the User the \
+answer.
+User: {task}
+Assistant: I will work this out step by step.
+<think>"""
 
 def stop(message):
     """End the script with one line and exit code 2."""

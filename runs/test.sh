@@ -10,7 +10,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 # Two pytests beside one another where there are two cores. Each takes the next file that the other
 # has not taken (tests/conftest.py), the longest files first. What the second one says is printed
 # when both are done.
-longest=(knobs ppo reliability zero sandbox grpo sft_rm tools planner by_hand campaign explain)
+longest=(knobs reliability roles tensor_parallel zero grpo sft_rm ppo sandbox by_hand tools judge
+         two_machines scores off_policy planner teacher code_task campaign explain)
 files=("${longest[@]/#/tests/test_}")
 files=("${files[@]/%/.py}")
 for file in tests/test_*.py; do

@@ -1,6 +1,8 @@
 """Shared by the tests: the repository on the path, one thread, and the process that forks runs, started early."""
 import functools
 import os
+import runpy
+import socket
 import subprocess
 import sys
 
@@ -53,6 +55,22 @@ def bwrap_trouble():
     except OSError as e:
         return f"bwrap: {e.strerror}"
     return f"bwrap: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """A script of data/ in this process: exit code, stdout, stderr."""
+    def run(script, *args):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: None)  # it would outlive the test
+        try:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as e:
+            code = e.code
+        return code, *capsys.readouterr()
+    return run
 
 
 def pytest_runtest_setup(item):

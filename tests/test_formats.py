@@ -2,12 +2,12 @@
 formats.py and data/convert.py: files of every kind, rows as they lie on the hub, what is refused; and the keys of the scripts
 that say which data is read and how. The texts are ours; the columns are those of the data sets.
 """
+import functools
 import gzip
 import json
 import os
 import random
 import re
-import runpy
 import subprocess
 import sys
 import types
@@ -473,17 +473,9 @@ HUB = {  # name: (rows, what the command says, the first row of our file)
 
 
 @pytest.fixture
-def convert(monkeypatch, capsys):
+def convert(run_here):
     """data/convert.py in this process: exit code, stdout, stderr."""
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", [CONVERT, *map(str, args)])
-        try:
-            runpy.run_path(CONVERT, run_name="__main__")
-            code = 0
-        except SystemExit as e:
-            code = e.code
-        return code, *capsys.readouterr()
-    return run
+    return functools.partial(run_here, CONVERT)
 
 
 @pytest.mark.parametrize("name", HUB)

@@ -252,23 +252,9 @@ def test_ppo_with_rules(ranks, world):
 # ---------------------------------------------------------------------------------------------------------------------
 # dynamic sampling, nothing to learn, kills
 
-AT = """
-import os, signal
-import data, loss, parallel, relatives, rollout
-now, original = -1, data.batch_rows
-def batch_rows(seed, iteration, *rest):
-    global now
-    now = iteration
-    return original(seed, iteration, *rest)
-data.batch_rows = batch_rows
-
-def once(owner, name, action):
-    f = getattr(owner, name)
-    def changed(*args, **kwargs):
-        if now == 1:
-            action()
-        return f(*args, **kwargs)
-    setattr(owner, name, changed)
+AT = tiny.NOW + tiny.ONCE + """
+import os
+import data, relatives
 
 def send(number):
     return lambda: os.kill(os.getpid(), number)

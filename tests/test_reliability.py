@@ -176,33 +176,11 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # ranks that die or hang; signals; a full disk
 
-AT = """
-import os, signal, threading, time
+AT = tiny.NOW + tiny.ONCE + tiny.ends(6) + """
+import threading
 import data, loss, parallel, rewards, rollout
 from engine import disk, optimizers, run_folder
 parallel.BUCKET = 10_000  # bytes; so gradients are sent in several
-now, original = -1, data.batch_rows
-def batch_rows(seed, iteration, *rest):
-    global now
-    now = iteration
-    return original(seed, iteration, *rest)
-data.batch_rows = batch_rows
-
-def once(owner, name, action):
-    f = getattr(owner, name)
-    def changed(*args, **kwargs):
-        if now == 1:
-            action()
-        return f(*args, **kwargs)
-    setattr(owner, name, changed)
-
-def hang():
-    time.sleep(6)  # longer than the timeout of 3 s
-    os._exit(9)
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
 def fail():
     raise KeyError("a bug")
 

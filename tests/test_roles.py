@@ -345,8 +345,7 @@ def test_what_scorers_cannot_do_is_refused(refused, name, script):
     assert not os.path.exists(f"{folder}/{name}, {script}/out")
 
 
-AT = """
-import os, signal, time
+AT = tiny.ends(9) + """
 import loss, parallel, rewards, rollout
 now = 0
 def at(owner, name, call, action):
@@ -358,11 +357,6 @@ def at(owner, name, call, action):
             action()
         return f(*args, **kwargs)
     setattr(owner, name, changed)
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def hang():
-    time.sleep(9)
-    os._exit(9)
 """
 THREE = "train=1,generate=1,score=1"
 LOST = {  # name -> (roles, staleness, the rank and what it does at its third call, what another rank says)

@@ -45,22 +45,6 @@ def step(optimizer, lr):
 
 parallel.broadcast_parameters, optimizers.step = broadcast, step
 """
-# in step NUMBER, counted from 1, one of this rank's gradients is inf
-OVERFLOW = """
-import parallel
-zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
-def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
-    global steps
-    steps += 1
-    zero(buffers)
-    if steps == NUMBER and not hasattr(buffers[0], "parts"):
-        buffers[0].flat[0] = float("inf")
-def spoil_and_reduce(buffers, *rest):
-    if steps == NUMBER and hasattr(buffers[0], "parts"):
-        buffers[0].parts()[0].view(-1)[0] = float("inf")
-    reduce(buffers, *rest)
-parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
-"""
 
 # name: (ranks, keys, the run that it must equal); NAME is the model's name in the keys
 RUNS = {
@@ -131,7 +115,7 @@ def done(world, tmp_path_factory):
                 add(name, ranks, to=to, max_iters=iterations, lr_decay="constant", **keys)
         add("whole", 1, lr_decay="constant")
         for name, (keys, number, _) in FLOAT16.items():
-            add(name, 2, OVERFLOW.replace("NUMBER", str(number)), 1, dtype="float16", **keys)
+            add(name, 2, tiny.overflow(f"steps == {number}"), 1, dtype="float16", **keys)
         for name, (master, _) in PRECISE.items():
             add(name, 2, dtype="bfloat16", master_weights=master, zero_stage="3")
         add("float32", 2, dtype="float32")
@@ -259,14 +243,23 @@ BAD = [  # (script, keys, what is said)
 ]
 
 
+@pytest.fixture(scope="module")
+def refused(world, tmp_path_factory):
+    """The folder, and {case: [what came of it]}."""
+    folder, cases = str(tmp_path_factory.mktemp("refused")), {}
+    for case, (script, keys, _) in enumerate(BAD):
+        arguments = getattr(world, script.removesuffix(".py"))("out", **{"init_from": world.policy} | keys)
+        cases[str(case)] = [one_run(script, arguments)]
+    return folder, forked(folder, cases)
+
+
 @pytest.mark.parametrize("case", range(len(BAD)))
-def test_what_a_script_cannot_do_is_one_line(world, tmp_path, case):
-    script, keys, said = BAD[case]
-    arguments = getattr(world, script.removesuffix(".py"))("out", **{"init_from": world.policy} | keys)
-    (result,), = forked(str(tmp_path), {"bad": [one_run(script, arguments)]}).values()
+def test_what_a_script_cannot_do_is_one_line(refused, case):
+    folder, results = refused
+    (result,), (script, _, said) = results[str(case)], BAD[case]
     assert result["codes"] == [2], result
     assert re.fullmatch(rf"{script}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), result
-    assert not os.path.exists(f"{tmp_path}/bad/out")
+    assert not os.path.exists(f"{folder}/{case}/out")
 
 
 def test_every_shared_key_is_the_scripts_own_or_refused():

@@ -1,8 +1,6 @@
 """data/countdown/prepare.py, offline in full, and data/gsm8k/prepare.py on a tiny made-up copy of OpenAI's folder."""
 import json
 import os
-import runpy
-import socket
 import subprocess
 import sys
 from fractions import Fraction
@@ -18,22 +16,6 @@ from conftest import ROOT
 
 COUNTDOWN = os.path.join(ROOT, "data", "countdown", "prepare.py")
 GSM8K = os.path.join(ROOT, "data", "gsm8k", "prepare.py")
-
-
-@pytest.fixture
-def prepare(monkeypatch, capsys):
-    """A script in this process: exit code, stdout, stderr."""
-    def run(script, *args):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: None)  # it would outlive the test
-        try:
-            runpy.run_path(script, run_name="__main__")
-            code = 0
-        except SystemExit as e:
-            code = e.code
-        return code, *capsys.readouterr()
-    return run
 
 
 def read(path):
@@ -62,8 +44,8 @@ def test_the_solver_of_this_test():
     assert not reachable([Fraction(n) for n in (1, 1, 1, 1)], 24)
 
 
-def test_countdown_problems_are_solvable_and_disjoint(tmp_path, prepare):
-    code, stdout, stderr = prepare(COUNTDOWN, f"--out={tmp_path / 'new'}", "--train=120", "--val=40")
+def test_countdown_problems_are_solvable_and_disjoint(tmp_path, run_here):
+    code, stdout, stderr = run_here(COUNTDOWN, f"--out={tmp_path / 'new'}", "--train=120", "--val=40")
     assert (code, stdout, stderr) == (0, "rl_train.jsonl: 120 rows\nrl_val.jsonl: 40 rows\n", "")
     assert sorted(os.listdir(tmp_path / "new")) == ["rl_train.jsonl", "rl_val.jsonl"]
     train, val = (read(tmp_path / "new" / f"rl_{part}.jsonl") for part in ("train", "val"))
@@ -80,20 +62,20 @@ def test_countdown_problems_are_solvable_and_disjoint(tmp_path, prepare):
     assert any(row["numbers"] != sorted(row["numbers"]) for row in val)
 
 
-def test_countdown_is_a_function_of_the_seed(tmp_path, prepare):
+def test_countdown_is_a_function_of_the_seed(tmp_path, run_here):
     sizes = {"a": (30, 5, 1), "b": (30, 5, 1), "fewer": (10, 5, 1), "seed": (30, 5, 2)}
     files = {}
     for name, (train, val, seed) in sizes.items():
-        assert prepare(COUNTDOWN, f"--out={tmp_path / name}", f"--train={train}", f"--val={val}", f"--seed={seed}")[0] == 0
+        assert run_here(COUNTDOWN, f"--out={tmp_path / name}", f"--train={train}", f"--val={val}", f"--seed={seed}")[0] == 0
         files[name] = [(tmp_path / name / f"rl_{part}.jsonl").read_bytes() for part in ("train", "val")]
     assert files["a"] == files["b"]
     assert files["fewer"][1] == files["a"][1] and files["a"][0].startswith(files["fewer"][0])
     assert files["seed"][0] != files["a"][0] and files["seed"][1] != files["a"][1]
 
 
-def test_countdown_as_chat_and_in_a_run(tmp_path, prepare):
+def test_countdown_as_chat_and_in_a_run(tmp_path, run_here):
     """What the script writes is what the trainer reads; a chat prompt does not open the thinking."""
-    assert prepare(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
+    assert run_here(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
     path = str(tmp_path / "rl_train.jsonl")
     rows = read_rows(path, prompt_row)
     rewards = parse_rewards("countdown,0.5*format", RULES, ".")
@@ -112,8 +94,8 @@ def test_countdown_as_chat_and_in_a_run(tmp_path, prepare):
     (COUNTDOWN, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"),
     (GSM8K, ["--limit=-1"], "--limit=-1 is out of range"),
     (GSM8K, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"), (GSM8K, ["extra"], "unrecognized arguments: extra")])
-def test_bad_arguments_are_one_line(prepare, script, options, message):
-    code, stdout, stderr = prepare(script, *options)
+def test_bad_arguments_are_one_line(run_here, script, options, message):
+    code, stdout, stderr = run_here(script, *options)
     assert (code, stdout) == (2, "")
     assert stderr.startswith("prepare.py: error: ") and message in stderr and stderr.count("\n") == 1
 
@@ -145,9 +127,9 @@ def source(tmp_path):
     return folder
 
 
-def test_gsm8k(tmp_path, source, prepare):
+def test_gsm8k(tmp_path, source, run_here):
     out = tmp_path / "out"
-    code, stdout, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
+    code, stdout, stderr = run_here(GSM8K, f"--source={source}", f"--out={out}")
     assert (code, stderr) == (0, "") and stdout.endswith(REPORT)
     assert sorted(os.listdir(out)) == ["raw", "rl_train.jsonl", "rl_val.jsonl"]
     assert sorted(os.listdir(out / "raw")) == ["test.jsonl", "train.jsonl"]
@@ -168,12 +150,12 @@ def test_gsm8k(tmp_path, source, prepare):
         assert sum(w * each[name] for w, name, _ in rewards).tolist() == [1.5] * len(kept)
 
 
-def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, prepare):
+def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, run_here):
     out = tmp_path / "out"
-    code, stdout, _ = prepare(GSM8K, f"--source={source}", f"--out={out}", "--limit=2")
+    code, stdout, _ = run_here(GSM8K, f"--source={source}", f"--out={out}", "--limit=2")
     assert code == 0 and stdout.count("downloading ") == 2 and "rl_train.jsonl: 2 rows\n" in stdout
     source.rename(tmp_path / "gone")
-    code, stdout, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}", "--chat")
+    code, stdout, stderr = run_here(GSM8K, f"--source={source}", f"--out={out}", "--chat")
     assert (code, stdout, stderr) == (0, REPORT, "")
     messages = [row["prompt"] for row in read(out / "rl_train.jsonl")]
     assert [[m["role"] for m in prompt] for prompt in messages] == [["user"]] * 5
@@ -185,23 +167,23 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, prep
     (3, '{"answer": "a"}', "field 'prompt' is missing"),
     (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string, found int"),
     (1, '{"question": "\\ud83d", "answer": "#### 5"}', "field 'prompt' holds half a surrogate pair")])
-def test_gsm8k_bad_rows_are_one_line(tmp_path, source, prepare, number, line, message):
+def test_gsm8k_bad_rows_are_one_line(tmp_path, source, run_here, number, line, message):
     lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")
     lines[number - 1] = line
     (source / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     out = tmp_path / "out"
-    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={out}")
+    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={out}")
     assert code == 2
     assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}")
     assert stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
 
 
-def test_gsm8k_failed_download_or_another_data_set(tmp_path, source, prepare):
+def test_gsm8k_failed_download_or_another_data_set(tmp_path, source, run_here):
     (source / "test.jsonl").unlink()
-    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
+    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
     assert code == 2 and "test.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
     (source / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    code, _, stderr = prepare(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
+    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
     assert code == 2 and "no row is left for" in stderr and "answer is no number" in stderr and stderr.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.jsonl"))

@@ -10,11 +10,8 @@ import re
 import pytest
 import transformers
 
-from engine.checkpoint import save_model
 from engine.hf_config import parse_config
-from engine.pretrained import from_scratch
 from engine.tensor_parallel import check_split, part_config, places
-from engine.tokenizers import load_tokenizer
 from errors import BadConfig
 
 import tiny
@@ -22,7 +19,8 @@ from families import VARIANTS, make
 from tiny import forked, one_run
 
 SIZES = (2, 4)
-# Each rank samples with its part of every family, and once more with an adapter; then with the whole. What differs is written.
+# Each rank samples with its part of every family, and once more with an adapter. A first run, on one rank, samples with the
+# whole. What differs from that is written.
 WORKER = """
 import json, os, sys
 import torch
@@ -47,7 +45,10 @@ for variant in json.loads(sys.argv[2]):
         p.data.normal_(0, 0.1, generator=generator)
     # all at once, and two at a time, where ended rows give way to others
     for name, model, batch_size in ((variant, policy, 2), (f"{variant}, adapted", adapted, 0)):
-        whole = generate(model, prompts, 6, batch_size=batch_size, **settings)
+        if size == 1:
+            torch.save(generate(model, prompts, 6, batch_size=batch_size, **settings), f"{folder}/{name}.pt")
+            continue
+        whole = torch.load(f"{folder}/{name}.pt")
         part = placement.decoding_copy(model, None, device, neighbours(size))
         got = generate(part, prompts, 6, batch_size=batch_size, **settings)
         found[name] = dict(equal=all(torch.equal(got[k], whole[k]) for k in whole if k != "sampler_logprobs"),
@@ -68,9 +69,9 @@ def sampled(tmp_path_factory):
         make(variant).save_pretrained(folder / variant)
     (folder / "worker.py").write_text(WORKER)
     args = [str(folder), json.dumps(list(VARIANTS))]
-    cases = {f"{n} ranks": [one_run(str(folder / "worker.py"), *[args] * n)] for n in SIZES}
-    for name, (result,) in forked(str(folder), cases).items():
-        assert set(result["codes"]) == {0}, (name, result["stderr"])
+    runs = [one_run(str(folder / "worker.py"), *[args] * n) for n in (1, *SIZES)]
+    for result in forked(str(folder), {"ranks": runs})["ranks"]:
+        assert set(result["codes"]) == {0}, result["stderr"]
     return {n: [json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in SIZES}
 
 
@@ -136,8 +137,6 @@ def test_heads_that_ranks_cannot_share_are_one_line(n, variant, said):
 # ---------------------------------------------------------------------------------------------------------------------
 # whole runs
 
-QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
-            intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None)
 EXACT = dict(dtype="float64", max_iters=2, rollout_batch_size=3, eval_interval=1, eval_size=3, timeout=200)
 SAME = {  # name -> (script, ranks, keys): each ends as the same script on one rank. The policy has 4 heads, 2 of keys and values
     "ppo, 2 of 2": ("ppo.py", 2, dict(generate_tp=2)),
@@ -170,9 +169,7 @@ BAD = {  # name -> (ranks, keys, what is said)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    tokenizer = load_tokenizer(world.tokenizer)
-    config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    tiny.add_qwen(world)
     return world
 
 
@@ -244,9 +241,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(ended, name):
     assert not os.path.exists(f"{ended[0]}/{name}/out")
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
-def test_under_torchrun(world, tmp_path, script):
-    arguments = getattr(world, script[:-3])(tmp_path / "out", generate_tp=2, max_iters=1, zero_stage="3")
-    result = tiny.run(script, *arguments, ranks=2)
+def test_under_torchrun(world, tmp_path):
+    keys = dict(generate_tp=2, max_iters=1, zero_stage="3")
+    calls = [("ppo.py", world.ppo(tmp_path / "ppo", **keys)), ("grpo.py", world.grpo(tmp_path / "grpo", **keys))]
+    result = tiny.run_in_one(tmp_path, "both", calls, ranks=2)
     assert result.returncode == 0, result.stderr
-    assert os.path.exists(tmp_path / "out" / "policy")
+    for name in ("ppo", "grpo"):
+        assert os.path.exists(tmp_path / name / "policy")

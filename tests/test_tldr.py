@@ -1,8 +1,6 @@
 """data/tldr/prepare.py on tiny made-up files of OpenAI's layout, with a tokenizer whose tokens are the words."""
 import json
 import os
-import runpy
-import socket
 import subprocess
 import sys
 
@@ -136,18 +134,9 @@ def runs(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def prepare_here(monkeypatch, capsys):
+def prepare_here(run_here):
     """The same in this process, for the many small cases: exit code, stdout, stderr."""
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", arguments(*args))
-        monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: None)  # it would outlive the test
-        try:
-            runpy.run_path(SCRIPT, run_name="__main__")
-            code = 0
-        except SystemExit as e:
-            code = e.code
-        return code, *capsys.readouterr()
-    return run
+    return lambda *args: run_here(*arguments(*args))
 
 
 def read(path):

@@ -25,8 +25,6 @@ import tiny
 from tiny import forked, in_a_row, one_run
 
 TRAINED = ("policy", "value_model")
-QWEN = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
-            intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None)
 
 # what every run here leaves beside its product: each rank's dtypes, checksums and memory of its models, before the first step
 WATCH = """
@@ -64,9 +62,7 @@ data.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
 def world(tmp_path_factory):
     """tiny's world, and beside it a policy of the Llama family, tied, with sizes that no number of ranks divides."""
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    tokenizer = load_tokenizer(world.tokenizer)
-    config = QWEN | dict(vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    tokenizer = tiny.add_qwen(world)
     other = from_pretrained(world.policy)
     with torch.no_grad():
         other.lm_head.weight.mul_(1.1)
@@ -246,43 +242,14 @@ def after(metrics):
     return original_metrics(metrics)
 parallel.all_reduce_metrics = after
 """
-DIE = """
-import loss, rewards, rollout, signal, time
-from engine import audit, launch, optimizers, placement
-def once(owner, name, action):
-    f = getattr(owner, name)
-    def changed(*args, **kwargs):
-        if now == 1:
-            action()
-        return f(*args, **kwargs)
-    setattr(owner, name, changed)
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def hang():
-    time.sleep(8)
-    os._exit(9)
-"""
-OVERFLOW = """
-zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
-def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
-    global steps
-    steps += 1
-    zero(buffers)
-    if WHEN and not hasattr(buffers[0], "parts"):
-        buffers[0].flat[0] = float("inf")
-def spoil_and_reduce(buffers, *rest):
-    if WHEN and hasattr(buffers[0], "parts"):
-        buffers[0].parts()[0].view(-1)[0] = float("inf")
-    reduce(buffers, *rest)
-parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
-"""
+DIE = tiny.ONCE + tiny.ends(8) + "import loss, rewards\n"
 AUDITED = dict(sync_check_interval=1, timeout=20, batch_size=4, ppo_epochs=1)
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
     "a bit of ref_policy": (FLIP, dict(zero_stage="ref=3"), r"iteration 2: the frozen ref_policy has "
                             r"changed: parameter layers\.0\.up\.weight is not what it was at the start \(on rank 1\)"),
     "a NaN in the policy": (POISON, dict(zero_stage="policy=3"),
                             r"iteration 2: policy's layers\.0\.up\.weight is not finite \(on rank 1\); the last checkpoint"),
-    "21 overflows": (OVERFLOW.replace("WHEN", "True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21,
+    "21 overflows": (tiny.overflow("True"), dict(dtype="float16", zero_stage="policy=3", ppo_epochs=21,
                                                             num_minibatches=1, micro_batch_size=64),
                      "iteration 0: the gradients are not finite at any scale of the loss, 20 steps in a row"),
 }
@@ -317,7 +284,7 @@ def stopped(world, tmp_path_factory):
     for name, (code, keys, _) in STOPPED.items():
         jobs[name] = ppo(world, code=code, only=1, **AUDITED | keys)
     for name, (step, keys) in SKIPS.items():
-        jobs[name] = ppo(world, code=OVERFLOW.replace("WHEN", f"steps == {step}"), only=1, dtype="float16", **AUDITED | keys)
+        jobs[name] = ppo(world, code=tiny.overflow(f"steps == {step}"), only=1, dtype="float16", **AUDITED | keys)
     keys = SMALL | dict(zero_stage="3", dtype="float64", max_iters=2)
     for name, action in SIGNALLED.items():
         code = DIE + f"def term():\n    os.kill(os.getpid(), signal.SIGTERM)\n{action}"

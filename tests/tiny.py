@@ -217,6 +217,20 @@ def build(folder):
     return World(folder)
 
 
+def add_qwen(world):
+    """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides. Returns its tokenizer."""
+    from engine.checkpoint import save_model
+    from engine.pretrained import from_scratch
+    from engine.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(world.tokenizer)
+    config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None,
+                  vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
+    return tokenizer
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # running scripts
 
@@ -297,6 +311,61 @@ def run_patches(code, rank, modules):
         for name, old in names.items():
             if id(old) in changed and vars(module).get(name) is old:
                 setattr(module, name, changed[id(old)])
+
+
+# Code for runs. `now` is the iteration, and in iteration 1 `once` lets something happen before a function is called.
+NOW = """
+import data
+now, original_rows = -1, data.batch_rows
+def batch_rows(seed, iteration, *rest):
+    global now
+    now = iteration
+    return original_rows(seed, iteration, *rest)
+data.batch_rows = batch_rows
+"""
+ONCE = """
+def once(owner, name, action):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        if now == 1:
+            action()
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+"""
+
+
+def ends(seconds):
+    """Code with two ways to lose a rank: die(); and hang(), for so many seconds, longer than the timeout."""
+    return f"""
+import os, signal, time
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def hang():
+    time.sleep({seconds})
+    os._exit(9)
+"""
+
+
+# One of this rank's gradients is inf in each step, counted from 1, of which WHEN, an expression of `steps`, is true.
+OVERFLOW = """
+import parallel
+zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
+def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
+    global steps
+    steps += 1
+    zero(buffers)
+    if WHEN and not hasattr(buffers[0], "parts"):
+        buffers[0].flat[0] = float("inf")
+def spoil_and_reduce(buffers, *rest):
+    if WHEN and hasattr(buffers[0], "parts"):
+        buffers[0].parts()[0].view(-1)[0] = float("inf")
+    reduce(buffers, *rest)
+parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
+"""
+
+
+def overflow(when):
+    return OVERFLOW.replace("WHEN", when)
 
 
 def wrap(path, code):

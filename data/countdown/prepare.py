@@ -26,7 +26,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from convert import check_range, parser_of, write_rows  # noqa: E402
+from convert import BASE, check_range, parser_of, write_rows  # noqa: E402
 
 NUMBERS = (3, 4)  # how many numbers a problem has
 LARGEST = 99  # the numbers are from 1 to this
@@ -35,12 +35,6 @@ TASK = """Using the numbers {numbers}, find an expression that equals {target}. 
 addition, subtraction, multiplication and division (+, -, *, /) and parentheses, and you must use \
 every number exactly once. Reason between <think> and </think>, then give the expression alone \
 between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."""
-BASE = """A conversation between User and Assistant. The User asks a question and the Assistant \
-answers it: the Assistant first works out the solution in its mind, and then tells the User the \
-answer.
-User: {task}
-Assistant: I will work this out step by step.
-<think>"""
 
 
 def random_expression(rng, numbers):

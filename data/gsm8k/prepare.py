@@ -25,7 +25,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from convert import check_range, fetch, parser_of, write_rows  # noqa: E402
+from convert import BASE, check_range, fetch, parser_of, write_rows  # noqa: E402
 from formats import read_rows  # noqa: E402
 from rows import prompt_row  # noqa: E402
 
@@ -33,12 +33,6 @@ SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grad
 FILES = {"rl_train": "train.jsonl", "rl_val": "test.jsonl"}  # our file -> theirs
 TASK = (r"{question} Reason step by step between <think> and </think>, then give the final number "
         r"in \boxed{{}}, for example \boxed{{12}}.")
-BASE = """A conversation between User and Assistant. The User asks a question and the Assistant \
-answers it: the Assistant first works out the solution in its mind, and then tells the User the \
-answer.
-User: {task}
-Assistant: I will work this out step by step.
-<think>"""
 
 
 def rows(args, kept):
