@@ -6,6 +6,7 @@ How long it takes to save a sharded model and to go on from it: not a test, but 
 A random Llama of 111 million parameters in float32 with AdamW's states, 1.3 GB, on ranks of one thread that are joined by
 gloo. In turns, one rank writes (each model and each optimizer is one file), and all do (files of 50 MB). The least seconds.
 """
+import argparse
 import os
 import shutil
 import subprocess
@@ -86,12 +87,16 @@ def measure(folder, times):
 
 
 def main():
-    keys = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].strip())
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--times", type=int, default=3)
+    keys = parser.parse_args()
     if "RANK" in os.environ:
-        measure(keys["folder"], int(keys.get("times", 3)))
+        measure(keys.folder, keys.times)
         return
-    os.makedirs(keys["folder"], exist_ok=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={keys.get('ranks', 2)}"]
+    os.makedirs(keys.folder, exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={keys.ranks}"]
     sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv],
                             env=os.environ | dict(OMP_NUM_THREADS="1")).returncode)
 

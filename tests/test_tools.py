@@ -177,7 +177,7 @@ def test_a_machine_without_venv_is_told_so(tmp_path):
     fake = tmp_path / "python3"
     fake.write_text(f'#!/bin/bash\ncase "$*" in *ensurepip*) exit 1;; *) exec {sys.executable} "$@";; esac\n')
     fake.chmod(0o755)
-    env = {k: v for k, v in ENV.items() if k != "VIRTUAL_ENV"}
+    env = {k: v for k, v in ENV.items() if k not in ("VIRTUAL_ENV", "QUARTET_PYTHON")}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "QUARTET_VENV": str(tmp_path / "none")}
     done = subprocess.run(["bash", "runs/test.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "apt install python3-venv" in done.stderr
