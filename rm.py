@@ -235,18 +235,18 @@ def all_scores(groups, model):
 
 def losses_of(scores, known):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. known: of each pair
-    its margin, and how likely its label is right, (b, 2); or the teacher's scores, (b, k).
+    The losses of b examples with these scores (b, k), {name: (b,)}. known: of each pair its margin,
+    and how likely its label is right, (b, 2); or, with a teacher, its scores (b, k).
     """
     if not teacher:
         margin, confidence = known.unbind(1)  # (b,) each
-        wrong = label_smoothing + (1 - confidence) * (1 - 2 * label_smoothing)  # (b,)
+        # (b,): a wrong label stays, or a right one is among the share that label_smoothing swaps
+        wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
         return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
                 "loss/centring": centring_loss(scores)}
-    wanted = known
-    losses = {"loss/score": (scores - wanted).square().mean(1)}
+    losses = {"loss/score": (scores - known).square().mean(1)}
     if k == 2:
-        chance = (wanted[:, 0] - wanted[:, 1]).sigmoid()  # that the first is the better one
+        chance = (known[:, 0] - known[:, 1]).sigmoid()  # that the first is the better one
         losses["loss/preference"] = soft_preference_loss(scores[:, 0] - scores[:, 1], chance)
     return losses
 
@@ -305,8 +305,8 @@ if teacher:
         print(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
               f"{told['eval/calibration_error']:.3f}")
 elif master:
-    margins, confidences = ([x for x in column if x != usual]
-                            for column, usual in zip(zip(*known, strict=True), (0, 1), strict=True))
+    margins = [margin for margin, _ in known if margin != 0]
+    confidences = [confidence for _, confidence in known if confidence != 1]
     if margins:
         print(f"{len(margins)} pairs have a margin, {max(margins):g} at most")
     if confidences:

@@ -13,9 +13,7 @@ if ! command -v bwrap >/dev/null; then
     exit 2
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# Small operations are slow when two threads share a core: two threads, each on a core of its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
-export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+pin_threads
 
 # Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
 # with another seed the run would be refused.

@@ -6,6 +6,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+# Small operations are slow when two threads share a core: two threads, each on a core of its own.
+pin_threads() {
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
+    export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+}
 if [ -n "${QUARTET_PYTHON:-}" ]; then
     PYTHON="$QUARTET_PYTHON"
     return

@@ -9,7 +9,6 @@ unset OMP_PROC_BIND OMP_PLACES
 export OMP_NUM_THREADS=1  # for each of two ranks
 seeds="${1:-1}"
 
-step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 if [ ! -e data/arithmetic/rl_train.jsonl ]; then step data/arithmetic/prepare.py; fi
 for seed in $seeds; do
     sft="out/staleness/sft_$seed"

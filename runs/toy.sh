@@ -15,9 +15,7 @@ for of in sft rm ppo; do
     fi
 done
 
-# Small operations are slow when two threads share a core: two threads, each on a core of its own.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
-export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+pin_threads
 
 # beside FILE ARGUMENTS: a step that runs beside others, on one core each, as many at a time as
 # there are cores, but two at most, or $AT_ONCE. What it says is written to FILE.
