@@ -278,8 +278,11 @@ def save_adapter(model, folder, base=""):
     for name, parts in tensors.items():
         t = to_hf(model.config, "", {part: p.detach() for p, part in parts})
         whole[name] = t.cpu().contiguous()
-    save_file(whole, os.path.join(folder, "adapter_model.safetensors"),
-              metadata={"format": "pt", "score_shift": str(model.config.score_shift)})
+    # one note: safetensors writes several in an order that changes from process to process, and
+    # the same adapter must be the same bytes; peft needs none
+    notes = {"format": "pt"} if model.head == "lm" else {
+        "score_shift": str(model.config.score_shift)}
+    save_file(whole, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
 
 
 def load_adapted(base, folder, head="lm", base_path=""):

@@ -297,6 +297,16 @@ def test_an_adapters_folder_is_the_merged_model(variant, head, tmp_path):
     assert head == "scalar" or from_pretrained(path, "scalar").new_head  # a reward model on it gets a new head
 
 
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_an_adapter_is_the_same_bytes_each_time(head, tmp_path):
+    """safetensors writes the notes of a file in an order of chance: 20 files with two notes would differ."""
+    model = adapted("gpt2", tmp_path, head)
+    model.config.score_shift = 0.5 if head == "scalar" else 0.0
+    for i in range(20):
+        save_adapter(model, tmp_path / f"saved {i}", "base")
+    assert len({(tmp_path / f"saved {i}" / "adapter_model.safetensors").read_bytes() for i in range(20)}) == 1
+
+
 @torch.no_grad()
 def test_an_adapter_on_an_adapter_and_rslora(tmp_path, monkeypatch):
     """Paths are as they were: relative ones are looked for from the folder where one works."""
