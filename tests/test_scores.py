@@ -137,6 +137,14 @@ def stopped(seed, iteration, *rest):
     return batch_rows(seed, iteration, *rest)
 data.batch_rows = stopped
 """
+COUNT = """
+import rollout
+sample_share = rollout.sample_share
+def counted(*args):
+    print("sampled for", args[5], args[6])
+    return sample_share(*args)
+rollout.sample_share = counted
+"""
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +194,9 @@ def runs(tmp_path_factory):
     cases["resumed"] = [one_run("ppo.py", (arguments, STOP)), one_run("ppo.py", arguments)]
     arguments = world.ppo("out", center_scores="always", **SETTINGS)
     cases["always"] = [one_run("ppo.py", arguments)]
+    both = ",".join(f"{folder}/moved {move}" for move in (15.0, -15.0))
+    arguments = world.ppo("out", reward_path=both, value_init="policy", **SETTINGS)
+    cases["both"] = [one_run("ppo.py", *[(arguments, COUNT)] * 2)]
     results = forked(folder, cases)
     runs = {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
     return runs | dict(world=world)
@@ -275,6 +286,16 @@ def test_an_evaluation_changes_no_zero_and_ranks_neither(runs):
         assert tiny.distance(here, f"{runs['no eval 0.0'][0]}/{model}") == 0
         for name in ("ranks 0.0", "roles 0.0"):
             assert tiny.distance(here, f"{succeeded(runs[name])}/{model}") < 1e-9
+
+
+def test_the_members_of_an_ensemble_read_one_sample_for_their_zeros(runs):
+    """Each gets the zero that it has alone; sampled are the zeros' batch, an evaluation and so on."""
+    said = runs["both"][1]["stdout"][0] if succeeded(runs["both"]) else ""
+    alone = [re.search("the reward model scores .* at first", runs[f"policy {move}"][1]["stdout"][0])
+             for move in (15.0, -15.0)]
+    assert re.findall("the reward model scores .* at first", said) == [found[0] for found in alone]
+    assert re.findall("sampled for (.*)", said) == [
+        "rollout 0", "eval 0", "rollout 0", "eval 0", "rollout 1", "eval 0", "rollout 2", "eval 0"]
 
 
 def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):
