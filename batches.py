@@ -99,7 +99,7 @@ class Batches:
         self.sampling, self.scoring = [], []  # Orders that others work on, in the order of the jobs
         self.published = None  # the newest version that the generators have been given
         self.looked_ahead = -1  # the last iteration that has ordered batches
-        self.restore(load_batches(run.checkpoint) if run.checkpoint else {})
+        self.restore(load_batches(run.checkpoint) if run.checkpoint else {})  # COLLECTIVE
         run.batches = self
 
     def ask(self, purpose, picked, slots=None):

@@ -100,7 +100,7 @@ scale_scores = "none"  # running: divide scores by their deviation so far [none 
 # a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
 # no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
-# learned scores less those of the rows' demonstrations, the field "completion" (N+ detail 15)
+# learned scores less those of the rows' demonstrations; rows as for sft.py (N+ detail 15)
 subtract_demonstration = False  # a response as good as its demonstration then scores 0
 missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
 missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]

@@ -38,6 +38,7 @@ from engine.build import autocast
 from engine.expressions import same_expressions
 from engine.placement import no_grad_forwards
 from engine.programs import extract_code
+from engine.reading import reads_beside
 from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
 from packing import as_above, pack_to_read, prompt_width, same_prompts
@@ -603,6 +604,7 @@ class Scorer:
         if self.reward_models:
             each, shown = [], []  # (b,) of each model; one after the other is on the device
             demonstrations = [row.get("completion") for row in mine["rows"]]
+            reader = reads_beside(self.reward_tokenizer, self.tokenizer)
             for reward_model in self.reward_models:
                 with self.autocast, no_grad_forwards([reward_model], self.device):
                     each.append(reward_model_scores(mine, reward_model, self.reward_tokenizer,
@@ -610,7 +612,7 @@ class Scorer:
                     if self.config.get("subtract_demonstration"):
                         shown.append(text_scores(  # COLLECTIVE
                             mine["rows"], demonstrations, [True] * len(demonstrations),
-                            reward_model, self.reward_tokenizer, at_once, forwards, self.device))
+                            reward_model, reader, at_once, forwards, self.device))
             each = torch.stack(each)  # (M, b)
             how = self.config["reward_ensemble"], self.config["reward_ensemble_coef"]
             scores["reward_model"] = ensemble_score(each, *how)

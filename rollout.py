@@ -522,10 +522,14 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
         wanted = [(rows[number], prompts[number], slot, sample)
                   for slot, number in enumerate(picked) for sample in range(group_size)]
-        shifts = []
+        shifts, batch = [], None
         for reward_model in unknown:
-            batch = sample_and_score(  # COLLECTIVE
-                run, policy, scorer.of_one(reward_model), config, wanted, "rollout", 0)
+            alone = scorer.of_one(reward_model)
+            if batch is None:
+                batch = sample_and_score(  # COLLECTIVE
+                    run, policy, alone, config, wanted, "rollout", 0)
+            else:  # the same texts
+                batch = score_batch(alone, batch, wanted, 0)  # COLLECTIVE
             scores, counted = batch["scores"], batch["finished"]
             if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
                 scores, counted = batch["reward/demonstration"], torch.ones_like(counted)

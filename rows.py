@@ -177,6 +177,25 @@ def prompt_row(row):
     return row
 
 
+def demonstrated_row(row):
+    """
+    A prompt_row whose `completion` is what a row of sft_row demonstrates: a string, or a list with
+    one message; of several turns of the assistant it is the first. Raises BadInput.
+    """
+    made = prompt_row(row)
+    wants = "subtract_demonstration wants in each row an answer to its prompt, as sft.py does"
+    try:
+        shown = sft_row({**row, "prompt": made["prompt"]})
+    except BadInput as e:
+        raise BadInput(f"{wants}: {e}") from e
+    if shown["prompt"] != made["prompt"]:
+        raise BadInput(f"{wants}, and here it answers another one")
+    shown = shown["completion"] if isinstance(made["prompt"], str) else shown["completion"][:1]
+    if not (shown if isinstance(shown, str) else shown[0]["content"]).strip():
+        raise BadInput(f"{wants}, and here it is blank")
+    return made | {"completion": shown}
+
+
 # --------------------------------------------------------------------------------------------------
 # their parts
 

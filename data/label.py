@@ -73,6 +73,10 @@ config = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # the policy, the judge, the prompts
 
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    raise BadConfig("label.py is one process, and each of several would write the same file; start "
+                    "it without torchrun. Several can share the work by files: give each another "
+                    "--prompts_path and --out")
 if not judge_path:
     raise BadConfig("judge_path is empty; type --judge_path=FOLDER")
 if samples % 2:

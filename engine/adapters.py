@@ -47,7 +47,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from engine.hf_config import ADAPTER_FIELDS, check_fields
-from engine.hf_files import check_dtype, check_numbers, read_headers, read_json, read_tensors
+from engine.hf_files import (
+    check_dtype, check_numbers, read_headers, read_json, read_tensors, same_folder)
 from engine.pretrained import (
     check_lora, draw_score_head, fill, from_hf, hf_name, read_shift, to_hf)
 from errors import BadInput, shorten
@@ -334,7 +335,7 @@ def same_model(path, other):
     elsewhere and names on the hub, the last parts must be equal.
     """
     if os.path.isdir(path) and os.path.isdir(other):
-        return os.path.realpath(path) == os.path.realpath(other)
+        return same_folder(path, other)
     return os.path.basename(path.rstrip("/")) == os.path.basename(other.rstrip("/"))
 
 

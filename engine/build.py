@@ -19,7 +19,7 @@ from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
-from rows import prompt_row, ptx_row
+from rows import demonstrated_row, prompt_row, ptx_row
 from model import freeze
 
 
@@ -70,16 +70,12 @@ def read_prompts(path, terms, fields="", demonstrations=False):
     The rows of a file of prompts, which have what the rewards need, and demonstrations where these
     are wanted; none, if path is "". Raises BadInput.
     """
-    rows = read_rows(path, prompt_row, fields) if path else Rows()
+    shape = demonstrated_row if demonstrations else prompt_row
+    rows = read_rows(path, shape, fields) if path else Rows()
     rules, first = [term for term in terms if term[2]], 0
     for file, _, count in rows.parts:
         check_rows(rules, rows[first:first + count], file)
         first += count
-        for number, row in enumerate(rows[first - count:first] if demonstrations else (), 1):
-            if not isinstance(row.get("completion"), str) or not row["completion"].strip():
-                raise BadInput(f"{file}, row {number}: subtract_demonstration needs the field "
-                               "'completion', a string that is not blank; give demonstrations, "
-                               "such as those of sft.py, or leave the key out")
     return rows
 
 

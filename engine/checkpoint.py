@@ -39,7 +39,7 @@ from engine.model_card import model_card
 from engine.placement import trunk_of
 from engine.pretrained import load_weights, save_pretrained
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, may_be_silent, together
+from engine.together import alone, patience, together
 from errors import BadConfig, BadInput
 from parallel import rank_and_size
 
@@ -205,7 +205,7 @@ def load_checkpoint(folder, models, optimizers, average=None):
     A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
     When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
     """
-    with may_be_silent():
+    with patience():
         together(lambda: fill(folder, models, optimizers, average))
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
 
@@ -227,10 +227,14 @@ def fill(folder, models, optimizers, average):
 
 
 def load_batches(folder):
-    """{name: tensor} of the batches that save_checkpoint was given; {} where there were none."""
+    """
+    A collective: {name: tensor} of the batches that save_checkpoint was given; {} where there were
+    none.
+    """
     tensors = {}
     if os.path.exists(files_of(folder, "batches")[0]):
-        together(lambda: use_tensors(folder, "batches", tensors.update))
+        with patience():
+            together(lambda: use_tensors(folder, "batches", tensors.update))
     return tensors
 
 

@@ -41,10 +41,11 @@ GLANCE = 0.2  # seconds between two looks at whether the others live
 KEPT = 256  # so many notes stay in the store of what the first rank of a role has received
 
 
-def parse_roles(text, world_size):
+def parse_roles(text, world_size, start="or start so many: torchrun --nproc_per_node="):
     """
     "train=6,generate=1,score=1" -> {role: the range of its ranks}, the roles without ranks left
-    out; None where all ranks train. Raises BadConfig.
+    out; None where all ranks train. start: how a user gets so many ranks, for the message. Raises
+    BadConfig.
     """
     counts = {}
     for part in text.split(",") if text.strip() else ():
@@ -60,8 +61,7 @@ def parse_roles(text, world_size):
         raise BadConfig(f"roles = {shorten(text)} has no ranks that train; give it train=1 or more")
     if sum(counts.values()) != world_size:
         raise BadConfig(f"roles = {shorten(text)} has {sum(counts.values())} ranks, but there are "
-                        f"{world_size}; change it, or start so many: "
-                        f"torchrun --nproc_per_node={sum(counts.values())}")
+                        f"{world_size}; change it, {start}{sum(counts.values())}")
     ranks, first = {}, 0
     for role in ROLES:
         if counts.get(role):

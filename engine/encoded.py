@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 import engine
 from data import encode_for_all, naming, say_special_tokens, say_too_long
+from engine.reading import ids_read, reads_beside
 from errors import BadInput, Stop, first_line, warn
 from formats import where_is
 
@@ -43,10 +44,17 @@ shared = None  # (rows, path, tokenizer, field) of the processes that encode
 def encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge=None):
     """
     For ppo.py and grpo.py: the token ids of each row's prompt; see data.encode_for_all. Rows that
-    are dropped are taken out of `rows`, too. The rows must also suit the judge, if there is one.
+    are dropped are taken out of `rows`, too. The rows must also suit the judge, if there is one;
+    and with subtract_demonstration the reward models must have room for the demonstrations.
     """
     if judge:
         judge.check_rows(rows, path, config["max_new_tokens"], config["too_long"] == "drop")
+
+    if config.get("subtract_demonstration"):
+        reader = reads_beside(reward_tokenizer, tokenizer)
+        for name, model in models.items():
+            if name.startswith("reward_model"):  # one, or an ensemble
+                ids_read(reader, rows, path, ["completion"], model)
 
     def encode(rows, path, tokenizer):
         return [ids for ids, _ in encode_all(rows, path, tokenizer, None, folder_of(config))]

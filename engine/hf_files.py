@@ -36,10 +36,17 @@ def several_paths(spec, key):
     if not all(paths):
         raise BadInput(f"{key} = {spec!r}: a name between two commas is missing; wanted one "
                        "folder, or several such as A,B,C")
-    for path in paths:
-        if paths.count(path) > 1:
+    for number, path in enumerate(paths):
+        if any(same_folder(path, other) for other in paths[:number]):
             raise BadInput(f"{key}: {path!r} is given twice; keep one")
     return paths
+
+
+def same_folder(path, other):
+    """Whether two paths or hub names are the same: x and ./x are, and a link and where it leads."""
+    if os.path.isdir(path) and os.path.isdir(other):
+        return os.path.realpath(path) == os.path.realpath(other)
+    return path == other
 
 
 def find_folder(path, weights=False):
@@ -131,7 +138,7 @@ def model_folders(path, weights=True):
             raise BadInput(f"{folders[-1]} is an adapter, and the model that it was trained on "
                            "(base_model_name_or_path in its adapter_config.json) cannot be used: "
                            f"{e}") from e
-        if any(os.path.realpath(folder) == os.path.realpath(known) for known in folders):
+        if any(same_folder(folder, known) for known in folders):
             raise BadInput(f"{folders[-1]}: its adapter_config.json names {base} as the model that "
                            "it was trained on, and that is the adapter itself")
         folders.append(folder)

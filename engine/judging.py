@@ -21,7 +21,7 @@ import re
 import torch
 
 from data import naming
-from engine.hf_files import read_text
+from engine.hf_files import read_text, same_folder
 from engine.reading import as_dialogue
 from errors import BadInput, shorten
 from formats import where_is
@@ -284,4 +284,6 @@ def judged_by_reference(config):
     now and then is no judge: a judge stays as it is.
     """
     reference = config.get("ref_path") or config["policy_path"]
-    return config["judge_path"] in ("ref_policy", reference) and not config.get("ref_reset_iters")
+    path = config["judge_path"]
+    same = path == "ref_policy" or same_folder(path, reference)
+    return same and not config.get("ref_reset_iters")

@@ -48,6 +48,16 @@ def reader_of(reward_model, tokenizer, reward_format, path):
                     f"scored at {where}")
 
 
+def reads_beside(reward_tokenizer, tokenizer):
+    """
+    What encodes other texts than the sampled ones for a reward model, such as demonstrations: one
+    that reads the policy's own tokens gets these texts, too, in the policy's tokenizer, which knows
+    the run's system_prompt and chat_template.
+    """
+    same = reward_tokenizer.fingerprint == tokenizer.fingerprint
+    return tokenizer if same else reward_tokenizer
+
+
 def ids_read(reader, rows, path, fields, model):
     """
     What a reward model reads of each row's completions: [[ids of each of the fields], ...], up to

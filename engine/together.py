@@ -74,31 +74,22 @@ def alone(function):
 @contextlib.contextmanager
 def patience():
     """
-    A block of long work at the disk: a run of four 8B models hashes, writes and syncs 190 GB at a
-    time. The ranks wait for each other for up to PATIENCE seconds in it, not `timeout`.
+    A block of long work at the disk: a run of four 8B models hashes, writes, syncs and reads 190 GB
+    at a time. The ranks wait for each other for up to PATIENCE seconds in it, not `timeout`.
     """
     if not dist.is_initialized():
         yield
         return
     group, wait = parallel.group or dist.group.WORLD, usual_wait
     group.set_timeout(max(wait, datetime.timedelta(seconds=PATIENCE)))
-    try:
-        with may_be_silent():
-            yield
-    finally:
-        group.set_timeout(wait)
-
-
-@contextlib.contextmanager
-def may_be_silent():
-    """In this block ranks of other roles wait for PATIENCE seconds for a sign of life."""
-    if parallel.beat:
+    if parallel.beat:  # so long ranks of other roles wait for a sign of life
         parallel.beat(PATIENCE)
     try:
         yield
     finally:
+        group.set_timeout(wait)
         if parallel.beat:
-            parallel.beat(usual_wait.total_seconds())
+            parallel.beat(wait.total_seconds())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from engine.estimates import (best_of_k, bootstrap, calibration_error, kl_of_best_of, majority, majority_at_k, mean_and_error,
@@ -154,6 +156,22 @@ def done(tmp_path_factory):
         head=dict(reward_path=world.policy), model=dict(reward_path="", reward_functions="reward_model"),
         own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
         none=dict(prompts_path=""), task=dict(reward_functions="countdown"), long=dict(max_new_tokens=31))
+    # the second policy is wrong: that is said before the first one answers
+    for name in ("no_weights", "no_head", "short"):
+        shutil.copytree(world.policy, f"{folder}/{name}_policy")
+        wrong[name] = dict(policies=f"{world.policy},{folder}/{name}_policy")
+    os.remove(f"{folder}/no_weights_policy/model.safetensors")
+    short = tiny.read_weights(f"{folder}/short_policy")
+    short["transformer.wpe.weight"] = short["transformer.wpe.weight"][:12].clone()
+    save_file(short, f"{folder}/short_policy/model.safetensors", metadata={"format": "pt"})
+    with open(f"{folder}/short_policy/config.json", encoding="utf-8") as f:
+        config = json.load(f) | dict(n_positions=12)
+    with open(f"{folder}/short_policy/config.json", "w", encoding="utf-8") as f:
+        json.dump(config, f)
+    headless = tiny.read_weights(world.policy)
+    del headless["lm_head.weight"]
+    save_file(headless, f"{folder}/no_head_policy/model.safetensors", metadata={"format": "pt"})
+    wrong["gone"] = dict(policies=f"{world.policy},{folder}/nowhere")
     os.mkdir(f"{folder}/one")
     one = tiny.run("tools/eval.py", *arguments(keys | dict(out=f"{folder}/one/eval")))  # as a user does
     assert one.returncode == 0 and one.stderr == "", one.stderr
@@ -233,9 +251,12 @@ def test_without_answers(done):
     by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
     own="is called 'scores', and so is the sum", out="cannot be written",
     none="prompts_path is empty", task="needs the field 'numbers'",
-    long="row 1: the prompt has 7 tokens; from 1 to 1 fit").items())
+    long="row 1: the prompt has 7 tokens; from 1 to 1 fit",
+    no_weights="no_weights_policy: no model.safetensors here", no_head="tensor 'lm_head.weight' is missing",
+    short="tokens; from 1 to 4 fit beside max_new_tokens", gone="nowhere: no such model folder").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
     assert result["codes"] == [2], result
     assert len(result["stderr"][0].splitlines()) == 1 and words in result["stderr"][0]
     assert not [file for file in os.listdir(f"{done[0]}/{name}") if "eval" in file]
+    assert "responses, eta" not in result["stdout"][0]

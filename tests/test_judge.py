@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.judging import TEMPLATES, Judge, log_odds
+from engine.hf_files import several_paths
+from engine.judging import TEMPLATES, Judge, judged_by_reference, log_odds
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
@@ -406,6 +407,24 @@ def test_the_reference_as_its_own_judge(runs):
              for name in ("folder", "ref", "no-kl", "lora")}
     assert len(set(first.values())) == 1
     assert tiny.distance(f"{runs[0]}/itself-ref/out/policy", f"{runs[0]}/itself-sharded/out/policy") < 1e-9
+
+
+def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
+    """A dot, a slash, a link: the same folder, so no second copy of its weights. A hub name is compared as it is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("x")
+    for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
+        assert judged_by_reference(dict(judge_path=path, policy_path="x")), path
+        assert judged_by_reference(dict(judge_path="x", policy_path="other", ref_path=path)), path
+        assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_reset_iters=1)), path
+        assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_path="other")), path
+        with pytest.raises(BadInput, match=f"reward_path: {path!r} is given twice"):
+            several_paths(f"other,x,{path}", "reward_path")
+    assert several_paths("x, other,Org/x", "reward_path") == ["x", "other", "Org/x"]
+    assert judged_by_reference(dict(judge_path="Org/x", policy_path="Org/x"))
+    assert not judged_by_reference(dict(judge_path="Org/x", policy_path="./Org/x"))
 
 
 def test_eval_knows_no_reference(runs):

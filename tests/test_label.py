@@ -43,9 +43,10 @@ def runs(world, tmp_path_factory):
         grade=dict(judge_template=f"{world.root}/grade.txt"), sure=dict(min_confidence=0.55),
         chain=dict(min_confidence=0.5), odd=dict(samples=3), nobody=dict(judge_path=""),
         half=dict(judge_template=f"{world.root}/half.txt"),
-        nothing=dict(min_confidence=1.0), folder=dict(out="/proc/labels.jsonl"), long=dict(judge_template="compare"))
+        two={}, nothing=dict(min_confidence=1.0), folder=dict(out="/proc/labels.jsonl"), long=dict(judge_template="compare"))
     jobs = {name: [one_run("data/label.py", keys_of(world, **keys))] for name, keys in cases.items()}
     labels = f"{folder}/chain/labels.jsonl"
+    jobs["two"] = [one_run("data/label.py", *[keys_of(world)] * 2)]
     jobs["chain"].append(one_run("rm.py", world.rm("rm", train_path=labels, val_path=labels, max_iters=1)))
     return folder, forked(folder, jobs)
 
@@ -139,6 +140,7 @@ def test_rm_reads_them(runs):
 
 
 @pytest.mark.parametrize("name, said", [
+    ("two", "label.py is one process, and each of several would write the same file; start it without torchrun."),
     ("odd", "samples = 3: wanted an even number, for two are a pair"),
     ("nobody", "judge_path is empty; type --judge_path=FOLDER"),
     ("half", "has no {second}, so the judge would not see"), ("folder", "out = '/proc/labels.jsonl' cannot be written: "),
@@ -147,5 +149,6 @@ def test_rm_reads_them(runs):
 def test_refused_in_one_line(name, said, runs):
     result, = runs[1][name]
     lines = result["stderr"][0].strip().splitlines()
-    assert result["codes"] == [2] and len(lines) == 1 and re.search(said.replace("{", r"\{"), lines[0]), result
+    assert set(result["codes"]) == {2} and len(lines) == 1 and re.search(said.replace("{", r"\{"), lines[0]), result
+    assert not "".join(result["stderr"][1:])
     assert not [file for file in os.listdir(f"{runs[0]}/{name}") if "labels" in file]

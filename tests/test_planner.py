@@ -300,8 +300,26 @@ def test_a_table_for_each_role(capsys, monkeypatch):
 
     policy = 1_235_814_400 * 2 / 2**30  # in 16 bits, but for the norms
     assert abs(peak(3) - peak(1) - 2 * policy) < 0.05
-    with pytest.raises(BadConfig, match="has 3 ranks, but there are 4"):
+    with pytest.raises(BadConfig, match="has 3 ranks, but there are 4; change it, or type --world-size=3$"):
         tool(capsys, monkeypatch, *models, "--roles=train=2,generate=1")
+
+
+def test_what_fits_is_said_for_each_role(capsys, monkeypatch):
+    """--gpu-gb: the rows that train, decode and score at once; one row more would not fit."""
+    models = ("config/llama.py", "--policy-config=llama-3.2-1b", "--reward-config=llama-3.2-1b", "--world-size=4",
+              "--roles=train=2,generate=1,score=1", "--prompt-tokens=500", "--batch_size=4000")
+    keys = {"train": ("micro_batch_size", 60), "generate": ("rollout_batch_size", 20), "score": ("micro_batch_size", 20)}
+    for role, (key, limit) in keys.items():
+        def peak_and_size(rows, role=role, key=key, limit=limit):
+            out = tool(capsys, monkeypatch, *models, f"--{key}={rows}", f"--gpu-gb={limit}")
+            said = out.split(f"rank(s) that {role}:")[1].split("predicted peak: ")[1].splitlines()[0]
+            assert f"; of {limit} GB the largest {key} that fits is " in said
+            return float(said.split()[0]) * 2**30, said.split()[-1]
+
+        size = int(peak_and_size(1)[1])
+        assert 1 < size < 1000 and peak_and_size(size)[0] <= limit * 1e9 < peak_and_size(size + 1)[0], role
+    out = tool(capsys, monkeypatch, *models, "--gpu-gb=1")
+    assert out.count("of 1 GB the largest ") == out.count("that fits is none") == 3
 
 
 def test_a_policy_of_70b_beside_generators(capsys, monkeypatch):

@@ -216,6 +216,16 @@ def slow(path):
     sync(path)
 disk.sync = slow
 """
+SLOW_READ = """
+from engine import checkpoint
+use_tensors = checkpoint.use_tensors
+def slow(folder, stem, use):
+    if stem in ("value_model_optimizer", "batches"):
+        print("slow", stem)
+        time.sleep(5)  # longer than the timeout of 3 s
+    use_tensors(folder, stem, use)
+checkpoint.use_tensors = slow
+"""
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 ASK = f"""
@@ -245,6 +255,9 @@ def hurt(world, tmp_path_factory):
     cases["drifts"] = [one_run("ppo.py", (args, AT), (args, AT + NUDGE))]
     args = world.sft("out", timeout=3)
     cases["slow disk"] = [one_run("sft.py", (args, AT + DISK), (args, AT))]
+    short, long = (world.ppo("out", timeout=3, reward_timeout=2, staleness=1, max_iters=n, checkpoint_interval=1,
+                             lr_decay="constant", value_lr_decay="constant", eval_path="") for n in (2, 3))
+    cases["slow disk at a resume"] = [one_run("ppo.py", short, short), one_run("ppo.py", (long, AT), (long, AT + SLOW_READ))]
     whole = dict(max_iters=4, eval_interval=1, scale_scores="running")  # which is the loop's own state
     for name, (codes, _, _) in SIGNALS.items():
         args = world.ppo("out", **whole)
@@ -295,6 +308,14 @@ def test_a_rank_that_drifts_is_named_before_any_other_suspect(hurt):
 def test_ranks_wait_for_rank_0_at_the_disk(hurt):
     result = hurt[1]["slow disk"][0]
     assert result["codes"] == [0, 0] and result["stderr"] == ["", ""] and min(result["seconds"]) > 5, result
+
+
+def test_ranks_wait_for_one_that_reads_its_checkpoint_slowly(hurt):
+    """A slow disk is not a lost rank: weights, optimizers, and batches that were sampled ahead."""
+    short, long = hurt[1]["slow disk at a resume"]
+    assert short["codes"] == [0, 0], short
+    assert long["codes"] == [0, 0] and long["stderr"] == ["", ""] and min(long["seconds"]) > 10, long
+    assert long["stdout"][1].split("\n")[:-1] == ["slow value_model_optimizer", "slow batches"], long
 
 
 @pytest.mark.parametrize("name", SIGNALS)

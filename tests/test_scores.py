@@ -6,20 +6,25 @@ paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from data import batch_rows
+from data import batch_rows, right_pad
 from engine.checkpoint import save_model
 from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
-from errors import Stop
+from errors import BadInput, Stop
 from loss import masked_whiten
+from model import freeze
 from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences, zero_is_known
 from rollout import add_up
+from rows import demonstrated_row
 
+import models_of_the_world
 import tiny
 from tiny import forked, measured, one_run
 
@@ -137,6 +142,14 @@ def stopped(seed, iteration, *rest):
     return batch_rows(seed, iteration, *rest)
 data.batch_rows = stopped
 """
+COUNT = """
+import rollout
+sample_share = rollout.sample_share
+def counted(*args):
+    print("sampled for", args[5], args[6])
+    return sample_share(*args)
+rollout.sample_share = counted
+"""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +189,9 @@ def runs(tmp_path_factory):
                        ("less, ranks", dict(subtract_demonstration=True, zero_stage=3))):
         cases[name] = [one_run("ppo.py", *[world.ppo("out", **shown | more)] * (1 + ("ranks" in name)))]
     add("less", "ppo.py", (-15.0, 15.0), subtract_demonstration=True, value_init="policy", **shown)
+    tiny.jsonl(f"{folder}/long.jsonl", [dict(prompt="1=", completion="1"), dict(prompt="1=", completion="1" * 30)])
     for name, more in (("bare rows", dict(prompts_path=world.rl_train)),
+                       ("long shown", dict(prompts_path=f"{folder}/long.jsonl")),
                        ("rules alone", dict(reward_functions=letters, value_init="policy"))):
         keys = shown | dict(subtract_demonstration=True) | more
         cases[name] = [one_run("ppo.py", world.ppo("out", **keys))]
@@ -186,6 +201,9 @@ def runs(tmp_path_factory):
     cases["resumed"] = [one_run("ppo.py", (arguments, STOP)), one_run("ppo.py", arguments)]
     arguments = world.ppo("out", center_scores="always", **SETTINGS)
     cases["always"] = [one_run("ppo.py", arguments)]
+    both = ",".join(f"{folder}/moved {move}" for move in (15.0, -15.0))
+    arguments = world.ppo("out", reward_path=both, value_init="policy", **SETTINGS)
+    cases["both"] = [one_run("ppo.py", *[(arguments, COUNT)] * 2)]
     results = forked(folder, cases)
     runs = {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
     return runs | dict(world=world)
@@ -277,6 +295,16 @@ def test_an_evaluation_changes_no_zero_and_ranks_neither(runs):
             assert tiny.distance(here, f"{succeeded(runs[name])}/{model}") < 1e-9
 
 
+def test_the_members_of_an_ensemble_read_one_sample_for_their_zeros(runs):
+    """Each gets the zero that it has alone; sampled are the zeros' batch, an evaluation and so on."""
+    said = runs["both"][1]["stdout"][0] if succeeded(runs["both"]) else ""
+    alone = [re.search("the reward model scores .* at first", runs[f"policy {move}"][1]["stdout"][0])
+             for move in (15.0, -15.0)]
+    assert re.findall("the reward model scores .* at first", said) == [found[0] for found in alone]
+    assert re.findall("sampled for (.*)", said) == [
+        "rollout 0", "eval 0", "rollout 0", "eval 0", "rollout 1", "eval 0", "rollout 2", "eval 0"]
+
+
 def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):
     whole, resumed = succeeded(runs["reward 15.0"]), succeeded(runs["resumed"])
     assert "resuming from" in runs["resumed"][1]["stdout"][0]
@@ -349,7 +377,78 @@ def test_demonstrations_on_ranks_and_where_the_zero_moves(runs):
 
 
 def test_demonstrations_that_are_not_there(runs):
-    for name, said in (("bare rows", "row 1: subtract_demonstration needs the field 'completion'"),
+    for name, said in (("bare rows", "line 1: subtract_demonstration wants in each row an answer to its prompt, as "
+                                     "sft.py does: field 'completion' is missing; it has 'prompt', 'answer'"),
+                       ("long shown", "row 2: 33 tokens of a reward model whose context has 32"),
                        ("rules alone", "subtract_demonstration is for learned scores")):
-        result = runs[name][1]
+        out, result = runs[name]
         assert result["codes"] == [2] and said in result["stderr"][0], result
+        assert result["stderr"][0].count("\n") == 1 and not os.path.exists(out)
+
+
+USER, ANSWER = dict(role="user", content="u"), dict(role="assistant", content="a")
+ON = dict(role="assistant", content="on")
+
+
+@pytest.mark.parametrize("row, prompt, shown", [
+    (dict(prompt="p", completion="c", answer="1"), "p", "c"),
+    (dict(question="p", completion="c"), "p", "c"),
+    (dict(prompt="p", completion=[ANSWER]), [dict(role="user", content="p")], [ANSWER]),
+    (dict(prompt=[USER], completion="a"), [USER], [ANSWER]),
+    (dict(prompt=[USER, ANSWER], completion="on"), [USER, ANSWER], [ON]),
+    (dict(messages=[USER, ANSWER, USER, ON]), [USER], [ANSWER]),  # the first turn answers it
+    (dict(prompt="u", messages=[USER, ANSWER]), [USER], [ANSWER]),
+    (dict(system="s", messages=[USER, ANSWER]), [dict(role="system", content="s"), USER], [ANSWER]),
+    (dict(conversations=[{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]), [USER], [ANSWER]),
+    (dict(instruction="i", output="o"), "### Instruction:\ni\n\n### Response:\n", "o")])
+def test_demonstrations_of_every_kind(row, prompt, shown):
+    made = demonstrated_row(row)
+    assert (made["prompt"], made["completion"]) == (prompt, shown)
+    assert made.get("answer") == row.get("answer")
+
+
+@pytest.mark.parametrize("row, said", [
+    (dict(prompt="p", answer="1"), "field 'completion' is missing"), (dict(prompt="p", completion=" "), "it is blank"),
+    (dict(prompt=[USER], completion=""), "it is blank"), (dict(prompt="p", completion=3), "must be a string"),
+    (dict(prompt="p", chosen="a", rejected="b"), "field 'completion' is missing"),
+    (dict(prompt=[USER]), "field 'completion' is missing"),
+    (dict(prompt="p", instruction="i", output="o"), "and here it answers another one")])
+def test_rows_without_a_demonstration(row, said):
+    with pytest.raises(BadInput, match=f"^subtract_demonstration wants .*{said}"):
+        demonstrated_row(row)
+
+
+def test_a_demonstration_is_read_as_the_responses_are(tmp_path):
+    """
+    A reward model of rm.py reads the policy's tokens, and so the run's system prompt. It must read
+    that before a demonstration, too: the truth is transformers', up to the end of the turn.
+    """
+    folder = models_of_the_world.make(tmp_path / "reward", "qwen2.5", head="scalar")
+    with open(f"{folder}/config.json", encoding="utf-8") as f:
+        config = json.load(f) | dict(score_shift=0.5)
+    with open(f"{folder}/config.json", "w", encoding="utf-8") as f:
+        json.dump(config, f)
+    policy, reward = load_tokenizer(folder, dict(system_prompt="Be brief.")), load_tokenizer(folder)
+    model = freeze(from_pretrained(folder, "scalar"))
+    keys = dict(reward_timeout=9, code_seconds=1, code_memory_mib=64, code_output_kib=1, dtype="float32",
+                master_weights=True, micro_batch_size=2, micro_batch_tokens=0, subtract_demonstration=True,
+                reward_ensemble="mean", reward_ensemble_coef=1.0)
+    terms = [(1.0, "reward_model", None)]
+    with ThreadPoolExecutor(1) as threads:
+        scorer = Scorer(keys, terms, [model], policy, reward, threads, torch.device("cpu"))
+        rows = [dict(prompt=[USER], completion=[ON]), dict(prompt=[USER, ANSWER, USER], completion=[ANSWER])]
+        ids = [policy.encode_response(row["prompt"], "x") for row in rows]
+        tokens, mask = right_pad(ids, policy.pad_id)
+        batch = dict(rows=rows, prompts=["", ""], completions=["x", "x"], tokens=tokens, attention_mask=mask,
+                     response_mask=mask[:, -1:], finished=torch.tensor([True, True]),
+                     sampler_logprobs=torch.zeros(2, 1))
+        said = scorer.score(batch, [scorer.start(batch, 1.0)], 2)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, got in zip(rows, said["reward/demonstration"], strict=True):
+        messages = [dict(role="system", content="Be brief."), *row["prompt"], *row["completion"]]
+        text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+        theirs.config.pad_token_id = None  # the end of the turn, at which rm.py reads, is its padding
+        with torch.no_grad():
+            want = theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() + 0.5
+        assert got.item() == pytest.approx(want, abs=1e-4)

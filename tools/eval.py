@@ -153,6 +153,16 @@ reward_models, reader = build.load_reward_models(settings, device, None, tokeniz
 judge = build.load_judge(settings, device, None, None, terms)
 if judge:
     judge.check_rows(rows, prompts_path, max_new_tokens)
+# all policies are checked before the first one answers: their files, without the weights, and the
+# ids of the prompts
+checked = []  # (name, path, its tokenizer, that of the reward model, ids of the prompts)
+for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
+    outline = from_pretrained(path, outline=True)
+    check_tokenizer_fits(tokenizer, outline, path)
+    reward_tokenizer = reader if reward_models else tokenizer
+    models = in_memory(policy=outline, reward_model=reward_models)
+    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
+    checked.append((name, path, tokenizer, reward_tokenizer, ids))
 together.agree(config | {"the prompts": rows})
 together.alone(lambda: check_writable(f"{out}.jsonl"))
 
@@ -162,13 +172,9 @@ together.alone(lambda: check_writable(f"{out}.jsonl"))
 
 threads = ThreadPoolExecutor(1)  # for the rules
 records = []  # of this rank: a dict for each response
-for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
+for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
-    check_tokenizer_fits(tokenizer, policy, path)
-    models = in_memory(policy=policy, reward_model=reward_models)
     decoder = decoding_copy(policy, None, device)
-    reward_tokenizer = reader if reward_models else tokenizer
-    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
                     judge)
     for mode, heat, count in modes:
@@ -219,7 +225,7 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
                 left = (said - began) / done * (len(picks) - done)
                 print(f"{name}, {mode}: {done} of {len(picks)} responses, eta {left:.0f}s",
                       flush=True)
-    del policy, models  # before the next one is loaded
+    del policy, decoder  # before the next one is loaded
 
 # everyone's responses, in one order
 records = [record for source in range(world_size)

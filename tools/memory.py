@@ -5,12 +5,13 @@ of each model's weights, gradients, optimizer states and activations, and the pe
 python tools/memory.py config/llama.py --world-size=8            # the table, for 8 GPUs
 python tools/memory.py config/llama.py --compare --gpu-gb=80     # PPO, GRPO, LoRA ... side by side
 python tools/memory.py config/llama.py --micro_batch_size=2 --policy-config=my.json
-python tools/memory.py config/llama.py --world-size=3 --roles=train=2,generate=1    # two tables
+python tools/memory.py config/llama.py --world-size=3 --roles=train=2,generate=1    # a table a role
 
 Config files and --key=value are those of the script. These options are the tool's own:
 
     --world-size=1       ranks, one GPU each
-    --gpu-gb=80          also say the largest micro_batch_size whose peak is below this many GB
+    --gpu-gb=80          also say the largest micro_batch_size whose peak is below this many GB;
+                         for ranks that only generate, the largest rollout_batch_size
     --compare            six ways to train the same models, side by side
     --script=ppo         ppo or grpo; otherwise the keys tell, or the name of the config file
     --policy-config=     a config.json, or a name from below, if the policy's folder is not here
@@ -231,15 +232,16 @@ def measure_prompts(config, policy):
 # several predictions: the largest micro-batch, the columns of --compare
 
 
-def largest_micro_batch(config, plan, limit, world_size):
+def largest(key, config, plan, limit, most):
     """
-    The largest micro_batch_size, up to all rows of a rank, whose peak is at most limit bytes, by
-    bisection; "none" if not even 1 fits. plan: configuration -> what predict returns.
+    The largest value of micro_batch_size or rollout_batch_size (key), up to `most` rows, whose peak
+    is at most limit bytes, by bisection; "none" if not even 1 fits. plan: configuration -> what
+    predict returns.
     """
-    low, high = 0, math.ceil(config["batch_size"] / world_size) + 1
+    low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
-        rows = dict(micro_batch_size=middle, micro_batch_tokens=0)
+        rows = {"micro_batch_tokens": 0, key: middle}
         fits = plan(config | rows)["peak_mib"] * 2**20 <= limit
         low, high = (middle, high) if fits else (low, middle)
     return low or "none"
@@ -290,8 +292,8 @@ def print_table(first, columns, rows):
         print(f"{name:<12}{''.join(cells)}   {text}".rstrip())
 
 
-def print_plan(p, limit, largest):
-    """Print a prediction: its rows by model, then its phases. limit: GB, or 0."""
+def print_plan(p, fits=""):
+    """Print a prediction: its rows by model, then its phases. fits: words behind its last line."""
     scale, unit = (1024, "GiB") if p["peak_mib"] > 8192 else (1, "MiB")
     total = {row: sum(r[row] for r in p["rows"].values()) for row in ROWS[:3]}
     rows = [[row, *(r[row] / scale for r in p["rows"].values()),
@@ -308,12 +310,14 @@ def print_plan(p, limit, largest):
         where = ", in the CPU's memory" if p["sent_by"] == "cpu" else ""
         print(f"first rank  {p['sent_mib'] / scale:>10.2f}   weights on their way to generators, "
               f"on it alone{where}")
-    fits = f"; of {limit:g} GB the largest micro_batch_size that fits is {largest}" if limit else ""
     print(f"\npredicted peak: {p['peak_mib'] / scale:.2f} {unit}{fits}")
 
 
-def print_comparison(plans, largest, limit):
-    """Print the columns of --compare, {column: prediction}, in GiB. limit: GB."""
+def print_comparison(plans, sizes, limit):
+    """
+    Print the columns of --compare, {column: prediction}, in GiB. sizes: the largest
+    micro_batch_size of each that fits into the limit, GB.
+    """
     def of(p, *names):
         return sum(r[name] for r in p["rows"].values() for name in names) / 1024
 
@@ -324,7 +328,7 @@ def print_comparison(plans, largest, limit):
          "what the busiest phase adds"],
         ["peak", *(p["peak_mib"] / 1024 for p in each), ""],
         ["in", *(p["phase"] for p in each), ""],
-        ["micro-batch", *largest.values(),
+        ["micro-batch", *sizes.values(),
          f"the largest micro_batch_size whose peak is below {limit:g} GB"],
     ]
     print_table("GiB", list(plans), rows)
@@ -405,21 +409,32 @@ def main(argv):
           f"{config['rollout_batch_size'] or 'all of a rank'} decode at once\n")
     # called for what it refuses, as the script would
     precisions(config["dtype"], config["master_weights"], SimpleNamespace(type="cpu"))
-    roles = parse_roles(config["roles"], world_size)
-    if roles and not options["compare"]:
+    roles = parse_roles(config["roles"], world_size, "or type --world-size=")
+
+    def what_fits(settings, ranks=world_size, role=""):
+        """(the key of how many rows are at work at once, its largest value whose peak fits)."""
+        key, rows = "micro_batch_size", math.ceil(settings["batch_size"] / ranks)
+        if role == "generate":  # these ranks train nothing: what counts is what decodes at once
+            key, rows = "rollout_batch_size", rows * settings["generate_tp"]
+        return key, largest(key, settings, lambda c: plan(c, ranks, role), limit * 1e9, rows)
+
+    def show(*whose):
+        """Print the plan of all ranks, or of those of a role: (how many they are, the role)."""
+        key, size = what_fits(config, *whose) if limit else ("", 0)
+        fits = f"; of {limit:g} GB the largest {key} that fits is {size}" if limit else ""
+        print_plan(plan(config, *whose), fits)
+
+    if options["compare"]:
+        columns = variants(config)
+        sizes = {name: what_fits(c)[1] for name, c in columns.items()}
+        print_comparison({name: plan(c) for name, c in columns.items()}, sizes, limit)
+    elif roles:
         for role, ranks in roles.items():
             print(f"{len(ranks)} rank(s) that {role}:\n")
-            print_plan(plan(config, len(ranks), role), 0, None)
+            show(len(ranks), role)
             print()
-        return
-    columns = variants(config) if options["compare"] else {"": config}
-    plans = {name: plan(c) for name, c in columns.items()}
-    largest = {name: limit and largest_micro_batch(c, plan, limit * 1e9, world_size)
-               for name, c in columns.items()}
-    if options["compare"]:
-        print_comparison(plans, largest, limit)
     else:
-        print_plan(plans[""], limit, largest[""])
+        show()
 
 
 if __name__ == "__main__":
