@@ -31,10 +31,10 @@ from errors import BadInput
 from kernels import linear, narrow, rms_norm, weighted_sums
 from packing import pack, pick, unpack
 
-try:  # one kernel for documents of all lengths; torch.nn.attention.varlen is new
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+varlen_attn = None  # one kernel for documents of all lengths, where there is a GPU
+if torch.backends.cuda.is_built():  # to import it takes two seconds, as long as torch itself
+    with contextlib.suppress(ImportError):  # torch.nn.attention.varlen is new
+        from torch.nn.attention.varlen import varlen_attn
 
 
 @dataclass
