@@ -13,7 +13,7 @@ Generators and scorers never reach the loop: they do the jobs that the trainers 
 
 One iteration with all three roles, and staleness 0:
 
-    trainers       weights of version k >                    > read, update, log
+    trainers       weights of version k >   log, save        > read, update
     generators                          > sample             .
     scorers                                      > score     .
 
@@ -120,7 +120,7 @@ class Batches:
         if purpose != "rollout":
             self.give_out(order)  # COLLECTIVE
         if purpose == "rollout" or self.generators:  # they work ahead, while others look at this
-            self.look_ahead()  # COLLECTIVE
+            self.look_ahead(now)  # COLLECTIVE
         if purpose == "rollout":
             order = self.ahead[now]
             run.age = now - order.version
@@ -130,12 +130,26 @@ class Batches:
         with run.saved_if_it_fails():  # COLLECTIVE
             return self.finish(order)  # COLLECTIVE
 
-    def look_ahead(self):
+    def publish(self, version):
+        """
+        A collective, right after an update: the weights of now are this version. The generators get
+        them, and what these shall sample, while the trainers log, audit and save. Where an
+        evaluation comes first, it is also sampled first: then it is ordered with the batch, by ask.
+        """
+        if not self.generators:
+            return
+        self.run.enter("weights")
+        last = version == self.config["max_iters"]
+        if self.data[1][0] and (version % self.config["eval_interval"] == 0 or last):
+            self.send_weights(version)  # COLLECTIVE
+        else:
+            self.look_ahead(version)  # COLLECTIVE
+
+    def look_ahead(self, now):
         """
         A collective, once an iteration: order the batches that the weights of now sample. That is
         the one of iteration now + staleness; in the first iteration also those before it.
         """
-        now = self.run.iteration
         if self.looked_ahead == now:
             return
         self.looked_ahead = now
@@ -152,7 +166,7 @@ class Batches:
     def give_out(self, order):
         """A collective: let the generators sample an order; without generators, sample it here."""
         if self.generators:
-            self.publish(order.version)  # COLLECTIVE
+            self.send_weights(order.version)  # COLLECTIVE
             order.job = order.scoring = self.crew.post(do="sample", **order.as_job())
             self.sampling.append(order)
             self.scoring += [order] * self.scorers
@@ -172,13 +186,16 @@ class Batches:
             self.crew.send(order.scoring, "score", order.sampled, keep=self.staleness + 3)
             self.scoring.append(order)
 
-    def publish(self, version):
-        """A collective: send the weights of now to the generators, unless they have them."""
+    def send_weights(self, version):
+        """
+        A collective: send the weights of now to the generators, in the background, unless they have
+        them. The buffers are copies: the next step may change the weights before they have left.
+        """
         if self.published == version:
             return
         self.published = version
         matrices, checksum = decoding_dtype(self.config, self.run.device), None
-        if self.run.audit_is_due():
+        if self.run.audit_is_due(version):
             checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
         job = self.crew.post(do="weights", version=version, checksum=checksum)
         # `send` makes one after the other: all ranks gather what is sharded, and the first one
@@ -322,7 +339,8 @@ class Generator:
             self.sample(number, job)  # COLLECTIVE
 
     def take_weights(self, number, job):
-        """A collective: the policy becomes another version."""
+        """A collective: the policy becomes another version. Has the one before stayed as it was?"""
+        self.check_copy(job["version"])  # COLLECTIVE
         said = self.crew.hear(number, "train")  # COLLECTIVE
         own = dict(self.policy.named_parameters())
         for tensors in self.crew.take(said, "train"):  # COLLECTIVE

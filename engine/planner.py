@@ -127,10 +127,11 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         waiting = sent * (config["staleness"] + 1)  # the oldest of them only until its batch comes
         split = models["policy"].own == "model" and sharded(models["policy"])
         sent_by = "cpu" if split and run.cuda else "gpu"
-        phases["weights"] = splitting(models["policy"], run) if split else piece
+        phases["weights"] = batch + (splitting(models["policy"], run) if split else piece)
         if sent_by == "gpu":
-            phases["weights"] += sent
             always += waiting - sent
+            for phase in ("weights", "audit", "save"):  # while one more is on its way
+                phases[phase] += sent
     phases = {name: (always + size) / 2**20 for name, size in phases.items()
               if size or not role}
     busiest = max(phases, key=phases.get)

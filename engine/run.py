@@ -175,9 +175,9 @@ class Run:
             if launch.crew:  # and so do the other roles
                 launch.crew.post(do="audit", iteration=iteration)
 
-    def audit_is_due(self):
-        interval = self.config["sync_check_interval"]
-        return self.iteration % interval == 0 or self.iteration == self.start
+    def audit_is_due(self, iteration=None):
+        iteration = self.iteration if iteration is None else iteration
+        return iteration % self.config["sync_check_interval"] == 0 or iteration == self.start
 
     def reset_reference_if_due(self):
         """

@@ -68,7 +68,7 @@ def copied(*args):
 crew.unpack, placement.decoding_copy = unpacked, copied
 watch(placement, "gather")
 watch(batches, "fill")
-watch(batches.Batches, "publish", within=True)
+watch(batches.Batches, "send_weights", within=True)
 watch(batches.Generator, "take_weights", within=True)
 """
 
@@ -158,6 +158,63 @@ def test_no_gpu_holds_a_sharded_policy_whole(runs, staleness):
         assert 0.5 * whole <= 8 * seen["decodes"] < 0.55 * whole  # norms are on both
         pieces = [(size, tensors) for size, tensors in seen["pieces"] if size > 2**14]
         assert pieces and all(tensors == 1 and size <= largest for size, tensors in pieces)  # never cut
+
+
+
+# The trainers wait in the log of iteration 0, and in the checkpoint of 2, until the next batch is being sampled. And what was
+# sampled, in order
+MEANWHILE = """
+import os, time
+import rollout
+from engine import checkpoint, run_log
+def wait_for(iteration):
+    began = time.monotonic()
+    while not os.path.exists(f"began-{iteration}"):
+        if time.monotonic() - began > 60:
+            raise RuntimeError(f"nobody samples the batch of iteration {iteration}")
+        time.sleep(0.01)
+def before(owner, name, wait):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        wait(*args)
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+def sampling(*args):
+    purpose, iteration = args[5:7]
+    with open("order", "a") as f:
+        f.write(f"{purpose} {iteration}, ")
+    if purpose == "rollout":
+        open(f"began-{iteration}", "w").close()
+if RANK == 0:
+    before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(1 + STALENESS))
+    before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(2 + STALENESS))
+else:
+    before(rollout, "sample_share", sampling)
+"""
+ORDERS = {  # (staleness, eval_interval) -> what the generator samples; an evaluation comes before the batch of its weights
+    (0, 1000): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, ",
+    (1, 1000): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, ",
+    (1, 3): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, eval 0, ",
+    (0, 3): "eval 0, rollout 0, rollout 1, rollout 2, eval 0, rollout 3, eval 0, ",
+}
+
+
+@pytest.fixture(scope="module")
+def meanwhile(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("meanwhile"))
+    return folder, forked(folder, {f"{staleness} {interval}": [
+        on(world, script, 2, MEANWHILE.replace("STALENESS", str(staleness)), roles="train=1,generate=1", staleness=staleness,
+           eval_interval=interval, checkpoint_interval=2)]
+        for (staleness, interval), script in zip(ORDERS, ("ppo.py", "grpo.py", "ppo.py", "ppo.py"), strict=True)})
+
+
+@pytest.mark.parametrize("staleness, interval", ORDERS)
+def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(meanwhile, staleness, interval):
+    folder, results = meanwhile
+    result, = results[f"{staleness} {interval}"]
+    assert result["codes"] == [0, 0], result
+    with open(f"{folder}/{staleness} {interval}/order", encoding="utf-8") as f:
+        assert f.read() == ORDERS[staleness, interval]
 
 
 def test_each_role_holds_what_it_needs(world, tmp_path):
@@ -346,8 +403,20 @@ def test_what_scorers_cannot_do_is_refused(refused, name, script):
 
 
 AT = tiny.ends(9) + """
+import os, time
 import loss, parallel, rewards, rollout
+from engine import run
 now = 0
+enter = run.Run.enter
+def entered(self, phase):
+    enter(self, phase)
+    open(f"{self.iteration} {phase}", "w").close()
+if RANK == 0:
+    run.Run.enter = entered
+def die_in(phase):  # the next batch is sampled and scored while the trainers log and save: when they wait for it
+    while not os.path.exists(phase):
+        time.sleep(0.01)
+    die()
 def at(owner, name, call, action):
     f = getattr(owner, name)
     def changed(*args, **kwargs):
@@ -360,9 +429,11 @@ def at(owner, name, call, action):
 """
 THREE = "train=1,generate=1,score=1"
 LOST = {  # name -> (roles, staleness, the rank and what it does at its third call, what another rank says)
-    "a generator dies": (THREE, 0, 1, "at(rollout, 'sample_share', 3, die)", 0, "iteration 1, rollout: lost touch with"),
+    "a generator dies": (THREE, 0, 1, "at(rollout, 'sample_share', 3, lambda: die_in('1 rollout'))", 0,
+                         "iteration 1, rollout: lost touch with"),
     "a generator hangs": (THREE, 0, 1, "at(rollout, 'sample_share', 3, hang)", 0, "iteration 1, rollout: lost touch with"),
-    "a scorer dies": (THREE, 0, 2, "at(rollout, 'score_batch', 3, die)", 0, "iteration 1, score: lost touch with"),
+    "a scorer dies": (THREE, 0, 2, "at(rollout, 'score_batch', 3, lambda: die_in('1 score'))", 0,
+                         "iteration 1, score: lost touch with"),
     "a scorer hangs": (THREE, 1, 2, "at(rollout, 'score_batch', 3, hang)", 0, "iteration 1, score: lost touch with"),
     "a trainer dies": (THREE, 0, 0, "at(loss, 'learning_rate_at', 3, die)", 1, "waiting for work: lost touch with"),
     "a trainer hangs": (THREE, 1, 0, "at(loss, 'learning_rate_at', 3, hang)", 2, "waiting for work: lost touch with"),
