@@ -106,9 +106,9 @@ class Crew:
         days = datetime.timedelta(days=365)  # a message may wait for a generator that samples
         self.ways = {(a, b): dist.new_group([*ranks[a], *ranks[b]], days if nccl else wait)
                      for a in ranks for b in ranks if a != b}
-        if "generate" in ranks:  # through the CPU's memory, for what no GPU has room for
-            both = [*ranks["train"], *ranks["generate"]]
-            self.by_cpu = dist.new_group(both, wait, "gloo")
+        # through the CPU's memory, for what no GPU has room for
+        self.by_cpu = {role: dist.new_group([*ranks["train"], *ranks[role]], wait, "gloo")
+                       for role in ranks if role != "train"}
         # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
         self.watched = dist.new_group(backend="gloo", timeout=days)
         name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
@@ -295,7 +295,7 @@ class Crew:
         call it; the first one sends. tensors: a dict, or pairs that are made one by one; where that
         is a collective, all ranks of this role do call it. keep: how many messages to that role may
         be on their way at once. by_cpu: the buffers are in the CPU's memory, also where there are
-        GPUs, which then hold one tensor at a time. That is for what trainers send to generators.
+        GPUs, which then hold one tensor at a time. That is for weights, which trainers send.
         """
         pairs = tensors.items() if isinstance(tensors, dict) else tensors
         if not self.leads:
@@ -303,7 +303,7 @@ class Crew:
             return
         while len(self.sent[to]) >= keep:
             self.wait_until_sent(to)
-        way = self.by_cpu if by_cpu else self.ways[self.role, to]
+        way = self.by_cpu[to] if by_cpu else self.ways[self.role, to]
         messages, layouts = [], []
         for buffer, layout in pack(pairs, torch.device("cpu") if by_cpu else wire()):
             messages.append((collective(dist.isend, buffer, self.ranks[to][0], way), buffer))
@@ -369,7 +369,9 @@ class Crew:
             device = torch.device("cpu") if said["by_cpu"] and self.leads else wire()
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             if self.leads:
-                way = self.by_cpu if said["by_cpu"] else self.ways[source, self.role]
+                way = self.ways[source, self.role]
+                if said["by_cpu"]:
+                    way = self.by_cpu[self.role]
                 try:
                     collective(collective(dist.irecv, buffer, self.ranks[source][0], way).wait)
                 except Lost as e:  # collective would name a rank of this role

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
-from errors import BadInput, Lost, Stop
+from errors import Lost, Stop
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
@@ -102,13 +103,15 @@ class Run:
         self.saved = dict(self.trained)  # in checkpoints
         if "ref_policy" in models and (config["ref_reset_iters"] or self.state["ref_is_saved"]):
             self.saved["ref_policy"] = models["ref_policy"]
-            if "ref_policy" not in self.models:
-                raise BadInput(f"{self.checkpoint} has a reference of its own (ref_reset_iters), "
-                               "which ranks that score do not load; leave score out of roles")
+        scorers_save = "ref_policy" in self.saved.keys() - self.models.keys()
+        self.saved_by_scorers = partial(self.ask_scorers, "save") if scorers_save else None
         if self.checkpoint:
-            there = self.saved if self.state["ref_is_saved"] else self.trained
+            there = held(self.saved) if self.state["ref_is_saved"] else self.trained
             load_checkpoint(self.checkpoint, there, optimizers, ema)  # COLLECTIVE
+            if scorers_save and self.state["ref_is_saved"]:
+                self.ask_scorers("load", self.checkpoint)  # COLLECTIVE
         self.state["ref_is_saved"] = "ref_policy" in self.saved
+        self.saved = held(self.saved)
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
@@ -190,6 +193,9 @@ class Run:
         self.ref_is_policy = not self.config["ref_path"] if self.iteration == 0 else (
             every > 0 and self.iteration % every == 0 and not last)
         if self.ref_is_policy and self.iteration > 0:
+            if self.saved_by_scorers:
+                self.batches.send_reference()  # COLLECTIVE
+                return
             copy_weights(self.models["policy"], self.models["ref_policy"])  # COLLECTIVE
             self.frozen_checksums = {key: x for key, x in self.frozen_checksums.items()
                                      if key[0] != "ref_policy"}
@@ -212,7 +218,16 @@ class Run:
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.saved, self.optimizers, self.state, self.tokenizer,
-            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save())
+            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save(),
+            self.saved_by_scorers)
+
+    def ask_scorers(self, what, folder):
+        """
+        A collective: ranks that score save or load the reference that is reset, which they hold, in
+        a checkpoint's folder. Returns {file: its bytes} of what they have saved.
+        """
+        job = launch.crew.post(do=what, folder=folder)
+        return launch.crew.receive(job, "score")[1]["files"]  # COLLECTIVE
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
