@@ -45,7 +45,7 @@ from engine.checkpoint import load_batches, save_model
 from engine.crew import ROLES
 from engine.placement import gather, held, no_grad_forwards
 from engine.pretrained import fill, load_weights
-from engine.together import may_be_silent, together
+from engine.together import patience, together
 from errors import Lost, Stop
 from loss import response_logprobs
 from parallel import is_shard, my_part
@@ -289,8 +289,8 @@ class Batches:
                 self.ahead[iteration] = Order("rollout", iteration, picked, range(size), version,
                                               sampled={})
             self.ahead[iteration].sampled[name] = t.to(self.run.device)
-        for _, order in sorted(self.ahead.items()):
-            self.give_to_scorers(order, self.run.iteration)
+        for _, order in sorted(self.ahead.items()):  # the reference is not reset again yet
+            self.give_to_scorers(order, self.run.iteration - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -498,7 +498,7 @@ class ScoringRank:
         """A collective: the reference, in or from the folder of a checkpoint."""
         folder, saved = os.path.join(job["folder"], "ref_policy"), {}
         if job["do"] == "load":
-            with may_be_silent():
+            with patience():
                 together(lambda: load_weights(self.ref_policy, job["folder"], folder))  # COLLECTIVE
         else:
             save_model(folder, self.ref_policy, self.scorer.tokenizer)  # COLLECTIVE

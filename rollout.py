@@ -561,13 +561,14 @@ def shifts_by_scorers(run, policy, scorer, config, wanted, picked):
     A collective: the same, of each reward model of unknown zero, by the ranks that hold them. They
     are sent what is wanted, sampled here, with the numbers of its data rows.
     """
+    crew = launch.crew
     mine, _, _ = sample_share(policy, scorer.tokenizer, config, run.device, wanted, "rollout", 0,
                               launch.stop_asked)  # COLLECTIVE
     run.leave_if_asked()  # COLLECTIVE
-    job = launch.crew.post(do="center", picked=picked)
-    launch.crew.send(job, "score", parallel.gather_rows(mine, len(wanted)))  # COLLECTIVE
+    job = crew.post(do="center", picked=picked)
+    crew.send(job, "score", parallel.gather_rows(mine, len(wanted)))  # COLLECTIVE
     while True:
-        _, said = launch.crew.receive(job, "score", may_leave=True)  # COLLECTIVE
+        _, said = crew.receive(job, "score", may_leave=True)  # COLLECTIVE
         if said:
             return said["shifts"]
         run.leave_if_asked()  # COLLECTIVE

@@ -137,6 +137,7 @@ class Crew:
         for rank in others:
             threading.Thread(target=self.watch, args=[rank], daemon=True).start()
         threading.Thread(target=self.watch_store, daemon=True).start()
+        threading.Thread(target=self.tell_that_it_waits, daemon=True).start()
 
     # signs of life
 
@@ -160,6 +161,30 @@ class Crew:
                 errors.leaving = None  # the others cannot be told
                 why = f"the store in which the ranks meet has not answered for {self.timeout} s"
                 errors.report_and_exit(Lost, self.lost_touch(f"{self.name_of([0])}: {why}"), None)
+
+    def tell_that_it_waits(self):
+        """
+        A thread: show which sign of life was the last one before this rank began to wait in a
+        collective, where it has waited for a while. So others know that it does not hang itself.
+        """
+        patience, told = min(self.timeout / 8, 1), None
+        while True:
+            time.sleep(GLANCE)
+            since = parallel.waiting_since
+            if since is None or since == told or time.monotonic() - since < patience:
+                continue
+            told = since
+            try:  # past the noticeboard, which is this rank's other thread's
+                self.store.store.set(f"waits {self.rank}", str(self.beats))
+            except RuntimeError:
+                return
+
+    def waits(self, rank):
+        """Whether a rank has waited in a collective since its last sign of life."""
+        if not self.store.check([f"waits {rank}", f"alive {rank}"]):
+            return False
+        beats = self.store.get(f"alive {rank}").decode().split()[0]
+        return self.store.get(f"waits {rank}").decode() == beats
 
     def beat(self, allowed=None):
         """
@@ -198,7 +223,10 @@ class Crew:
         if max(late.values(), default=0) > 0:
             # of several ranks one may hang, and the others wait for it: who does not show
             silent = [rank for rank in late if late[rank] > -1]
-            self.mourn(silent, f"silent for {now - self.heard[silent[0]][1]:.0f} s")
+            role = next(range_ for range_ in self.ranks.values() if silent[0] in range_)
+            hangs = [rank for rank in silent if not self.waits(rank)] or \
+                [rank for rank in role if not self.waits(rank)]
+            self.mourn(hangs or silent, f"silent for {now - self.heard[silent[0]][1]:.0f} s")
 
     def mourn(self, ranks, why):
         """Raise Lost, with the role of these ranks; or what a rank has said before it left."""
@@ -229,6 +257,11 @@ class Crew:
             "BadInput" if isinstance(error, BadInput) else "Stop"
         said = dict(kind=kind, message=str(error), who=getattr(self, "lost", None))
         try:
+            if kind == "Lost" and not said["who"]:  # in a collective of its role: who was missing?
+                others = [rank for rank in self.ranks[self.role] if rank != self.rank]
+                missing = [rank for rank in others if not self.waits(rank)]
+                if len(missing) == 1:
+                    said["who"] = f"{self.name_of(missing)}: it was killed, or hangs"
             self.store.compare_set("ended", "", json.dumps(said))
         except RuntimeError:
             pass  # the store is gone, and so are the others

@@ -929,7 +929,7 @@ class RealRun(Run):
                 if victim:
                     os.kill(victim, number)
                     self.kicked, self.kicked_at = [rank], now
-        if self.process.poll() is None and now > self.began + LONGEST:
+        if self.process.poll() is None and now > self.began + 3 * LONGEST:
             self.hung = [0]
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.poll() is not None and not self.codes:
@@ -964,7 +964,7 @@ def real_kill(world, uninterrupted, fault, folder):
         if run.kicked and run.codes[0] != 0:
             break
     if run.hung:
-        result["problems"].append(f"it had to be killed after {LONGEST} s")
+        result["problems"].append(f"it had to be killed after {3 * LONGEST} s")
     result["kills"] += [fault] * bool(run.kicked)
     result["slowest"] = run.ended[0] - run.kicked_at if run.kicked else 0.0
     result["codes"].update(run.codes.values())
@@ -980,6 +980,7 @@ def real_durations(world, references, work):
     for job, uninterrupted in references.items():
         run = RealRun(job, command(world, job), os.path.join(work, f"real-{'-'.join(map(str, job))}")).wait()
         different = differences(left_by(run.folder), uninterrupted["whole"])
+        assert run.codes == {0: 0}, (job, run.codes, run.output())
         problems += [f"{job}, as a user runs it: {d}" for d in different]
         print(f"{job[0]} on {job[1]} as a user runs it: {'; '.join(different[:5]) or 'the same bits'}", flush=True)
         uninterrupted["real_duration"] = run.ended[0] - run.seen

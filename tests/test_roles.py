@@ -5,9 +5,12 @@ Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops
 """
 import collections
 import json
+import os
+import shutil
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from engine.crew import Crew, parse_roles
 from errors import BadConfig
@@ -407,6 +410,34 @@ def test_a_role_that_has_said_nothing_since_has_no_share():
     assert crew.shares()["time/generate_busy"] == 0.5
 
 
+EACH_ON_ITS_HOST = """
+import os
+from engine import launch
+init = launch.init
+def elsewhere(*args):
+    os.chdir(f"../host-{RANK}")
+    return init(*args)
+launch.init = elsewhere
+"""
+
+
+@pytest.mark.parametrize("role, key", [("score", "reward_path"), ("score", "policy_path"), ("generate", "policy_path")])
+def test_hosts_that_have_other_models_are_noticed(world, tmp_path, role, key):
+    """A path that is another folder on the second host: the reward model, the reference, or the policy that samples first."""
+    for host in ("host-0", "host-1"):
+        shutil.copytree(getattr(world, dict(reward_path="reward", policy_path="policy")[key]), tmp_path / host / "model")
+    file = tmp_path / "host-1" / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[min(tensors)].view(-1)[0] += 0.5
+    save_file(tensors, file, {"format": "pt"})
+    keys = {key: "model", "value_init": "policy", "roles": f"train=1,{role}=1"}
+    result, = forked(str(tmp_path), {"run": [on(world, "ppo.py", 2, EACH_ON_ITS_HOST, **keys)]})["run"]
+    assert result["codes"] == [2, 2] and "".join(result["stderr"]).count("\n") == 1, result
+    does = dict(score="scores", generate="generates")[role]
+    said = f"rank 1, which {does}, has read other files in {key} = 'model' than rank 0 has there; give all hosts the same models"
+    assert said in result["stderr"][0] and not os.path.exists(tmp_path / "host-0" / "out"), result
+
+
 AT = tiny.ends(9) + """
 import os, time
 import loss, parallel, rewards, rollout
@@ -504,6 +535,8 @@ def losses(world, tmp_path_factory):
     for name, (roles, staleness, who, what, _, _) in LOST.items():
         cases[name] = [on(world, "ppo.py", 3, f"{AT}if RANK == {who}:\n    {what}\n", roles=roles, staleness=staleness, timeout=4,
                           reward_timeout=3, checkpoint_interval=1)]
+    hangs = AT + "if RANK == 1:\n    at(loss, 'learning_rate_at', 3, hang)\n"
+    cases["one of two trainers hangs"] = [on(world, "ppo.py", 3, hangs, roles="train=2,generate=1", timeout=4, reward_timeout=3)]
     cases["a slow generator"] = [on(world, "ppo.py", 2, AT + SLOW, roles="train=1,generate=1", timeout=4, reward_timeout=3,
                                     max_iters=1)]
     quick = dict(timeout=4, reward_timeout=3)
@@ -533,6 +566,13 @@ def test_a_lost_rank_of_any_role_ends_the_run(losses, name):
         assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
         assert f"lost touch with rank {who}, which " in result["stderr"][rank], result
         assert result["seconds"][rank] < 25
+
+
+def test_others_name_the_one_of_several_trainers_that_hangs(losses):
+    """Not the first one, which waits for it in a collective."""
+    result = losses[1]["one of two trainers hangs"][0]
+    assert result["codes"][0] == result["codes"][2] == 1 and "waiting for work: lost touch with rank 1, which trains" in \
+        result["stderr"][2] and "lost touch with the other ranks that train" in result["stderr"][0], result
 
 
 def test_a_generator_may_take_longer_than_the_timeout(losses):
