@@ -13,7 +13,7 @@ Generators and scorers never reach the loop: they do the jobs that the trainers 
 
 One iteration with all three roles, and staleness 0:
 
-    trainers       weights of version k >                    > read, update, log
+    trainers       weights of version k >   log, save        > read, update
     generators                          > sample             .
     scorers                                      > score     .
 
@@ -29,6 +29,7 @@ A batch of an older version has the log-probs of the policy that sampled it as i
 clipped ratio of PPO and GRPO is then between the policy of now and that one.
 """
 import math
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,15 +41,16 @@ from data import batch_rows, my_micro_batches, permutation
 from engine import launch
 from engine.audit import audit, checksum_of
 from engine.build import autocast, decoding_dtype
-from engine.checkpoint import load_batches
+from engine.checkpoint import load_batches, save_model
+from engine.crew import ROLES
 from engine.placement import gather, held, no_grad_forwards
-from engine.pretrained import fill
-from engine.together import together
-from errors import BadConfig, Lost, Stop
+from engine.pretrained import fill, load_weights
+from engine.together import patience, together
+from errors import Lost, Stop
 from loss import response_logprobs
 from parallel import is_shard, my_part
 from rewards import Scorer, zero_is_known
-from rollout import sample_and_score, sample_share, score_batch
+from rollout import new_shift, sample_and_score, sample_share, score_batch
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Batches:
         if purpose != "rollout":
             self.give_out(order)  # COLLECTIVE
         if purpose == "rollout" or self.generators:  # they work ahead, while others look at this
-            self.look_ahead()  # COLLECTIVE
+            self.look_ahead(now)  # COLLECTIVE
         if purpose == "rollout":
             order = self.ahead[now]
             run.age = now - order.version
@@ -130,12 +132,27 @@ class Batches:
         with run.saved_if_it_fails():  # COLLECTIVE
             return self.finish(order)  # COLLECTIVE
 
-    def look_ahead(self):
+    def publish(self, version):
+        """
+        A collective, right after an update: the weights of now are this version. The generators get
+        them, and what these shall sample, while the trainers log, audit and save. Where an
+        evaluation or a new reference comes first, the batch is ordered later, by ask.
+        """
+        if not self.generators:
+            return
+        self.run.enter("weights")
+        every, last = self.config["ref_reset_iters"], version == self.config["max_iters"]
+        evaluates = self.data[1][0] and (version % self.config["eval_interval"] == 0 or last)
+        if evaluates or every and version % every == 0 and not last:
+            self.send_weights(version)  # COLLECTIVE
+        else:
+            self.look_ahead(version)  # COLLECTIVE
+
+    def look_ahead(self, now):
         """
         A collective, once an iteration: order the batches that the weights of now sample. That is
         the one of iteration now + staleness; in the first iteration also those before it.
         """
-        now = self.run.iteration
         if self.looked_ahead == now:
             return
         self.looked_ahead = now
@@ -152,10 +169,13 @@ class Batches:
     def give_out(self, order):
         """A collective: let the generators sample an order; without generators, sample it here."""
         if self.generators:
-            self.publish(order.version)  # COLLECTIVE
-            order.job = order.scoring = self.crew.post(do="sample", **order.as_job())
+            self.send_weights(order.version)  # COLLECTIVE
+            scored = self.scorers and self.can_be_read(order, order.version)
+            order.job = self.crew.post(do="sample", scored=scored, **order.as_job())
             self.sampling.append(order)
-            self.scoring += [order] * self.scorers
+            if scored:
+                order.scoring = order.job
+                self.scoring.append(order)
             return
         wanted = order.wanted(self.data, self.config)
         mine, _, _ = sample_share(  # COLLECTIVE
@@ -163,30 +183,51 @@ class Batches:
             order.purpose, order.iteration, launch.stop_asked)
         self.run.leave_if_asked()  # COLLECTIVE
         order.sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
-        self.give_to_scorers(order)
+        self.give_to_scorers(order, order.version)
 
-    def give_to_scorers(self, order):
-        """Send a batch that is sampled already to the scorers, if there are any."""
-        if self.scorers:
+    def can_be_read(self, order, now):
+        """Whether the reference of iteration `now` is the one that shall read this order."""
+        every = self.config["ref_reset_iters"]
+        return not every or order.purpose != "rollout" or order.iteration // every == now // every
+
+    def give_to_scorers(self, order, now):
+        """
+        Send a batch that is sampled already to the scorers, if there are any, and if they have the
+        reference that shall read it. now: the iteration.
+        """
+        if self.scorers and self.can_be_read(order, now):
             order.scoring = self.crew.post(do="score", **order.as_job())
             self.crew.send(order.scoring, "score", order.sampled, keep=self.staleness + 3)
             self.scoring.append(order)
 
-    def publish(self, version):
-        """A collective: send the weights of now to the generators, unless they have them."""
+    def send_weights(self, version):
+        """
+        A collective: send the weights of now to the generators, in the background, unless they have
+        them. The buffers are copies: the next step may change the weights before they have left.
+        """
         if self.published == version:
             return
         self.published = version
+        self.send_policy("generate", "weights", version, self.run.audit_is_due(version),
+                         self.staleness + 1)  # COLLECTIVE
+
+    def send_reference(self):
+        """A collective: the reference, which scorers hold, becomes the policy as it is now."""
+        self.send_policy("score", "reference", self.run.iteration, True,
+                         self.staleness + 3)  # COLLECTIVE
+
+    def send_policy(self, to, what, version, checked, keep):
+        """A collective: a job of this name and the policy for it, with its checksum or without."""
         matrices, checksum = decoding_dtype(self.config, self.run.device), None
-        if self.run.audit_is_due():
+        if checked:
             checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
-        job = self.crew.post(do="weights", version=version, checksum=checksum)
+        job = self.crew.post(do=what, version=version, checksum=checksum)
         # `send` makes one after the other: all ranks gather what is sharded, and the first one
         # alone holds the whole, in the CPU's memory
         whole = ((name, gather(t, p) if is_shard(p) else t)
                  for name, p, t in my_weights(self.policy, matrices))
         by_cpu = any(map(is_shard, self.policy.parameters()))
-        self.crew.send(job, "generate", whole, self.staleness + 1, by_cpu)
+        self.crew.send(job, to, whole, keep, by_cpu)
 
     def wait_for_samples(self, order, may_leave=False):
         """
@@ -207,6 +248,8 @@ class Batches:
         if not self.scorers:
             wanted = order.wanted(self.data, self.config)
             return score_batch(self.scorer, order.sampled, wanted, order.iteration)  # COLLECTIVE
+        if order.scoring is None:  # its reference was not there yet when it was ordered
+            self.give_to_scorers(order, self.run.iteration)
         while order.scored is None:
             first = self.scoring[0]
             scored, _ = self.crew.receive(first.scoring, "score", may_leave=True)  # COLLECTIVE
@@ -246,8 +289,8 @@ class Batches:
                 self.ahead[iteration] = Order("rollout", iteration, picked, range(size), version,
                                               sampled={})
             self.ahead[iteration].sampled[name] = t.to(self.run.device)
-        for _, order in sorted(self.ahead.items()):
-            self.give_to_scorers(order)
+        for _, order in sorted(self.ahead.items()):  # the reference is not reset again yet
+            self.give_to_scorers(order, self.run.iteration - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -261,19 +304,13 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
 
     models: {name: model} of the run; tokenizers: the policy's and the reward model's; data: see
     Batches; judge: a Judge or None. An error in a job is told to those who wait for its result.
-    Raises BadConfig, on all ranks, where scorers would have to learn a zero of their scores.
     """
     crew = launch.crew
-    reward_models = [model for name, model in models.items()
-                     if name.startswith("reward_model") and not name.endswith("'s trunk")]
-    if crew and "score" in crew.ranks and not all(
-            zero_is_known(m, config["center_scores"]) for m in reward_models):
-        raise BadConfig("the reward model's score_shift is not known, and trainers would have to "
-                        "find it (center_scores); leave score out of roles, or type "
-                        "--center_scores=never")
     if crew is None or crew.role == "train":
         return
     models = held(models)
+    reward_models = [model for name, model in models.items()
+                     if name.startswith("reward_model") and not name.endswith("'s trunk")]
     threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
     scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device, judge)
     do = Generator(config, models, tokenizers[0], data, device) if crew.role == "generate" else \
@@ -287,7 +324,7 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
         iteration = job.get("iteration", iteration)
         parallel.phase = f"iteration {iteration}, {job.get('purpose', job['do'])}"
         try:
-            if trouble:
+            if trouble and job["do"] != "save":  # what was learned so far is kept
                 raise trouble
             if job["do"] == "audit":
                 do.audit(iteration)
@@ -322,12 +359,9 @@ class Generator:
             self.sample(number, job)  # COLLECTIVE
 
     def take_weights(self, number, job):
-        """A collective: the policy becomes another version."""
-        said = self.crew.hear(number, "train")  # COLLECTIVE
-        own = dict(self.policy.named_parameters())
-        for tensors in self.crew.take(said, "train"):  # COLLECTIVE
-            for name, t in tensors.items():
-                fill(own[name], t)  # where this copy is sharded, too, only this rank's part stays
+        """A collective: the policy becomes another version. Has the one before stayed as it was?"""
+        self.check_copy(job["version"])  # COLLECTIVE
+        take_policy(self.crew, number, self.policy)  # COLLECTIVE
         self.version, self.checksum = job["version"], job["checksum"]
         # it is no frozen model: it may have changed
         self.frozen = {key: x for key, x in self.frozen.items() if key[0] != "policy"}
@@ -335,17 +369,9 @@ class Generator:
 
     def check_copy(self, iteration):
         """A collective: raise Stop if this copy of the policy is not what the trainers sent."""
-        if not self.checksum:
-            return
-        same = checksum_of(my_weights(self.policy)) == self.checksum  # COLLECTIVE
-
-        def refuse():
-            if not same:
-                raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of "
-                           f"version {self.version} differs on rank {self.crew.rank}, which "
-                           "generates")
-
-        together(refuse)  # COLLECTIVE
+        if self.checksum:
+            check_copy(self.crew, self.policy, self.version, self.checksum,
+                       iteration)  # COLLECTIVE
 
     def audit(self, iteration):
         """A collective: what the trainers do with their models, too."""
@@ -354,7 +380,7 @@ class Generator:
 
     def sample(self, number, job):
         """A collective: sample an order, and send it to the trainers, and the scorers if any."""
-        crew, order = self.crew, Order(**{k: v for k, v in job.items() if k != "do"})
+        crew, order = self.crew, order_of(job)
         if self.version != order.version:
             raise Stop(f"iteration {order.iteration}: rank {crew.rank} holds the policy of version "
                        f"{self.version}, and shall sample with version {order.version}")
@@ -364,7 +390,7 @@ class Generator:
             return crew.abandoned
 
         wanted = order.wanted(self.data, self.config)
-        others = {"train", "score"} & crew.ranks.keys()
+        others = ["train"] + ["score"] * job["scored"]
         mine, _, _ = sample_share(  # COLLECTIVE
             self.policy, self.tokenizer, self.config, self.device, wanted, order.purpose,
             order.iteration, abandoned)
@@ -375,6 +401,35 @@ class Generator:
         sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
         for role in others:
             crew.send(number, role, sampled, keep=self.config["staleness"] + 3)
+
+
+def order_of(job):
+    """The way back from Order.as_job."""
+    return Order(**{k: v for k, v in job.items() if k not in ("do", "scored")})
+
+
+def take_policy(crew, number, model):
+    """A collective of a role: fill a model with the policy that the trainers send with a job."""
+    said = crew.hear(number, "train")  # COLLECTIVE
+    own = dict(model.named_parameters())
+    for tensors in crew.take(said, "train"):  # COLLECTIVE
+        for name, t in tensors.items():
+            fill(own[name], t)  # where this copy is sharded, too, only this rank's part stays
+
+
+def check_copy(crew, model, version, checksum, iteration):
+    """
+    A collective of a role: raise Stop if its copy of the policy is not of the checksum that the
+    trainers have given for this version.
+    """
+    same = checksum_of(my_weights(model)) == checksum  # COLLECTIVE
+
+    def refuse():
+        if not same:
+            raise Stop(f"iteration {iteration}: the ranks have drifted apart: the policy of "
+                       f"version {version} differs on rank {crew.rank}, which {ROLES[crew.role]}")
+
+    together(refuse)  # COLLECTIVE
 
 
 def given_up(crew):
@@ -395,9 +450,22 @@ class ScoringRank:
 
     def __call__(self, number, job):
         """A collective of the scorers: do a job."""
-        if job["do"] not in ("sample", "score"):
-            return
-        order = Order(**{k: v for k, v in job.items() if k != "do"})
+        if job["do"] == "center":
+            self.center(number, job)  # COLLECTIVE
+        elif job["do"] == "reference":
+            take_policy(self.crew, number, self.ref_policy)  # COLLECTIVE
+            check_copy(self.crew, self.ref_policy, job["version"], job["checksum"],
+                       job["version"])  # COLLECTIVE
+        elif job["do"] in ("load", "save"):
+            self.load_or_save(number, job)  # COLLECTIVE
+        elif job["do"] == "score" or job["do"] == "sample" and job["scored"]:
+            self.score(number, job)  # COLLECTIVE
+        if job["do"] in ("reference", "load"):  # it has changed, and may not change from now on
+            self.frozen = {key: x for key, x in self.frozen.items() if key[0] != "ref_policy"}
+
+    def score(self, number, job):
+        """A collective: score an order, read it with the reference, and send that to trainers."""
+        order = order_of(job)
         source = "generate" if job["do"] == "sample" else "train"
         sampled, _ = self.crew.receive(number, source)  # COLLECTIVE
         if sampled is None or given_up(self.crew):  # COLLECTIVE
@@ -409,6 +477,34 @@ class ScoringRank:
             batch["ref_logprobs"] = self.read(batch, order)  # COLLECTIVE
         said = {name: t for name, t in batch.items() if name not in sampled}
         self.crew.send(number, "train", said, keep=self.config["staleness"] + 3)
+
+    def center(self, number, job):
+        """A collective: give reward models their zeros, or find them, see center_scores_of."""
+        unknown = [m for m in self.scorer.reward_models
+                   if not zero_is_known(m, self.config["center_scores"])]
+        shifts = job.get("shifts")
+        if shifts is None:
+            order = Order("rollout", 0, job["picked"], range(len(job["picked"])), 0)
+            sampled, _ = self.crew.receive(number, "train")  # COLLECTIVE
+            sampled = {name: t.to(self.device) for name, t in sampled.items()}
+            shifts = [new_shift(m, score_batch(  # COLLECTIVE
+                self.scorer.of_one(m), dict(sampled), order.wanted(self.data, self.config), 0))
+                for m in unknown]
+            self.crew.say(number, "train", shifts=shifts)
+        for reward_model, shift in zip(unknown, shifts, strict=True):
+            reward_model.config.score_shift = shift
+
+    def load_or_save(self, number, job):
+        """A collective: the reference, in or from the folder of a checkpoint."""
+        folder, saved = os.path.join(job["folder"], "ref_policy"), {}
+        if job["do"] == "load":
+            with patience():
+                together(lambda: load_weights(self.ref_policy, job["folder"], folder))  # COLLECTIVE
+        else:
+            save_model(folder, self.ref_policy, self.scorer.tokenizer)  # COLLECTIVE
+            saved = {f"ref_policy/{name}": os.path.getsize(os.path.join(folder, name))
+                     for name in os.listdir(folder)}
+        self.crew.say(number, "train", files=saved)
 
     def audit(self, iteration):
         """A collective: none of the models here may change."""

@@ -433,6 +433,7 @@ for iteration in range(run.start, max_iters + 1):
         run.say_nothing_learnt(batch, flat)
         if "old_logprobs" not in batch:
             sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE
+    batches.publish(iteration + 1)  # COLLECTIVE: generators begin with the new weights meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")

@@ -51,6 +51,7 @@ import functools
 import heapq
 import itertools
 import math
+import time
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank i
 # is theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
 group, first, others = None, 0, "the other ranks"
 beat = None  # with roles: a function that tells the other roles that this rank is alive
+waiting_since = None  # when this rank has begun to wait in a collective, by time.monotonic
 
 
 def rank_and_size():
@@ -100,11 +102,15 @@ def collective(operation, *args, **kwargs):
     A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
     another rank was killed (at once) or does not come (after `timeout` seconds).
     """
+    global waiting_since
     show_life()
+    waiting_since = time.monotonic()
     try:
         return operation(*args, **kwargs)
     except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class
         raise lost(e) from e
+    finally:
+        waiting_since = None
 
 
 def lost(error):

@@ -457,6 +457,7 @@ for iteration in range(run.start, max_iters + 1):
                     if ema:
                         ema.update()
                 steps += 1
+    batches.publish(iteration + 1)  # COLLECTIVE: generators begin with the new weights meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")

@@ -516,6 +516,7 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
     unknown = [m for m in reward_models if not zero_is_known(m, config["center_scores"])]
     if not unknown:
         return
+    scorers = launch.crew is not None and "score" in launch.crew.ranks  # then they hold the models
     if run.state["score_shifts"] is None:
         if parallel.rank_and_size()[1] % config["generate_tp"]:  # others sample; here are too few
             config = config | dict(generate_tp=1)
@@ -523,26 +524,54 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         wanted = [(rows[number], prompts[number], slot, sample)
                   for slot, number in enumerate(picked) for sample in range(group_size)]
         shifts, batch = [], None
-        for reward_model in unknown:
+        if scorers:
+            shifts = shifts_by_scorers(run, policy, scorer, config, wanted, picked)  # COLLECTIVE
+        for reward_model in () if scorers else unknown:
             alone = scorer.of_one(reward_model)
             if batch is None:
                 batch = sample_and_score(  # COLLECTIVE
                     run, policy, alone, config, wanted, "rollout", 0)
             else:  # the same texts
                 batch = score_batch(alone, batch, wanted, 0)  # COLLECTIVE
-            scores, counted = batch["scores"], batch["finished"]
-            if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
-                scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
-            shift = centering_shift(scores, counted)
-            shifts.append(reward_model.config.score_shift + shift)
+            shifts.append(new_shift(reward_model, batch))
+        for reward_model, shift in zip(unknown, shifts, strict=True):
             if parallel.rank_and_size()[0] == 0:
-                print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
-                      "shifted so that this is 0 (center_scores)", flush=True)
+                print(f"the reward model scores {reward_model.config.score_shift - shift:.3f} on "
+                      "average at first; its scores are shifted so that this is 0 (center_scores)",
+                      flush=True)
         run.state["score_shifts"] = shifts
+    elif scorers:
+        launch.crew.post(do="center", shifts=run.state["score_shifts"])
     for reward_model, shift in zip(unknown, run.state["score_shifts"], strict=True):
         reward_model.config.score_shift = shift
     if value_model is not None:
         value_model.config.score_shift = reward_models[0].config.score_shift
+
+
+def new_shift(reward_model, batch):
+    """The score_shift after which the responses of a batch, scored by this model alone, have 0."""
+    scores, counted = batch["scores"], batch["finished"]
+    if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+        scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
+    return reward_model.config.score_shift + centering_shift(scores, counted)
+
+
+def shifts_by_scorers(run, policy, scorer, config, wanted, picked):
+    """
+    A collective: the same, of each reward model of unknown zero, by the ranks that hold them. They
+    are sent what is wanted, sampled here, with the numbers of its data rows.
+    """
+    crew = launch.crew
+    mine, _, _ = sample_share(policy, scorer.tokenizer, config, run.device, wanted, "rollout", 0,
+                              launch.stop_asked)  # COLLECTIVE
+    run.leave_if_asked()  # COLLECTIVE
+    job = crew.post(do="center", picked=picked)
+    crew.send(job, "score", parallel.gather_rows(mine, len(wanted)))  # COLLECTIVE
+    while True:
+        _, said = crew.receive(job, "score", may_leave=True)  # COLLECTIVE
+        if said:
+            return said["shifts"]
+        run.leave_if_asked()  # COLLECTIVE
 
 
 def decode_responses(tokenizer, part):

@@ -31,8 +31,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.adapters import Adapted, load_adapter, save_adapter
-from engine.disk import (as_they_are, at_disk, hashes_of, patiently, put_in_place, read_bytes,
-                         remove, sync, write_json, write_tensors)
+from engine.disk import (as_they_are, at_disk, hashes_of, must_see, patiently, put_in_place,
+                         read_bytes, remove, sync, write_json, write_tensors)
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.padding import give_padding
 from engine.model_card import model_card
@@ -49,15 +49,17 @@ from parallel import rank_and_size
 
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None,
-                    batches=None):
+                    batches=None, others=None):
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
 
     models, optimizers: {name: module}, {name: optimizer} of the trained models; a model without an
     optimizer is saved, too: a reference that is reset. state: a dict for
     JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
-    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. Raises
-    Stop, on all ranks, when the disk is full; the checkpoints that were there are then still there.
+    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. others: a
+    collective with which ranks of another role save a model of theirs in a folder, and which
+    returns {file: its bytes}. Raises Stop, on all ranks, when the disk is full; the checkpoints
+    that were there are then still there.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -75,6 +77,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
             write_tensors(folder, "ema", as_they_are(average.tensors()))
         if batches:
             write_tensors(folder, "batches", as_they_are(batches))
+        if others:
+            files = others(folder)
+            alone(at_disk(partial(must_see, folder, files, "a rank that scores")))
         alone(at_disk(partial(close, folder)))
         write_manifest(folder)
 

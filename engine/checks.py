@@ -73,9 +73,6 @@ def check_common(c, terms, world_size):
     if c["ref_reset_iters"] and c["lora"].strip():
         raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference "
                         "its trunk, which stays as it is; leave one of the two out")
-    if c["ref_reset_iters"] and "score" in (parse_roles(c["roles"], world_size) or ()):
-        raise BadConfig("ref_reset_iters: the reference becomes the policy, which ranks that score "
-                        "do not hold; leave score out of roles")
     if c["num_minibatches"] > c["batch_size"]:
         raise BadConfig(f"num_minibatches = {c['num_minibatches']} would leave minibatches of "
                         f"batch_size = {c['batch_size']} empty; lower it")

@@ -106,9 +106,9 @@ class Crew:
         days = datetime.timedelta(days=365)  # a message may wait for a generator that samples
         self.ways = {(a, b): dist.new_group([*ranks[a], *ranks[b]], days if nccl else wait)
                      for a in ranks for b in ranks if a != b}
-        if "generate" in ranks:  # through the CPU's memory, for what no GPU has room for
-            both = [*ranks["train"], *ranks["generate"]]
-            self.by_cpu = dist.new_group(both, wait, "gloo")
+        # through the CPU's memory, for what no GPU has room for
+        self.by_cpu = {role: dist.new_group([*ranks["train"], *ranks[role]], wait, "gloo")
+                       for role in ranks if role != "train"}
         # gloo, also between GPUs: nothing is ever sent in it, and nobody waits in it for an answer
         self.watched = dist.new_group(backend="gloo", timeout=days)
         name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
@@ -137,6 +137,7 @@ class Crew:
         for rank in others:
             threading.Thread(target=self.watch, args=[rank], daemon=True).start()
         threading.Thread(target=self.watch_store, daemon=True).start()
+        threading.Thread(target=self.tell_that_it_waits, daemon=True).start()
 
     # signs of life
 
@@ -160,6 +161,30 @@ class Crew:
                 errors.leaving = None  # the others cannot be told
                 why = f"the store in which the ranks meet has not answered for {self.timeout} s"
                 errors.report_and_exit(Lost, self.lost_touch(f"{self.name_of([0])}: {why}"), None)
+
+    def tell_that_it_waits(self):
+        """
+        A thread: show which sign of life was the last one before this rank began to wait in a
+        collective, where it has waited for a while. So others know that it does not hang itself.
+        """
+        patience, told = min(self.timeout / 8, 1), None
+        while True:
+            time.sleep(GLANCE)
+            since = parallel.waiting_since
+            if since is None or since == told or time.monotonic() - since < patience:
+                continue
+            told = since
+            try:  # past the noticeboard, which is this rank's other thread's
+                self.store.store.set(f"waits {self.rank}", str(self.beats))
+            except RuntimeError:
+                return
+
+    def waits(self, rank):
+        """Whether a rank has waited in a collective since its last sign of life."""
+        if not self.store.check([f"waits {rank}", f"alive {rank}"]):
+            return False
+        beats = self.store.get(f"alive {rank}").decode().split()[0]
+        return self.store.get(f"waits {rank}").decode() == beats
 
     def beat(self, allowed=None):
         """
@@ -198,7 +223,10 @@ class Crew:
         if max(late.values(), default=0) > 0:
             # of several ranks one may hang, and the others wait for it: who does not show
             silent = [rank for rank in late if late[rank] > -1]
-            self.mourn(silent, f"silent for {now - self.heard[silent[0]][1]:.0f} s")
+            role = next(range_ for range_ in self.ranks.values() if silent[0] in range_)
+            hangs = [rank for rank in silent if not self.waits(rank)] or \
+                [rank for rank in role if not self.waits(rank)]
+            self.mourn(hangs or silent, f"silent for {now - self.heard[silent[0]][1]:.0f} s")
 
     def mourn(self, ranks, why):
         """Raise Lost, with the role of these ranks; or what a rank has said before it left."""
@@ -229,6 +257,11 @@ class Crew:
             "BadInput" if isinstance(error, BadInput) else "Stop"
         said = dict(kind=kind, message=str(error), who=getattr(self, "lost", None))
         try:
+            if kind == "Lost" and not said["who"]:  # in a collective of its role: who was missing?
+                others = [rank for rank in self.ranks[self.role] if rank != self.rank]
+                missing = [rank for rank in others if not self.waits(rank)]
+                if len(missing) == 1:
+                    said["who"] = f"{self.name_of(missing)}: it was killed, or hangs"
             self.store.compare_set("ended", "", json.dumps(said))
         except RuntimeError:
             pass  # the store is gone, and so are the others
@@ -295,7 +328,7 @@ class Crew:
         call it; the first one sends. tensors: a dict, or pairs that are made one by one; where that
         is a collective, all ranks of this role do call it. keep: how many messages to that role may
         be on their way at once. by_cpu: the buffers are in the CPU's memory, also where there are
-        GPUs, which then hold one tensor at a time. That is for what trainers send to generators.
+        GPUs, which then hold one tensor at a time. That is for weights, which trainers send.
         """
         pairs = tensors.items() if isinstance(tensors, dict) else tensors
         if not self.leads:
@@ -303,7 +336,7 @@ class Crew:
             return
         while len(self.sent[to]) >= keep:
             self.wait_until_sent(to)
-        way = self.by_cpu if by_cpu else self.ways[self.role, to]
+        way = self.by_cpu[to] if by_cpu else self.ways[self.role, to]
         messages, layouts = [], []
         for buffer, layout in pack(pairs, torch.device("cpu") if by_cpu else wire()):
             messages.append((collective(dist.isend, buffer, self.ranks[to][0], way), buffer))
@@ -369,7 +402,9 @@ class Crew:
             device = torch.device("cpu") if said["by_cpu"] and self.leads else wire()
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             if self.leads:
-                way = self.by_cpu if said["by_cpu"] else self.ways[source, self.role]
+                way = self.ways[source, self.role]
+                if said["by_cpu"]:
+                    way = self.by_cpu[self.role]
                 try:
                     collective(collective(dist.irecv, buffer, self.ranks[source][0], way).wait)
                 except Lost as e:  # collective would name a rank of this role

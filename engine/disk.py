@@ -207,10 +207,10 @@ def writer_of(file):
     return (int(found[1]) - 1) % rank_and_size()[1] if found else 0
 
 
-def must_see(folder, least):
+def must_see(folder, least, who=""):
     """
     On rank 0: wait until all files that others have written are there. least: {file: its bytes at
-    least}. Raises Stop.
+    least}. who: those others, where they are not the ranks of writer_of. Raises Stop.
     """
     for _ in range(SEEN_WAIT):
         unseen = [file for file, size in least.items()
@@ -218,8 +218,9 @@ def must_see(folder, least):
         if not unseen:
             return
         time.sleep(1)
-    raise Stop(f"rank {parallel.first + writer_of(unseen[0])} has written {unseen[0]}, but rank 0 "
-               "does not see it: out_dir must be the same folder on all hosts")
+    who = who or f"rank {parallel.first + writer_of(unseen[0])}"
+    raise Stop(f"{who} has written {unseen[0]}, but rank 0 does not see it: out_dir must be the "
+               "same folder on all hosts")
 
 
 def holds(path, size):

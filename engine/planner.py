@@ -41,13 +41,14 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         phases    {phase: its peak in MiB}
         rows      {model: {row of ROWS: MiB}}, each row at its own peak
         cpu_mib   what is offloaded from a GPU to the CPU's memory
-        sent_mib  what the first rank that trains holds of weights on their way to generators
+        sent_mib  what the first rank that trains holds of weights on their way to others
         sent_by   "cpu" or "gpu": in which memory. The second is in peak_mib, the first is not
     """
     roles = roles_of(config)
     run = sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding,
                    policy.vocab_size)
     models = models_of(config, policy, rewards, world_size, reward_ranks, judge)
+    policy_model = models["policy"]
     models = of_role(role, roles, models, run, config["generate_tp"])
     batch = batch_tensors(run)
     rows, cpu = always_there(models, run, world_size)
@@ -116,21 +117,26 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
         buffers = [audit(m), saving(m, run), stepping(m), copy if name == "policy" else 0]
         rows[name]["buffers"] = max(buffers)
 
+    # between roles: the first trainer keeps the versions that have not sampled all their batches;
+    # and a new reference, until those who score with it have answered
+    generated, reset = "generate" in roles, "score" in roles and config["ref_reset_iters"] > 0
     if role in ("generate", "score"):
-        phases["update"] = phases["save"] = 0
-    # between roles: the first trainer keeps the versions that have not sampled all their batches
+        phases["update"] = 0
+        phases["save"] *= role == "score" and reset
     sent, waiting, sent_by = 0, 0, ""
-    if "generate" in roles and role in ("train", "generate"):
-        sent, piece = weights_sent(models["policy"], run)
+    if generated and role in ("train", "generate") or reset and role in ("train", "score"):
+        sent, piece = weights_sent(models.get("policy", policy_model), run)
         phases["weights"] = piece
     if role == "train" and sent:
-        waiting = sent * (config["staleness"] + 1)  # the oldest of them only until its batch comes
+        # the oldest of them only until its batch comes
+        waiting = sent * (generated * (config["staleness"] + 1) + reset)
         split = models["policy"].own == "model" and sharded(models["policy"])
         sent_by = "cpu" if split and run.cuda else "gpu"
-        phases["weights"] = splitting(models["policy"], run) if split else piece
+        phases["weights"] = batch + (splitting(models["policy"], run) if split else piece)
         if sent_by == "gpu":
-            phases["weights"] += sent
-            always += waiting - sent
+            always += sent * generated * config["staleness"]
+            for phase in ("weights", "audit", "save"):  # while new ones are on their way
+                phases[phase] += sent * (generated + reset)
     phases = {name: (always + size) / 2**20 for name, size in phases.items()
               if size or not role}
     busiest = max(phases, key=phases.get)

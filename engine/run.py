@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 import parallel
 from data import batch_rows
-from engine import launch
+from engine import build, launch
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
@@ -26,11 +27,11 @@ from engine.placement import copy_weights, held, sharded
 from engine.report import (flops_a_token, importance_of, peak_flops, print_models, print_samples,
                            progress, samples_of, speed)
 from engine.reward_mix import files_of
-from engine.run_folder import data_hashes, fingerprint, open_run
+from engine.run_folder import content_hash, data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
-from engine.together import agree
+from engine.together import agree, alone, digest, patience
 from engine.trackers import start_trackers
-from errors import BadInput, Lost, Stop
+from errors import BadConfig, Lost, Stop
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
@@ -55,8 +56,40 @@ def ranks_agree(config, models, tokenizers):
         return
     with parallel.everyone():
         agree(same)  # COLLECTIVE
+    agree_on_files(config, models)  # COLLECTIVE
     launch.crew.start()
     agree(weights)  # COLLECTIVE
+
+
+def agree_on_files(config, models):
+    """
+    A collective of ranks with roles: raise BadConfig, on all of them, unless the models that a role
+    has loaded come from files with the contents that rank 0 sees. Within a role their weights are
+    compared, so its first rank reads the files for all.
+    """
+    crew = launch.crew
+    names = ["policy", "ref", "reward", "judge"] if crew.rank == 0 else build.holds(config)
+    if "ref" in names and "ref_policy" in models and not config["ref_path"]:
+        names = [*names, "policy"]
+    keys = ["policy_path"] + ["ref_path"] * bool(config["ref_path"])
+    keys += ["reward_path"] * ("reward_model" in models)
+    keys += ["judge_path"] * ("judge" in models and not judged_by_reference(config))
+
+    def read():
+        return {key: content_hash(config[key]) for key in keys
+                if key.removesuffix("_path") in names}
+
+    crew.hashes = alone(read)  # COLLECTIVE
+    mine = torch.tensor([digest(crew.hashes[key]) if key in crew.hashes else 0 for key in keys],
+                        device=parallel.wire())
+    with parallel.everyone(), patience():
+        everyones = torch.stack(parallel.all_gather(mine))  # COLLECTIVE: (ranks, keys)
+    differs = (everyones != everyones[0]) & (everyones != 0)
+    if differs.any():
+        rank, number = differs.nonzero()[0].tolist()
+        key = keys[number]
+        raise BadConfig(f"{crew.name_of([rank])}, has read other files in {key} = {config[key]!r} "
+                        "than rank 0 has there; give all hosts the same models")
 
 
 class Run:
@@ -95,20 +128,23 @@ class Run:
             sources.append("ptx_path")
         must_match = [key for key in MUST_MATCH if key in config] + sources
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            self.out_dir, config, must_match, sources, token_ids=prompts[0])
+            self.out_dir, config, must_match, sources, token_ids=prompts[0],
+            known=launch.crew.hashes if launch.crew else {})
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
                      ref_is_saved=False)
         self.state = fresh | state | (saved or {})
         self.saved = dict(self.trained)  # in checkpoints
         if "ref_policy" in models and (config["ref_reset_iters"] or self.state["ref_is_saved"]):
             self.saved["ref_policy"] = models["ref_policy"]
-            if "ref_policy" not in self.models:
-                raise BadInput(f"{self.checkpoint} has a reference of its own (ref_reset_iters), "
-                               "which ranks that score do not load; leave score out of roles")
+        scorers_save = "ref_policy" in self.saved.keys() - self.models.keys()
+        self.saved_by_scorers = partial(self.ask_scorers, "save") if scorers_save else None
         if self.checkpoint:
-            there = self.saved if self.state["ref_is_saved"] else self.trained
+            there = held(self.saved) if self.state["ref_is_saved"] else self.trained
             load_checkpoint(self.checkpoint, there, optimizers, ema)  # COLLECTIVE
+            if scorers_save and self.state["ref_is_saved"]:
+                self.ask_scorers("load", self.checkpoint)  # COLLECTIVE
         self.state["ref_is_saved"] = "ref_policy" in self.saved
+        self.saved = held(self.saved)
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
@@ -175,9 +211,9 @@ class Run:
             if launch.crew:  # and so do the other roles
                 launch.crew.post(do="audit", iteration=iteration)
 
-    def audit_is_due(self):
-        interval = self.config["sync_check_interval"]
-        return self.iteration % interval == 0 or self.iteration == self.start
+    def audit_is_due(self, iteration=None):
+        iteration = self.iteration if iteration is None else iteration
+        return iteration % self.config["sync_check_interval"] == 0 or iteration == self.start
 
     def reset_reference_if_due(self):
         """
@@ -190,6 +226,10 @@ class Run:
         self.ref_is_policy = not self.config["ref_path"] if self.iteration == 0 else (
             every > 0 and self.iteration % every == 0 and not last)
         if self.ref_is_policy and self.iteration > 0:
+            if self.saved_by_scorers:  # then they hold it
+                batches = self.batches
+                batches.send_reference()  # COLLECTIVE
+                return
             copy_weights(self.models["policy"], self.models["ref_policy"])  # COLLECTIVE
             self.frozen_checksums = {key: x for key, x in self.frozen_checksums.items()
                                      if key[0] != "ref_policy"}
@@ -212,7 +252,17 @@ class Run:
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.saved, self.optimizers, self.state, self.tokenizer,
-            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save())
+            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save(),
+            self.saved_by_scorers)
+
+    def ask_scorers(self, what, folder):
+        """
+        A collective: ranks that score save or load the reference that is reset, which they hold, in
+        a checkpoint's folder. Returns {file: its bytes} of what they have saved.
+        """
+        crew = launch.crew
+        job = crew.post(do=what, folder=folder)
+        return crew.receive(job, "score")[1]["files"]  # COLLECTIVE
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""

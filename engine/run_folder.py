@@ -39,17 +39,18 @@ LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to sa
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), known=()):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
-    (None, None) to begin, the same on all ranks. Raises BadInput.
+    library may have changed. known: {key: hash} of sources that were read before. Returns (folder,
+    state) of the checkpoint to resume from, or (None, None) to begin, the same on all ranks. Raises
+    BadInput.
     """
-    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids, known))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     for _ in range(SEEN_WAIT):
@@ -75,15 +76,15 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=()):
 # taking the folder
 
 
-def take(out_dir, config, sources, token_ids):
+def take(out_dir, config, sources, token_ids, known=()):
     """
     On rank 0: make out_dir and lock it. Raises BadInput. Returns
     hashes: {key: hash of the content} of what the run starts from;
     made: the folders that did not exist before, the deepest one first;
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
-              for key in sources}
+    hashes = {key: known[key] if key in known else
+              (data_hash if key in DATA_KEYS else content_hash)(config[key]) for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:

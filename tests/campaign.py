@@ -5,10 +5,12 @@ same command is run again, and what it leaves must be, bit for bit, what an unin
 python tests/campaign.py --kills=200 --corrupt=ppo.py         # prints a table; fails on any difference
 python tests/campaign.py --only=ppo.py:2/file:0:37:before     # one kill again, as the campaign has named it
 python tests/campaign.py --list=ppo.py:2                      # every call at which ppo.py on two ranks can be killed
+python tests/campaign.py --roles --real-kills=40              # the same by python and torchrun, at any time
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
 forks the ranks of each run: 0.2 s. What that cannot show, being always the same process, --real does: the uninterrupted runs
-are made again by python and torchrun, and must have the same bits.
+are made again by python and torchrun, and must have the same bits. And --real-kills kills such runs, at random times: a rank,
+or torchrun itself.
 
 A fault is KIND:RANK:AT:WHEN. The kinds:
     collective, compute    the AT-th call of a collective; of a model, of backward, of an optimizer's step. before | after it
@@ -99,6 +101,8 @@ def command(world, job, **keys):
     script, _, *rest = job
     if rest:
         keys |= dict(zip(("roles", "staleness", "zero_stage"), rest, strict=False))
+        if "score" in rest[0]:  # and what scorers hold changes
+            keys |= dict(ref_reset_iters=2, center_scores="always")
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
     known = configurator.read_keys(os.path.join(ROOT, script))
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
@@ -897,15 +901,90 @@ def corrupt(out_dir, seed=0, step=1):
 # the campaign
 
 
-def real_run(world, job, folder):
-    """The run as a user starts it: python, or torchrun; other processes, with other hash seeds, and none of our patches."""
-    os.makedirs(folder)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job[1]}"] if job[1] > 1 else []
-    done = subprocess.run([sys.executable, *torchrun, os.path.join(ROOT, job[0]), *command(world, job)], cwd=folder,
-                          env=os.environ | dict(PYTHONPATH=ROOT), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=LONGEST)
-    assert done.returncode == 0, done.stderr
-    return left_by(folder)
+class RealRun(Run):
+    """
+    A run as a user starts it. kick: (seconds, rank, signal), where the seconds count from the first sign of it in out_dir, and
+    rank -1 is torchrun, or all there is.
+    """
+
+    def start(self):
+        os.makedirs(self.folder, exist_ok=True)
+        self.store, self.pids, self.began, self.seen = None, {0: None}, time.monotonic(), None
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.job[1]}"] if self.job[1] > 1 else []
+        command = [sys.executable, *torchrun, os.path.join(ROOT, self.job[0]), *self.arguments]
+        with open(os.path.join(self.folder, "stdout-0"), "a") as out, open(os.path.join(self.folder, "stderr-0"), "a") as err:
+            self.process = subprocess.Popen(command, cwd=self.folder, env=os.environ | dict(PYTHONPATH=ROOT), stdout=out,
+                                            stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+        LIVE.add(self.process.pid)
+
+    def poll(self):
+        now = time.monotonic()
+        if self.seen is None and os.path.exists(os.path.join(self.folder, "out", "config.json")):
+            self.seen = now
+        due = self.kick and self.seen is not None and now >= self.seen + self.kick[0]
+        if due and self.process.poll() is None:
+            _, rank, number = self.kick
+            self.kick, victim = None, self.process.pid if rank < 0 else self.pid_of(rank)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                if victim:
+                    os.kill(victim, number)
+                    self.kicked, self.kicked_at = [rank], now
+        if self.process.poll() is None and now > self.began + 3 * LONGEST:
+            self.hung = [0]
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is not None and not self.codes:
+            LIVE.discard(self.process.pid)
+            self.codes, self.ended = {0: self.process.returncode}, {0: now}
+        return bool(self.codes)
+
+    def pid_of(self, rank):
+        """The process of a rank, a child of torchrun; None where there is none any more."""
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children", encoding="utf-8") as f:
+                children = f.read().split()
+            for pid in children:
+                with open(f"/proc/{pid}/environ", "rb") as f:
+                    if f"RANK={rank}".encode() in f.read().split(b"\0"):
+                        return int(pid)
+        return self.process.pid if self.job[1] == 1 else None
+
+
+def real_kill(world, uninterrupted, fault, folder):
+    """
+    Kill a real run at a time, then let the same command run to its end, and compare. duration: the seconds that an uninterrupted
+    one takes from its first sign in out_dir to its end. Returns what `kill` does.
+    """
+    job, whole = uninterrupted["job"], uninterrupted["whole"]
+    result = dict(job=job, faults=[fault], signal="by torchrun", kills=[], problems=[], slowest=0.0, codes=collections.Counter(),
+                  folder=folder, said=[])
+    for attempt in range(ATTEMPTS):  # a run that was over before its time came is killed earlier
+        shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
+        due = uninterrupted["real_duration"] * fault.at * 0.7 ** attempt
+        run = yield RealRun(job, command(world, job), folder, kick=(due, fault.rank, signal.SIGKILL))
+        if run.kicked and run.codes[0] != 0:
+            break
+    if run.hung:
+        result["problems"].append(f"it had to be killed after {3 * LONGEST} s")
+    result["kills"] += [fault] * bool(run.kicked)
+    result["slowest"] = run.ended[0] - run.kicked_at if run.kicked else 0.0
+    result["codes"].update(run.codes.values())
+    start, records = newest(folder), read_records(folder)[0]
+    run = yield RealRun(job, command(world, job), folder)
+    check_resumed(run, whole, start, records, result)
+    return result
+
+
+def real_durations(world, references, work):
+    """Fill in real_duration: of one run of each job, which must have the forked run's bits. Returns the problems."""
+    problems = []
+    for job, uninterrupted in references.items():
+        run = RealRun(job, command(world, job), os.path.join(work, f"real-{'-'.join(map(str, job))}")).wait()
+        different = differences(left_by(run.folder), uninterrupted["whole"])
+        assert run.codes == {0: 0}, (job, run.codes, run.output())
+        problems += [f"{job}, as a user runs it: {d}" for d in different]
+        print(f"{job[0]} on {job[1]} as a user runs it: {'; '.join(different[:5]) or 'the same bits'}", flush=True)
+        uninterrupted["real_duration"] = run.ended[0] - run.seen
+    return problems
 
 
 def run_in_child(function, *args):
@@ -940,8 +1019,9 @@ def campaign(options, work):
     if only or options.list:
         wanted = [job for job, _ in only] + [from_name(text)[0] for text in [options.list] if text]
         jobs = [job for job in JOBS + ROLE_JOBS + SHARDED_JOBS if job in wanted]
+    real = options.real or options.real_kills > 0
     made = schedule([(job[1], reference(world, job, os.path.join(work, f"whole-{'-'.join(map(str, job))}"))) for job in jobs
-                     if options.kills or options.signals or only or options.list or options.every])
+                     if options.kills or options.signals or only or options.list or options.every or real])
     references = {r["job"]: r for r in made}
     references = {job: references[job] for job in jobs if job in references}  # in this order, whichever was done first
     for uninterrupted in references.values():
@@ -953,11 +1033,8 @@ def campaign(options, work):
             for (kind, rank, number), label in references[jobs[0]][points].items():
                 print(f"{start}{kind}:{rank}:{number}  {label}")
         return report
-    for job, uninterrupted in references.items() if options.real else ():
-        left = real_run(world, job, os.path.join(work, f"real-{'-'.join(map(str, job))}"))
-        different = differences(left, uninterrupted["whole"])
-        report["problems"] += [f"{job}, as a user runs it: {d}" for d in different]
-        print(f"{job[0]} on {job[1]} as a user runs it: {'; '.join(different[:5]) or 'the same bits'}", flush=True)
+    if real:
+        report["problems"] += real_durations(world, references, work)
 
     planned = only or plan(options.kills, options.seed, references)
     if options.every:  # each point of every job, once
@@ -971,6 +1048,11 @@ def campaign(options, work):
         fault = Fault("time", rng.choice([-1, *range(job[1])]), round(rng.random(), 4), "")
         number = [signal.SIGTERM, signal.SIGINT][i // len(jobs) % 2]
         trials.append((job[1], signal_run(world, references[job], fault, number, os.path.join(work, f"signal-{i}"))))
+    rng = random.Random(f"real {options.seed}")
+    for i in range(options.real_kills):
+        job = jobs[i % len(jobs)]
+        fault = Fault("time", [-1, *range(job[1])][i // len(jobs) % (1 + job[1])], round(rng.random(), 4), "")
+        trials.append((job[1], real_kill(world, references[job], fault, os.path.join(work, f"real-kill-{i}"))))
     trials.sort(key=lambda trial: -trial[0])  # those of two ranks first: no core stays empty beside them at the end
     killed, signalled = [], []
     for result in schedule(trials):
@@ -1018,6 +1100,7 @@ def main():
     parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
     parser.add_argument("--corrupt-step", type=int, default=1, help="only every so many of these ways")
     parser.add_argument("--real", action="store_true", help="check the uninterrupted runs against python's and torchrun's")
+    parser.add_argument("--real-kills", type=int, default=0, help="how many runs of python and torchrun to kill")
     parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles and staleness, instead of the others")

@@ -6,9 +6,11 @@ Runs are forked (tiny.forked); by_hand.py works out a stale run with plain loops
 import collections
 import json
 import os
+import shutil
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from engine.crew import Crew, parse_roles
 from errors import BadConfig
@@ -23,6 +25,9 @@ CASES = {  # name -> (script, keys)
     "ppo": ("ppo.py", {}),
     "ppo, lora": ("ppo.py", dict(lora="2", value_init="shared", num_minibatches=1)),
     "grpo": ("grpo.py", {}),
+    # the reference becomes the policy, and the scores get their zero: what scorers hold changes
+    "ppo, reset": ("ppo.py", dict(ref_reset_iters=2, center_scores="always")),
+    "grpo, reset": ("grpo.py", dict(ref_reset_iters=1, center_scores="always", eval_interval=1000)),
     "grpo, refilled": ("grpo.py", dict(max_refills=2, num_minibatches=1, kl_in="reward")),
 }
 IN_SHARDS = dict(zero_stage="policy=3,value=3", generate_tp=2, sync_check_interval=1)
@@ -68,7 +73,7 @@ def copied(*args):
 crew.unpack, placement.decoding_copy = unpacked, copied
 watch(placement, "gather")
 watch(batches, "fill")
-watch(batches.Batches, "publish", within=True)
+watch(batches.Batches, "send_weights", within=True)
 watch(batches.Generator, "take_weights", within=True)
 """
 
@@ -99,6 +104,10 @@ def runs(world, tmp_path_factory):
                     names.append((name, staleness, roles))
     names.append(("ppo", 1, "train=1,generate=2"))  # who hold the policy together while they sample
     cases["ppo 1 train=1,generate=2"] = [on(world, "ppo.py", 3, staleness=1, roles="train=1,generate=2", generate_tp=2)]
+    for staleness in (0, 1):  # and who read together
+        names.append(("ppo, reset", staleness, "train=2,score=2"))
+        cases[f"ppo, reset {staleness} train=2,score=2"] = [on(world, "ppo.py", 4, staleness=staleness, roles="train=2,score=2",
+                                                              zero_stage="policy=3,value=3,ref=3", **CASES["ppo, reset"][1])]
     for staleness in (0, 1):  # nobody holds it whole
         names.append(("ppo", staleness, "train=2,generate=2"))
         cases[f"ppo {staleness} train=2,generate=2"] = [
@@ -140,6 +149,19 @@ def test_the_batch_is_of_the_version_that_staleness_names(runs):
     assert texts[0][0] == texts[1][0] == texts[2][0] and texts[0][1] != texts[1][1] == texts[2][1] and texts[1][2] != texts[2][2]
 
 
+def test_scorers_change_their_reference_and_their_zero(runs):
+    """At a reset batches of the policy of now have no KL to it; and the learned scores begin at 0."""
+    folder, results = runs
+    for name, staleness, roles in results:
+        if name.endswith("reset"):
+            log = tiny.read_log(f"{folder}/{name} {staleness} {roles}/out")
+            every = CASES[name][1]["ref_reset_iters"]
+            assert len({record["objective/score_shift"] for record in log[:-1]}) == 1 and log[0]["objective/score_shift"] != 0
+            for record in log[:-1] if staleness == 0 else ():
+                reset = record["iteration"] % every == 0
+                assert (abs(record["objective/kl"]) < 1e-9) == reset, (name, roles, record["iteration"])
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_no_gpu_holds_a_sharded_policy_whole(runs, staleness):
     """Of four ranks, the first one alone puts it together, for it sends it: in the CPU's memory, also where there are GPUs."""
@@ -158,6 +180,63 @@ def test_no_gpu_holds_a_sharded_policy_whole(runs, staleness):
         assert 0.5 * whole <= 8 * seen["decodes"] < 0.55 * whole  # norms are on both
         pieces = [(size, tensors) for size, tensors in seen["pieces"] if size > 2**14]
         assert pieces and all(tensors == 1 and size <= largest for size, tensors in pieces)  # never cut
+
+
+
+# The trainers wait in the log of iteration 0, and in the checkpoint of 2, until the next batch is being sampled. And what was
+# sampled, in order
+MEANWHILE = """
+import os, time
+import rollout
+from engine import checkpoint, run_log
+def wait_for(iteration):
+    began = time.monotonic()
+    while not os.path.exists(f"began-{iteration}"):
+        if time.monotonic() - began > 60:
+            raise RuntimeError(f"nobody samples the batch of iteration {iteration}")
+        time.sleep(0.01)
+def before(owner, name, wait):
+    f = getattr(owner, name)
+    def changed(*args, **kwargs):
+        wait(*args)
+        return f(*args, **kwargs)
+    setattr(owner, name, changed)
+def sampling(*args):
+    purpose, iteration = args[5:7]
+    with open("order", "a") as f:
+        f.write(f"{purpose} {iteration}, ")
+    if purpose == "rollout":
+        open(f"began-{iteration}", "w").close()
+if RANK == 0:
+    before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(1 + STALENESS))
+    before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(2 + STALENESS))
+else:
+    before(rollout, "sample_share", sampling)
+"""
+ORDERS = {  # (staleness, eval_interval) -> what the generator samples; an evaluation comes before the batch of its weights
+    (0, 1000): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, ",
+    (1, 1000): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, ",
+    (1, 3): "eval 0, rollout 0, rollout 1, rollout 2, rollout 3, eval 0, eval 0, ",
+    (0, 3): "eval 0, rollout 0, rollout 1, rollout 2, eval 0, rollout 3, eval 0, ",
+}
+
+
+@pytest.fixture(scope="module")
+def meanwhile(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("meanwhile"))
+    return folder, forked(folder, {f"{staleness} {interval}": [
+        on(world, script, 2, MEANWHILE.replace("STALENESS", str(staleness)), roles="train=1,generate=1", staleness=staleness,
+           eval_interval=interval, checkpoint_interval=2)]
+        for (staleness, interval), script in zip(ORDERS, ("ppo.py", "grpo.py", "ppo.py", "ppo.py"), strict=True)})
+
+
+@pytest.mark.parametrize("staleness, interval", ORDERS)
+def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(meanwhile, staleness, interval):
+    folder, results = meanwhile
+    result, = results[f"{staleness} {interval}"]
+    assert result["codes"] == [0, 0], result
+    with open(f"{folder}/{staleness} {interval}/order", encoding="utf-8") as f:
+        assert f.read() == ORDERS[staleness, interval]
 
 
 def test_each_role_holds_what_it_needs(world, tmp_path):
@@ -227,12 +306,21 @@ def resumed(world, tmp_path_factory):
     cases["asked while it samples"] = [run(2, ask.replace("NAME", "sample_share"), roles="train=1,generate=1"), run(1)]
     cases["asked while it scores"] = [run(2, ask.replace("NAME", "score_batch"), roles="train=1,score=1"),
                                       run(2, roles="train=1,score=1")]
+    # a reference of its own, which the checkpoint has from one role and gives to another; and a zero
+    changes = CASES["ppo, reset"][1]
+    cases["changes"] = [run(1, **changes)]
+    scorers = dict(roles="train=2,generate=1,score=1", **changes)
+    cases["scorers have saved"] = [run(4, stop, **scorers), run(1, **changes)]
+    cases["scorers load"] = [run(1, stop, **changes), run(4, **scorers)]
+    cases["scorers save and load"] = [run(2, stop, roles="train=1,score=1", **changes),
+                                      run(4, roles="train=2,score=2", zero_stage="policy=3,value=3,ref=3", **changes)]
     cases["another staleness"] = [run(1, stop), run(1, staleness=2)]
     return folder, forked(folder, cases, at_once=3)
 
 
 @pytest.mark.parametrize("name", ["one rank", "others sample after the stop", "nobody else does", "scorers come",
-                                  "asked while it samples", "asked while it scores"])
+                                  "asked while it samples", "asked while it scores", "scorers have saved", "scorers load",
+                                  "scorers save and load"])
 def test_a_stopped_run_goes_on_with_other_roles(resumed, name):
     """The batches that were sampled ahead are in the checkpoint, and nothing is sampled twice."""
     folder, results = resumed
@@ -240,10 +328,11 @@ def test_a_stopped_run_goes_on_with_other_roles(resumed, name):
         assert set(result["codes"]) == {0}, (name, result)
     first, second = (result["stdout"][0] for result in results[name])
     assert "resume with the same command" in first and "resuming from out/checkpoint-" in second, (first, second)
-    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{case}/out")] for case in ("whole", name)]
+    whole = "changes" if name.startswith("scorers") and name != "scorers come" else "whole"
+    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{case}/out")] for case in (whole, name)]
     assert alike(*logs, tolerance=1e-9)
     for model in ("policy", "value_model"):
-        assert tiny.distance(f"{folder}/whole/out/{model}", f"{folder}/{name}/out/{model}") < 1e-9
+        assert tiny.distance(f"{folder}/{whole}/out/{model}", f"{folder}/{name}/out/{model}") < 1e-9
 
 
 def test_another_staleness_is_another_run(resumed):
@@ -321,33 +410,49 @@ def test_a_role_that_has_said_nothing_since_has_no_share():
     assert crew.shares()["time/generate_busy"] == 0.5
 
 
-REFUSED = {  # keys beside ranks that score -> what is said, in one line, before anything is written
-    "ref_reset_iters": (dict(ref_reset_iters=1), "ref_reset_iters: the reference becomes the policy, which ranks that score"),
-    "no zero": (dict(center_scores="always"), "score_shift is not known, and trainers would have to find it"),
-}
+EACH_ON_ITS_HOST = """
+import os
+from engine import launch
+init = launch.init
+def elsewhere(*args):
+    os.chdir(f"../host-{RANK}")
+    return init(*args)
+launch.init = elsewhere
+"""
 
 
-@pytest.fixture(scope="module")
-def refused(world, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("refused"))
-    cases = {f"{name}, {script}": [on(world, script, 2, roles="train=1,score=1", **keys)]
-             for name, (keys, _) in REFUSED.items() for script in ("ppo.py", "grpo.py")}
-    return folder, forked(folder, cases)
-
-
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_scorers_cannot_do_is_refused(refused, name, script):
-    folder, results = refused
-    result, = results[f"{name}, {script}"]
+@pytest.mark.parametrize("role, key", [("score", "reward_path"), ("score", "policy_path"), ("generate", "policy_path")])
+def test_hosts_that_have_other_models_are_noticed(world, tmp_path, role, key):
+    """A path that is another folder on the second host: the reward model, the reference, or the policy that samples first."""
+    for host in ("host-0", "host-1"):
+        shutil.copytree(getattr(world, dict(reward_path="reward", policy_path="policy")[key]), tmp_path / host / "model")
+    file = tmp_path / "host-1" / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[min(tensors)].view(-1)[0] += 0.5
+    save_file(tensors, file, {"format": "pt"})
+    keys = {key: "model", "value_init": "policy", "roles": f"train=1,{role}=1"}
+    result, = forked(str(tmp_path), {"run": [on(world, "ppo.py", 2, EACH_ON_ITS_HOST, **keys)]})["run"]
     assert result["codes"] == [2, 2] and "".join(result["stderr"]).count("\n") == 1, result
-    assert f"{script}: error: " in result["stderr"][0] and REFUSED[name][1] in result["stderr"][0]
-    assert not os.path.exists(f"{folder}/{name}, {script}/out")
+    does = dict(score="scores", generate="generates")[role]
+    said = f"rank 1, which {does}, has read other files in {key} = 'model' than rank 0 has there; give all hosts the same models"
+    assert said in result["stderr"][0] and not os.path.exists(tmp_path / "host-0" / "out"), result
 
 
 AT = tiny.ends(9) + """
+import os, time
 import loss, parallel, rewards, rollout
+from engine import run
 now = 0
+enter = run.Run.enter
+def entered(self, phase):
+    enter(self, phase)
+    open(f"{self.iteration} {phase}", "w").close()
+if RANK == 0:
+    run.Run.enter = entered
+def die_in(phase):  # the next batch is sampled and scored while the trainers log and save: when they wait for it
+    while not os.path.exists(phase):
+        time.sleep(0.01)
+    die()
 def at(owner, name, call, action):
     f = getattr(owner, name)
     def changed(*args, **kwargs):
@@ -360,9 +465,11 @@ def at(owner, name, call, action):
 """
 THREE = "train=1,generate=1,score=1"
 LOST = {  # name -> (roles, staleness, the rank and what it does at its third call, what another rank says)
-    "a generator dies": (THREE, 0, 1, "at(rollout, 'sample_share', 3, die)", 0, "iteration 1, rollout: lost touch with"),
+    "a generator dies": (THREE, 0, 1, "at(rollout, 'sample_share', 3, lambda: die_in('1 rollout'))", 0,
+                         "iteration 1, rollout: lost touch with"),
     "a generator hangs": (THREE, 0, 1, "at(rollout, 'sample_share', 3, hang)", 0, "iteration 1, rollout: lost touch with"),
-    "a scorer dies": (THREE, 0, 2, "at(rollout, 'score_batch', 3, die)", 0, "iteration 1, score: lost touch with"),
+    "a scorer dies": (THREE, 0, 2, "at(rollout, 'score_batch', 3, lambda: die_in('1 score'))", 0,
+                         "iteration 1, score: lost touch with"),
     "a scorer hangs": (THREE, 1, 2, "at(rollout, 'score_batch', 3, hang)", 0, "iteration 1, score: lost touch with"),
     "a trainer dies": (THREE, 0, 0, "at(loss, 'learning_rate_at', 3, die)", 1, "waiting for work: lost touch with"),
     "a trainer hangs": (THREE, 1, 0, "at(loss, 'learning_rate_at', 3, hang)", 2, "waiting for work: lost touch with"),
@@ -428,6 +535,8 @@ def losses(world, tmp_path_factory):
     for name, (roles, staleness, who, what, _, _) in LOST.items():
         cases[name] = [on(world, "ppo.py", 3, f"{AT}if RANK == {who}:\n    {what}\n", roles=roles, staleness=staleness, timeout=4,
                           reward_timeout=3, checkpoint_interval=1)]
+    hangs = AT + "if RANK == 1:\n    at(loss, 'learning_rate_at', 3, hang)\n"
+    cases["one of two trainers hangs"] = [on(world, "ppo.py", 3, hangs, roles="train=2,generate=1", timeout=4, reward_timeout=3)]
     cases["a slow generator"] = [on(world, "ppo.py", 2, AT + SLOW, roles="train=1,generate=1", timeout=4, reward_timeout=3,
                                     max_iters=1)]
     quick = dict(timeout=4, reward_timeout=3)
@@ -457,6 +566,13 @@ def test_a_lost_rank_of_any_role_ends_the_run(losses, name):
         assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
         assert f"lost touch with rank {who}, which " in result["stderr"][rank], result
         assert result["seconds"][rank] < 25
+
+
+def test_others_name_the_one_of_several_trainers_that_hangs(losses):
+    """Not the first one, which waits for it in a collective."""
+    result = losses[1]["one of two trainers hangs"][0]
+    assert result["codes"][0] == result["codes"][2] == 1 and "waiting for work: lost touch with rank 1, which trains" in \
+        result["stderr"][2] and "lost touch with the other ranks that train" in result["stderr"][0], result
 
 
 def test_a_generator_may_take_longer_than_the_timeout(losses):

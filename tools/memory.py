@@ -308,7 +308,7 @@ def print_plan(p, fits=""):
         print(f"offloaded   {p['cpu_mib'] / scale:>10.2f}   in the CPU's memory")
     if p["sent_mib"]:
         where = ", in the CPU's memory" if p["sent_by"] == "cpu" else ""
-        print(f"first rank  {p['sent_mib'] / scale:>10.2f}   weights on their way to generators, "
+        print(f"first rank  {p['sent_mib'] / scale:>10.2f}   weights on their way to others, "
               f"on it alone{where}")
     print(f"\npredicted peak: {p['peak_mib'] / scale:.2f} {unit}{fits}")
 
