@@ -334,7 +334,7 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
             if isinstance(e, Lost):
                 raise
             trouble = e  # and so is every job from now on
-            for role in {"train", "score"} & crew.ranks.keys() - {crew.role}:
+            for role in sorted({"train", "score"} & crew.ranks.keys() - {crew.role}):
                 crew.say(number, role, error=str(e))
     crew.leaving = True
     threads.shutdown(wait=False, cancel_futures=True)

@@ -127,7 +127,7 @@ def add_shared(keys, script, shared, defaults):
         return keys
     where = os.path.basename(script)
     more = read_lines(os.path.join(os.path.dirname(script), shared))[0]
-    for name in keys.keys() & more.keys():
+    for name in sorted(keys.keys() & more.keys()):
         raise BadConfig(f"{where} and {shared} both set {name}; keep one. A default that differs "
                         f"belongs in the call: configure(..., {name}=...)")
     for name, value in defaults.items():

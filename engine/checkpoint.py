@@ -94,8 +94,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
         folders = list_checkpoints(out_dir)
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
-        for old in set(folders) - set(kept):
-            remove(old)
+        for old in folders:
+            if old not in kept:
+                remove(old)
 
     # if it is there, the run has resumed from it; only an evaluation may have changed the state
     if damage(final) is not None or alone(partial(read_state, final)) != state:

@@ -29,7 +29,7 @@ prepare.main()
 def prepare(out, *args, few=False):
     """Run the script. few: with a quarter of its problems, which takes a quarter of the time."""
     script = ["-c", FEW] if few else [PREPARE]
-    return subprocess.run([sys.executable, *script, f"--out={out}", *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *script, f"--out={out}", *args], capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,6 @@ from engine.tokenizers import load_tokenizer
 import tiny
 from tiny import forked, measured, one_run
 
-STOP = """
-import os, signal
-import data
-batch_rows = data.batch_rows
-def stopped(seed, iteration, *rest):
-    if iteration == {}:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return batch_rows(seed, iteration, *rest)
-data.batch_rows = stopped
-"""
 SETTINGS = dict(dtype="float64", eval_interval=1, max_iters=5, checkpoint_interval=1,
                 keep_checkpoints=9)
 
@@ -63,7 +53,7 @@ def runs(tmp_path_factory):
         arguments = make("out", ref_reset_iters=2, **SETTINGS)
         cases[f"{script} reset"] = [one_run(script, arguments)]
         for at in (2, 3):  # at a reset, and behind one
-            cases[f"{script} stopped {at}"] = [one_run(script, (arguments, STOP.format(at))),
+            cases[f"{script} stopped {at}"] = [one_run(script, (arguments, tiny.stops(at))),
                                                one_run(script, arguments)]
     done |= forked(folder, {f"_{name}": case for name, case in cases.items()})
     return {name.removeprefix("_"): (f"{folder}/{name}/out", results)

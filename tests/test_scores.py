@@ -132,16 +132,6 @@ def forget_shift(folder, to, by=0.0):
 
 SETTINGS = dict(dtype="float64", eval_interval=1, missing_eos_penalty=1.0, reward_clip=2.0,
                 scale_scores="running", keep_best=True)
-STOP = """
-import os, signal
-import data
-batch_rows, seen = data.batch_rows, set()
-def stopped(seed, iteration, *rest):
-    if iteration == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return batch_rows(seed, iteration, *rest)
-data.batch_rows = stopped
-"""
 COUNT = """
 import rollout
 sample_share = rollout.sample_share
@@ -198,7 +188,7 @@ def runs(tmp_path_factory):
     add("half", "ppo.py", (15.0,), dtype="bfloat16", value_init="policy")
     add("too long", "ppo.py", critic_warmup_iters=3)
     arguments = world.ppo("out", reward_path=f"{folder}/moved 15.0", **SETTINGS)
-    cases["resumed"] = [one_run("ppo.py", (arguments, STOP)), one_run("ppo.py", arguments)]
+    cases["resumed"] = [one_run("ppo.py", (arguments, tiny.stops(2))), one_run("ppo.py", arguments)]
     arguments = world.ppo("out", center_scores="always", **SETTINGS)
     cases["always"] = [one_run("ppo.py", arguments)]
     both = ",".join(f"{folder}/moved {move}" for move in (15.0, -15.0))

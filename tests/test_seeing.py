@@ -422,7 +422,7 @@ def test_the_page_in_a_browser(done, page, tmp_path):
         (tmp_path / "page.html").write_text(f.read() + USER)
     shown = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user",
                             "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"],
-                           capture_output=True, text=True, timeout=60)
+                           capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in shown.stderr, shown.stderr
     first, pointed, by_score, title = map(html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
     assert title.strip() == "a<b>&c, out"  # and not "hacked"

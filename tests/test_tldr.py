@@ -129,7 +129,7 @@ def runs(tmp_path_factory, tokenizer):
         processes[name] = folder / "out", subprocess.Popen(
             [sys.executable, *arguments(source, folder / "out", tokenizer)], stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True)
-    return {name: (out, *process.communicate(timeout=60), process.returncode)
+    return {name: (out, *process.communicate(timeout=600), process.returncode)
             for name, (out, process) in processes.items()}
 
 

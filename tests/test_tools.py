@@ -16,7 +16,7 @@ ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 
 def run(*args, cwd=ROOT, env=ENV):
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 # bench.py runs ppo.py and grpo.py as new processes; a fork has torch and transformers in memory already

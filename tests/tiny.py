@@ -5,7 +5,6 @@ import json
 import os
 import re
 import random
-import select
 import subprocess
 import sys
 import tempfile
@@ -235,7 +234,7 @@ def add_qwen(world):
 # running scripts
 
 
-def run(script, *args, ranks=1, env=None, wrapper=None, stdin="", timeout=120):
+def run(script, *args, ranks=1, env=None, wrapper=None, stdin="", timeout=600):
     """
     Run a script of the repository as a user does, with torchrun for more than one rank. wrapper: a Python file that is run
     in its place and is given the script and its arguments; see wrap. Returns a CompletedProcess with text.
@@ -284,8 +283,7 @@ def forked(folder, cases, at_once=2):
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
     start_forker()
     print(json.dumps([*files, at_once]), file=forker.stdin, flush=True)
-    if not select.select([forker.stdout], [], [], 500)[0]:
-        forker.kill()
+    # however long it takes on a machine that others use, too: forked.py ends runs that hang (campaign.LONGEST)
     if not forker.stdout.readline():
         forker.errors.seek(0)
         raise AssertionError(forker.errors.read() or "forked.py has not answered")
@@ -325,12 +323,29 @@ data.batch_rows = batch_rows
 """
 ONCE = """
 def once(owner, name, action):
-    f = getattr(owner, name)
+    f, done = getattr(owner, name), []
     def changed(*args, **kwargs):
-        if now == 1:
-            action()
+        if now == 1 and not done:
+            done.append(action())
         return f(*args, **kwargs)
     setattr(owner, name, changed)
+"""
+
+
+def stops(iteration, rank=0):
+    """
+    Code: this rank is asked by SIGTERM to stop, when it draws the rows of this iteration; and once, however many it
+    draws. On a slow machine a second signal would come a second later, and so end the process at once.
+    """
+    return f"""
+import os, signal
+import data
+drawn, asked = data.batch_rows, []
+def stopped(seed, iteration, *rest):
+    if iteration == {iteration} and RANK == {rank} and not asked:
+        asked.append(os.kill(os.getpid(), signal.SIGTERM))
+    return drawn(seed, iteration, *rest)
+data.batch_rows = stopped
 """
 
 
@@ -396,7 +411,7 @@ if dist.is_initialized():
 """
 
 
-def run_in_one(folder, name, calls, ranks=1, timeout=300):
+def run_in_one(folder, name, calls, ranks=1, timeout=600):
     """Run [(script, args), ...] one after the other in one process (for each rank), which saves the start-up of each."""
     driver, work = os.path.join(folder, f"{name}.py"), os.path.join(folder, f"{name}.json")
     with open(driver, "w", encoding="utf-8") as f:
