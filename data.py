@@ -58,6 +58,22 @@ def say_special_tokens(rows, fields, tokenizer, path):
              "instead (EOS is added by itself)")
 
 
+def say_odd_texts(rows, fields, path):
+    """
+    Print a line on rank 0 where completions begin with their prompt, in more than half of the rows:
+    they follow it, so it would be there twice; and where the two of a pair are one text.
+    """
+    twice = sum(isinstance(row["prompt"], str) and row["prompt"].strip() != "" and
+                all(row[field].startswith(row["prompt"]) for field in fields) for row in rows)
+    if twice > len(rows) / 2:
+        warn(f"{path}: in {twice} of {len(rows)} rows {' and '.join(fields)} begin with the prompt "
+             "that they follow, so it is there twice. Is that meant?")
+    alike = sum(row["chosen"] == row["rejected"] for row in rows) if "rejected" in fields else 0
+    if alike:
+        warn(f"{path}: in {alike} of {len(rows)} pairs chosen and rejected are the same: there is "
+             "nothing to learn from them")
+
+
 def say_too_long(path, count, dropped, cut, limit, whose):
     """Print on rank 0 how many of so many rows are dropped or cut, if any. whose: the limit's."""
     if dropped or cut:

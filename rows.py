@@ -14,6 +14,8 @@ goes on with that very message.
 
 A row that makes no sense as such a dialogue is refused, and never glued together.
 """
+import ast
+import json
 import math
 import os
 import re
@@ -163,6 +165,7 @@ def prompt_row(row):
     check_text(row["prompt"], "prompt")
     if isinstance(row["prompt"], list):
         row["prompt"] = with_system(clean(row["prompt"], "prompt"), row)
+        refuse_nothing_asked(row["prompt"])
     else:
         refuse_system(row)
 
@@ -216,8 +219,7 @@ def dialogue(row, *completions):
         return {field: row[field] for field in fields}
     made = {field: clean(row[field], field) for field in fields}
     made["prompt"] = with_system(made["prompt"], row)
-    if not any(m["role"] == "user" for m in made["prompt"]):
-        raise BadInput("the prompt has no user message, so there is nothing to answer")
+    refuse_nothing_asked(made["prompt"])
     for field in completions:
         roles = [m["role"] for m in made[field]]
         if "system" in roles:
@@ -269,7 +271,7 @@ def clean(value, field):
         if message["role"] == "system" and number > 0:
             raise BadInput(f"field {field!r} has a system message in the middle (message "
                            f"{number + 1}); only the first may be one")
-        if message.get("tool_calls"):
+        if message.get("tool_calls") or message.get("function_call"):
             raise BadInput(f"field {field!r} has a call of a tool, which is not supported")
         refuse_weight(message, message["role"], field)
     return messages
@@ -317,6 +319,11 @@ def refuse_system(row):
                        "system>unused")
 
 
+def refuse_nothing_asked(messages):
+    if not any(m["role"] == "user" for m in messages):
+        raise BadInput("the prompt has no user message, so there is nothing to answer")
+
+
 def from_sharegpt(turns):
     """[{"from": "human", "value": ...}] -> [{"role": "user", "content": ...}]."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -336,10 +343,11 @@ def from_sharegpt(turns):
 
 def refuse_weight(message, role, field):
     """Raise BadInput for an assistant message that shall not be learned: all of them are."""
-    if role == "assistant" and message.get("weight") not in (None, 1):
-        raise BadInput(f"field {field!r} has an assistant message of weight "
-                       f"{shorten(message['weight'])}; all are learned alike: end the row before "
-                       "it, or make it a part of the prompt")
+    for name in ("weight", "loss", "train"):  # OpenAI's, ms-swift's, axolotl's
+        if role == "assistant" and message.get(name) not in (None, 1):
+            raise BadInput(f"field {field!r} has an assistant message of {name} "
+                           f"{shorten(message[name])}; all are learned alike: end the row before "
+                           "it, or make it a part of the prompt")
 
 
 def is_in(prompt, messages):
@@ -451,8 +459,9 @@ def answer_text(answer):
 
 def refuse_tools(row):
     """Raise BadInput for a row that offers tools to the assistant, which no template is told."""
-    if row.get("tools") and row["tools"] != "[]":
-        raise BadInput("field 'tools': dialogues with tools are not supported")
+    for name in ("tools", "functions"):
+        if row.get(name) and row[name] != "[]":
+            raise BadInput(f"field {name!r}: dialogues with tools are not supported")
 
 
 def names_in(row):
@@ -468,6 +477,9 @@ def check_text(value, field, where=""):
     """
     where = f"{where}: " if where else ""
     texts = [value]
+    if isinstance(value, str) and is_written_list(value):
+        raise BadInput(f"{where}field {field!r} is a list of messages that is written as a string, "
+                       "as tables have it; write JSONL with the list itself")
     if isinstance(value, list):
         if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str)
                                 for message in value):
@@ -487,6 +499,20 @@ def check_text(value, field, where=""):
         if not text.isascii() and any(map(is_surrogate, text)):
             raise BadInput(f"{where}field {field!r} holds half a surrogate pair, which is not "
                            "text")
+
+
+def is_written_list(text):
+    """Whether a string is nothing but a list of messages, as JSON or as Python writes it."""
+    if not re.match(r"""\s*\[\s*\{\s*["']""", text):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return isinstance(value, list) and all(
+            isinstance(m, dict) and ("role" in m or "from" in m) for m in value)
+    return False
 
 
 def is_surrogate(ch):

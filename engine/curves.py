@@ -1,5 +1,6 @@
 """
-The runs that a tool shows: their folders, what to call them, and the records of their logs.
+The runs that a tool shows: their folders, what to call them, the records of their logs; and how
+pictures of them are made.
 """
 import difflib
 import fnmatch
@@ -105,3 +106,24 @@ def choose_metrics(wanted, known):
             raise BadConfig(f"metrics: no run has logged {part!r}; {hint}")
         chosen += [metric for metric in found if metric not in chosen]
     return chosen
+
+
+def empty_picture(lines, columns, width, height, **kwargs):
+    """(figure, its axes as an array (lines, columns)) of panels, each of this size in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, not a window
+    import matplotlib.pyplot as plt
+
+    size = width * columns, height * lines
+    return plt.subplots(lines, columns, figsize=size, squeeze=False, **kwargs)
+
+
+def save_picture(figure, axes, path):
+    """Write a picture to a file, whose axes (an array) get a light grid and no frame."""
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -134,6 +134,14 @@ def parse_config(hf, where="config.json"):
     return c
 
 
+def pad_token_id(hf):
+    """
+    The padding token of a model: a reward model's score is read in front of it. Where config.json
+    does not say it, it is the one that transformers takes for the family; None: there is none.
+    """
+    return hf.get("pad_token_id", dict(olmo2=1, gemma3_text=0).get(hf["model_type"]))
+
+
 def parse_gpt2(hf):
     """GPT-2's ModelConfig. Raises KeyError where a field is missing."""
     return ModelConfig(

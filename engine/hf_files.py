@@ -173,9 +173,9 @@ def read_file(file):
 
 
 def read_text(file):
-    """The text of a file. Raises BadInput."""
+    """The text of a file, without what Windows writes: CR at line ends, a mark. Raises BadInput."""
     try:
-        return read_file(file).decode()
+        return read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
         raise BadInput(f"{file}: {e}") from e
 

@@ -100,14 +100,12 @@ class Judge:
 
     def read_template(self, template):
         """(text, answers) of a built-in template or a file. Raises BadInput."""
-        text = template_text(template)
-        words, first, rest = ["A", "B"], *text.partition("\n")[::2]
-        if first.startswith("answers:"):
-            words, text = first.removeprefix("answers:").replace(",", " ").split(), rest
+        named, text = answers_and_question(template_text(template))
+        words = ["A", "B"] if named is None else named
         if len(set(words)) < max(len(words), 2):
             raise BadInput(f"{self.name}: wanted two different answers or more in its first line, "
-                           f"as 'answers: A B', found {shorten(first)}")
-        if not text.strip():
+                           f"as 'answers: A B', found {shorten(' '.join(words))}")
+        if not text:
             raise BadInput(f"{self.name} is empty; write the question to the judge, with "
                            f"{{prompt}} and {{{self.responses[0]}}} in it")
         fields = {named for _, named in FIELD.findall(text)} - {""}
@@ -116,12 +114,19 @@ class Judge:
             raise BadInput(f"{self.name} has the unknown field {{{field}}}; there are "
                            f"{', '.join(f'{{{x}}}' for x in known)}, and {{{{{field}}}}} writes "
                            "the braces themselves")
+        blank = re.search(rf"\{{ *({'|'.join(known)}) *\}}", FIELD.sub("", text))
+        if blank:
+            raise BadInput(f"{self.name} has {blank[0]}, with blanks, which is no field; write "
+                           f"{{{blank[1]}}}")
         for field in self.responses:
             if field not in fields:
                 raise BadInput(f"{self.name} has no {{{field}}}, so the judge would not see what "
                                "it judges; put it where the text belongs")
+        if named is None and not all(re.search(rf"\b{word}\b", text) for word in words):
+            raise BadInput(f"{self.name} does not say what to answer: its text has no A and B; "
+                           "name the answers in its first line, as 'answers: yes no'")
         self.fields = fields
-        return text.strip(), words
+        return text, words
 
     def read_principles(self, file):
         """The lines of a file that are not blank; [""] without one. Raises BadInput."""
@@ -248,6 +253,18 @@ def template_text(template):
         raise BadInput(f"judge_template {template!r} is no file, and none of "
                        f"{', '.join(TEMPLATES)}")
     return read_text(template)
+
+
+def answers_and_question(text):
+    """
+    The words that the first line of a template names, None if it names none, and the question:
+    "answers: yes no\nIs it so?" -> (["yes", "no"], "Is it so?").
+    """
+    first, _, rest = text.strip().partition("\n")
+    named = re.fullmatch("answers:([^{]*)", first, re.IGNORECASE)
+    if not named:
+        return None, text.strip()
+    return named[1].replace(",", " ").split(), rest.strip()
 
 
 def log_odds(logits):

@@ -125,6 +125,9 @@ def find_tensors(path, folder, c, head):
     files = tensor_files(folder)  # name on disk -> file, shape, dtype
     if head == "scalar":
         check_one_score(path, c, files)
+    elif "score.weight" in files and not any(f"{name}.weight" in files for name in LM_HEADS):
+        raise BadInput(f"{path}: it is a reward model, with 'score.weight' and no head for words; "
+                       "here a language model is wanted")
     bare, prefix = {}, HF_BASE[c.family]
     if not any(name.startswith(prefix) for name in files):
         # a trunk without a head, such as the hub's gpt2, has names without the prefix
@@ -156,6 +159,11 @@ def find_tensors(path, folder, c, head):
     buffers = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
                "rotary_emb.inv_freq")
     extra = [name for name in files if name not in used and not name.endswith(buffers)]
+    if head == "scalar" and "score.weight" not in files and len(extra) == 1 \
+            and not extra[0].startswith(prefix):
+        raise BadInput(f"{path}: its weights have no 'score.weight', the head of a sequence "
+                       f"classifier, but {extra[0]!r}; if that is a linear map to one score, "
+                       "without a bias, rename it in the file")
     if extra:
         raise BadInput(f"{path}: its weights hold {extra[0]!r} and {len(extra) - 1} more that "
                        "config.json does not announce; the model would not be the one that was "

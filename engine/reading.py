@@ -5,9 +5,10 @@ transformers do (class Reader): prompt and response are a dialogue in its own ch
 score is read at the last token that is not its pad_token_id.
 """
 from data import naming
+from engine.hf_config import pad_token_id
 from engine.hf_files import find_folder, is_adapter
 from engine.tokenizers import Tokenizer, check_tokenizer_fits
-from errors import BadInput
+from errors import BadInput, warn
 from formats import where_is
 
 
@@ -25,6 +26,10 @@ def reader_of(reward_model, tokenizer, reward_format, path):
         raise BadInput(f"{path!r} has no score head, it is a plain language model; "
                        "train one with rm.py")
     config = reward_model.config
+    if config.hf.get("auto_map"):
+        warn(f"{path}: its config.json names code of its own (auto_map), which is not run: if that "
+             f"computes another score than a {config.family} with one label, this one is wrong. "
+             "tools/score.py compares, but without that code, too")
     ours = "score_shift" in config.hf  # rm.py writes it
     if reward_format == "auto" and ours:
         return tokenizer, None
@@ -32,7 +37,7 @@ def reader_of(reward_model, tokenizer, reward_format, path):
         raise BadInput(f"reward_format = 'chat', but the tokenizer of {path} has no chat template; "
                        "type --reward_format=plain")
     chat = bool(tokenizer.template) and reward_format != "plain"
-    skipped_id = config.hf.get("pad_token_id")
+    skipped_id = pad_token_id(config.hf)
     if skipped_id is None and is_adapter(find_folder(path)):
         # an adapter, whose trainer has set it in the base model's config and in the tokenizer
         skipped_id = getattr(getattr(tokenizer, "backend", None), "pad_token_id", None)

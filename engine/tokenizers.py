@@ -546,13 +546,18 @@ class HFTokenizer(Tokenizer):
         """
         Print once for each role that the template's text has not all of a message's: Qwen3's drops
         the thoughts of earlier turns, DeepSeek-R1's those of all, Mistral's the system message of
-        some chats. Blanks and line breaks may change.
+        some chats; and for each of the fields of thoughts that it leaves out. Blanks and line
+        breaks may change.
         """
         letters = "".join(text.split())
         for m in messages:
             if "".join(content_of(m).split()) not in letters:
                 self.say_once(f"{self.chat.name} does not write all of each message of the role "
                               f"{m['role']!r}; what it leaves out, the model does not see")
+            for name in ("reasoning_content", "reasoning", "thinking"):
+                if "".join(str(m.get(name) or "").split()) not in letters:
+                    self.say_once(f"{self.chat.name} does not write the field {name!r} of each "
+                                  "message; what it leaves out, the model does not see")
 
     def hide(self, messages):
         """

@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from engine.curves import read_records  # noqa: E402
+from engine.curves import empty_picture, read_records, save_picture  # noqa: E402
 from errors import BadInput, report_and_exit  # noqa: E402
 
 KINDS = {"one": "one reward model", "mean": "three: mean", "min": "three: min",
@@ -47,12 +47,8 @@ for kind, title in KINDS.items():
           f"({each[1]}) | {statistics.mean(kl):.1f} | {statistics.mean(score):.2f} | {spread} |")
 
 if picture:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, not a window
-    import matplotlib.pyplot as plt  # noqa: E402
-
-    figure, axis = plt.subplots(figsize=(6.4, 4.0))
+    figure, axes = empty_picture(1, 1, 6.4, 4.0)
+    axis = axes[0, 0]
     for number, (kind, title) in enumerate(KINDS.items()):
         for seed, run in zip(seeds, runs[kind], strict=True):
             axis.plot([kl for kl, *_ in run], [100 * accuracy for _, accuracy, *_ in run],
@@ -60,10 +56,6 @@ if picture:
                       label=title if seed == seeds[0] else None)
     axis.set_xlabel("KL to the SFT model (nats a response)")
     axis.set_ylabel("true accuracy (%)")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=9, frameon=False)
-    figure.tight_layout()
-    os.makedirs(os.path.dirname(picture) or ".", exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    save_picture(figure, axes, picture)
     print(f"saved {picture}")

@@ -12,7 +12,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.curves import read_records  # noqa: E402
+from engine.curves import empty_picture, read_records, save_picture  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 folder = "out/staleness"  # of the runs
@@ -60,26 +60,17 @@ for s, found in runs.items():
     print(f"| {s} | {ends} | {until[0]:.1f} | {until[1]:.1f} | {each:.2f} |")
 
 if out:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, not a window
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True)
+    figure, axes = empty_picture(1, 2, 4.2, 3.4, sharey=True)
     for number, (s, found) in enumerate(runs.items()):
         for i, (run, _) in enumerate(found):
             iterations, seconds, accuracy = zip(*run, strict=True)
-            for axis, x in zip(axes, (iterations, seconds), strict=True):
+            for axis, x in zip(axes.flat, (iterations, seconds), strict=True):
                 axis.plot(x, [100 * a for a in accuracy], color=f"C{number}", linewidth=1.3,
                           marker="o", markersize=2.5, alpha=0.8,
                           label=f"staleness {s}" if i == 0 else None)
-    axes[0].set_ylabel("held-out accuracy (%)")
-    for axis, title in zip(axes, ("iterations", "seconds"), strict=True):
+    axes[0, 0].set_ylabel("held-out accuracy (%)")
+    for axis, title in zip(axes.flat, ("iterations", "seconds"), strict=True):
         axis.set_xlabel(title)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=9, frameon=False)
-    figure.tight_layout()
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    figure.savefig(out, dpi=110)
+    axes[0, 0].legend(fontsize=9, frameon=False)
+    save_picture(figure, axes, out)
     print(f"saved {out}")

@@ -342,6 +342,15 @@ def test_what_a_template_leaves_out_is_said(folders, tmp_path, capsys):
     ids, trained = ours.encode_example([system("Be brief"), user("1+2?")], [assistant(THOUGHT)])
     assert [span.strip() for span in spans(ours, ids, trained)] == ["3<|im_end|>"]
     assert capsys.readouterr().out == "".join(said.format(f"{tmp_path}/my.jinja", role) for role in ("system", "assistant"))
+    # thoughts in a field of their own, for which this template has no place
+    thought = {**assistant("3"), "reasoning_content": "1 and 2", "thinking": None}
+    for _ in range(2):
+        with_template(folders["qwen2.5"], tmp_path, text).encode_example([user("1+2?")], [thought])
+    assert capsys.readouterr().out == 2 * (f"warning: the chat template {tmp_path}/my.jinja does not write the field "
+                                           "'reasoning_content' of each message; what it leaves out, the model does not see\n")
+    writes = text.replace("m['content'].split", "(m['reasoning_content'] or '') + m['content'].split")
+    with_template(folders["qwen2.5"], tmp_path, writes).encode_example([{**user("1+2?"), "reasoning_content": ""}], [thought])
+    assert capsys.readouterr().out == ""
     ours = with_template(folders["qwen2.5"], tmp_path, text)  # of a prompt, too
     ours.encode_prompt([system("Be brief"), user("1+2?")])
     assert capsys.readouterr().out == said.format(f"{tmp_path}/my.jinja", "system")

@@ -16,7 +16,7 @@ import pytest
 
 import tiny
 from conftest import ROOT
-from data import encode_prompts
+from data import encode_prompts, say_odd_texts
 from engine.tokenizers import ByteTokenizer
 from errors import BadInput
 from formats import Rows, parse_fields, read_rows, rename, sources_of
@@ -547,6 +547,54 @@ def test_convert_as_a_user_runs_it(tmp_path):
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "ours.jsonl: 1 rows\n")
     assert read_rows(str(tmp_path / "ours.jsonl"), sft_row) == [{"prompt": [user("Add.\n\n1 2")], "completion": [assistant("3")]}]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what would be learned wrong in silence
+
+WRITTEN = '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "train": true}]'
+
+
+@pytest.mark.parametrize("shape, row, said", [
+    (sft_row, {"messages": [user("u"), {**assistant("a"), "function_call": {"name": "f"}}]}, "has a call of a tool"),
+    (sft_row, {"messages": [user("u"), assistant("a")], "functions": [{"name": "f"}]}, "field 'functions': dialogues with tools"),
+    (sft_row, {"messages": [user("u"), {**assistant("a"), "train": False}, user("v"), assistant("b")]}, "of train False"),
+    (sft_row, {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "loss": 0}]}, "of loss 0"),
+    (sft_row, {"prompt": WRITTEN, "completion": "a"}, "field 'prompt' is a list of messages that is written as a string"),
+    (sft_row, {"prompt": "p", "completion": f" {[assistant('a')]}"}, "field 'completion' is a list of messages that is written"),
+    (preference_row, {"prompt": "p", "chosen": WRITTEN, "rejected": WRITTEN}, "field 'chosen' is a list of messages that is"),
+    (prompt_row, {"prompt": '[{"from": "human", "value": null}]'}, "field 'prompt' is a list of messages that is written"),
+    (sft_row, {"messages": WRITTEN}, "field 'messages' is a list of messages that is written as a string"),
+    (prompt_row, {"prompt": [system("s")]}, "the prompt has no user message, so there is nothing to answer"),
+    (prompt_row, {"prompt": [assistant("a")]}, "the prompt has no user message"),
+])
+def test_rows_that_would_be_learned_as_something_else(shape, row, said):
+    with pytest.raises(BadInput, match=said):
+        shape(row)
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [user("u"), {**assistant("a"), "train": True, "loss": 1, "weight": None}]},
+    {"messages": [{**user("u"), "train": False}, assistant("a")], "functions": None, "tools": []},
+    {"prompt": f"What does this mean? {WRITTEN}", "completion": "a"}, {"prompt": '[{"name": "Ann"}]', "completion": "b"},
+    {"prompt": [user(WRITTEN)], "completion": "a"}, {"prompt": '[{"role": ', "completion": WRITTEN + "?"}])
+def test_rows_that_only_look_like_it(row):
+    assert sft_row(row)["completion"]
+
+
+def test_texts_that_are_there_twice_are_said(capsys):
+    """Completions that repeat the prompt they follow, in most rows; and pairs of one text."""
+    rows = [dict(prompt="Q: 1+1? A:", chosen="Q: 1+1? A: 2", rejected="Q: 1+1? A: 3")] * 3
+    rows += [dict(prompt="Q", chosen="Q: a", rejected="b"), dict(prompt="Q", chosen="c", rejected="c")]
+    say_odd_texts(rows, ["chosen", "rejected"], "f.jsonl")
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: f.jsonl: in 3 of 5 rows chosen and rejected begin with the prompt that they follow, so it is "
+        "there twice. Is that meant?",
+        "warning: f.jsonl: in 1 of 5 pairs chosen and rejected are the same: there is nothing to learn from them"]
+    chat = dict(prompt=[user("a")], completion=[assistant("a")])
+    say_odd_texts([dict(prompt="1+1=", completion="1+1=2"), dict(prompt="2=", completion="2"), chat,
+                   dict(prompt="", completion="text")], ["completion"], "f.jsonl")
+    assert capsys.readouterr().out == ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -195,18 +195,38 @@ def test_a_file_of_the_users(tiny_world, tmp_path):
         judge.check_rows(rows, "rows.jsonl", 1)
 
 
+def test_files_of_windows_and_free_spelling_of_the_first_line(tiny_world, tmp_path):
+    """A mark, CR LF, blank lines in front, a capital letter: the answers are named all the same, and the ids are equal."""
+    plain = "answers: y n\nQ: {prompt}\nA: {response}\nok?"
+    (tmp_path / "plain.txt").write_text(plain)
+    want = judge_of(tiny_world.judge, tmp_path / "plain.txt")
+    ids = want.encode(dict(prompt="1+2="), ["3"])
+    assert bytes(ids).decode() == "Q: 1+2=\nA: 3\nok?" and want.words == ["y", "n"]
+    for number, content in enumerate((
+            b"\xef\xbb\xbf" + plain.encode(), plain.replace("\n", "\r\n").encode(), b"\n \n" + plain.encode(),
+            plain.replace("answers: y n", "Answers: y, n").encode())):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+        judge = judge_of(tiny_world.judge, tmp_path / f"{number}.txt")
+        assert judge.words == ["y", "n"] and judge.encode(dict(prompt="1+2="), ["3"]) == ids, number
+    (tmp_path / "two.txt").write_text("answers: y n\n{prompt}{response}{principle}")
+    (tmp_path / "principles.txt").write_bytes("\ufeffBe kind.\r\n\r\nBe brief.\r\n".encode())
+    assert judge_of(tiny_world.judge, tmp_path / "two.txt", tmp_path / "principles.txt").principles == ["Be kind.", "Be brief."]
+
+
 # what is wrong
 
 
 @pytest.mark.parametrize("text, said", [
     ("", "is empty; write the question"), ("answers: A B\n \n", "is empty"),
+    ("{prompt}{response} good?", "does not say what to answer: its text has no A and B; name the answers in its first line"),
+    ("A or B? { prompt } {response}", "has { prompt }, with blanks, which is no field; write {prompt}"),
     ("{prompt} good?", r"has no {response}, so the judge would not see"),
     ("{prompt} {response} {question}", "unknown field {question}"),
     ("{prompt} {response} {first}", "unknown field {first}"),
     ("answers: A\n{response}", "wanted two different answers or more in its first line"),
     ("answers: A A\n{response}", "wanted two different answers"), ("answers:\n{response}", "wanted two different answers"),
     ("answers: yes no\n{response}", "the answer 'yes' is not one token to the judge .*judge"),
-    ("{response} {principle}", "has the field {principle}; type --judge_principles=FILE")])
+    ("A or B? {response} {principle}", "has the field {principle}; type --judge_principles=FILE")])
 def test_templates_that_are_refused(text, said, tiny_world, tmp_path):
     (tmp_path / "t.txt").write_text(text)
     with pytest.raises(BadInput, match=said.replace("{", r"\{")) as e:
@@ -277,7 +297,7 @@ def runs(tiny_world, tmp_path_factory):
                       judge_template=f"{w.root}/other_question.txt")
     itself = dict(reward_functions="judge", judge_template=f"{w.root}/itself.txt", dtype="float64", max_iters=2)
     with open(f"{w.root}/itself.txt", "w") as f:
-        f.write("{response}?")
+        f.write("answers: A B\n{response}?")
     cases = {}
     split = dict(zero_stage="3", offload="judge=params", micro_batch_tokens=90)
     for ranks, more in ((1, {}), (2, dict(zero_stage="judge=3")), (3, split)):

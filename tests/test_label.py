@@ -28,7 +28,7 @@ def keys_of(world, **keys):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    for name, text in (("compare", "answers: a b\n{prompt}{first}|{second}~"), ("grade", "{prompt}{response}?"),
+    for name, text in (("compare", "answers: a b\n{prompt}{first}|{second}~"), ("grade", "answers: A B\n{prompt}{response}?"),
                        ("half", "{prompt}{first}")):
         with open(f"{world.root}/{name}.txt", "w") as f:
             f.write(text)

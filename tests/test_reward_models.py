@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -193,6 +194,14 @@ def test_other_heads_are_named(folders, tmp_path):
         (spoilt("plain", lambda t: {n: x for n, x in t.items() if n != "score.weight"}, architectures=["Qwen2ForCausalLM"]),
          "plain' has no score head, it is a plain language model"),
     ]
+    def renamed(name):
+        return lambda t: {name if n == "score.weight" else n: x for n, x in t.items()}
+
+    cases += [(spoilt(name.split(".")[0], renamed(name)),
+               f"no 'score.weight', the head of a sequence classifier, but '{name}'; if that is a linear map to one score")
+              for name in ("v_head.summary.weight", "regression_head.weight", "reward_head.weight")]
+    cases.append((spoilt("value", lambda t: renamed("v_head.weight")(t) | {"v_head.bias": torch.ones(1)}),
+                  "its weights hold 'v_head.bias' and 1 more that config.json does not announce"))
     keys = dict(share_base=False, value_init="policy", seed=1, dtype="float32", master_weights=True,
                 gradient_checkpointing=False, fp32_head=False,
                 zero_stage="", offload="", lora="", optim="adamw", compile=False, reward_format="auto", chat_date="")
@@ -200,6 +209,50 @@ def test_other_heads_are_named(folders, tmp_path):
         with pytest.raises(BadInput, match=message) as e:
             load_reward_models(keys | dict(reward_path=folder), torch.device("cpu"), None, None, [(1.0, "reward_model", None)])
         assert "\n" not in str(e.value) and folder in str(e.value)
+
+
+@pytest.mark.parametrize("cls, pad", [("Gemma3Text", 0), ("Olmo2", 1)])
+def test_a_padding_that_config_json_does_not_name(cls, pad, tmp_path):
+    """transformers then takes the family's, and reads the score in front of it; null means that there is none."""
+    folder = str(tmp_path)
+    ids = world.make_tokenizer(folder, "llama3.2")
+    config = getattr(transformers, f"{cls}Config")(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=ids["<|eot_id|>"], num_labels=1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = getattr(transformers, f"{cls}ForSequenceClassification")(config)
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    model.save_pretrained(folder)
+    assert model.config.pad_token_id == pad
+    with open(f"{folder}/config.json", encoding="utf-8") as f:
+        given = json.load(f)
+    assert given.pop("pad_token_id") == pad
+    text = [5, 9, 11, pad, pad]
+    seen = []
+    for more in ({}, dict(pad_token_id=None)):
+        with open(f"{folder}/config.json", "w", encoding="utf-8") as f:
+            json.dump(given | more, f)
+        reward_model, reader, _ = load(folder, "plain")
+        got = score_sequences(reward_model, torch.tensor([text]), torch.ones(1, 5).bool(), 1, skipped_id=reader.skipped_id)
+        theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        with torch.no_grad():
+            assert got.item() == pytest.approx(theirs(torch.tensor([text])).logits.item(), abs=1e-4)
+        seen.append(got.item())
+    assert abs(seen[0] - seen[1]) > 0.01
+
+
+def test_a_reward_model_is_no_policy_and_code_of_its_own_is_named(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "tied")
+    edit(folder, "config.json", tie_word_embeddings=True)  # so that nothing is missing
+    with pytest.raises(BadInput, match="tied: it is a reward model, with 'score.weight' and no head for words; here a language"):
+        from_pretrained(str(folder))
+    load(folder)
+    assert "auto_map" not in capsys.readouterr().out
+    edit(folder, "config.json", auto_map={"AutoModelForSequenceClassification": "modeling_mine.RewardModel"})
+    load(folder)
+    assert "warning: " in (said := capsys.readouterr().out) and "code of its own (auto_map), which is not run" in said
 
 
 # those of rm.py

@@ -15,7 +15,8 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.curves import choose_metrics, metrics_in, points, read_runs  # noqa: E402
+from engine.curves import (choose_metrics, empty_picture, metrics_in, points, read_runs,  # noqa: E402
+                           save_picture)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,14 +63,9 @@ shown = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logg
 if metrics:
     shown = [(metric, (metric,)) for metric in choose_metrics(metrics, logged)]
 if out:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, not a window
-    import matplotlib.pyplot as plt
-
     columns = max(1, min(3, len(shown)))
     lines = max(1, -(-len(shown) // columns))
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
+    figure, axes = empty_picture(lines, columns, 4.2, 2.9)
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, (_, records) in enumerate(read.values()):
             for key in keys:
@@ -82,14 +78,10 @@ if out:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration", fontsize=8)
         axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    colours = [plt.Line2D([], [], color=f"C{number}", label=name)
-               for number, name in enumerate(read)]
-    axes.flat[0].legend(handles=colours, fontsize=8, frameon=False)
-    figure.tight_layout()
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    figure.savefig(out, dpi=110)
+    for number, name in enumerate(read):  # a line without points, for the legend
+        axes.flat[0].plot([], [], color=f"C{number}", label=name)
+    axes.flat[0].legend(fontsize=8, frameon=False)
+    save_picture(figure, axes, out)
     print(f"saved {out} (thick: held-out prompts, thin: training batches)")

@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
 from engine.hf_files import read_text  # noqa: E402
-from engine.judging import fill  # noqa: E402
+from engine.judging import answers_and_question, fill  # noqa: E402
 from formats import read_rows  # noqa: E402
 from prepare import guess, think  # noqa: E402
 from rows import sft_row  # noqa: E402
@@ -75,7 +75,7 @@ def beginning(rng, a, b):
 
 
 rng = random.Random(f"judge {seed}")
-question = read_text(os.path.join(HERE, "judge.txt")).strip()
+_, question = answers_and_question(read_text(os.path.join(HERE, "judge.txt")))
 problems = [tuple(map(int, row["prompt"].rstrip("=").split("+")))
             for row in read_rows(os.path.join(HERE, "sft_train.jsonl"), sft_row)]
 made = []
