@@ -44,7 +44,8 @@ from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
-from batches import Batches, serve
+from serving import serve
+from batches import Batches
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ from loss import (adapt_kl_coef, example_logprobs, explained_variance, importanc
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
 from rewards import Scorer, last_real, punish_missing_eos, reward_terms
-from batches import Batches, serve
+from serving import serve
+from batches import Batches
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------

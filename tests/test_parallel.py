@@ -16,6 +16,7 @@ import torch
 import loss
 import parallel
 import batches
+import serving
 from engine import audit, launch, together
 from engine.crew import Crew
 from errors import BadInput, Stop
@@ -604,8 +605,8 @@ def is_collective(function):
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
-SCRIPTS = ("ppo.py", "grpo.py", "batches.py", "rollout.py", "rewards.py", "engine/run.py")
-IN_ROLES = SimpleNamespace(**vars(batches.ScoringRank) | vars(batches.Generator) | vars(batches.Batches))  # self there
+SCRIPTS = ("ppo.py", "grpo.py", "serving.py", "batches.py", "rollout.py", "rewards.py", "engine/run.py")
+IN_ROLES = SimpleNamespace(**vars(serving.ScoringRank) | vars(serving.Generator))  # self there
 
 
 def collectives_in(script):
@@ -618,7 +619,7 @@ def collectives_in(script):
     exec(compile(ast.Module(imports, []), script, "exec"), names)
     names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     names |= dict(run=Run, scorer=Scorer, batches=batches.Batches, crew=Crew,
-                  self={"engine/run.py": Run, "batches.py": IN_ROLES}.get(script))
+                  self={"engine/run.py": Run, "batches.py": batches.Batches, "serving.py": IN_ROLES}.get(script))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         function = re.sub(r"^self\.(run|crew)\.", r"\1.", ast.unparse(call.func))
         first, *rest = function.split(".")  # "parallel", ["gather_rows"]

@@ -37,6 +37,7 @@ import gc, json
 import torch
 import batches
 import parallel
+import serving
 from engine import crew, placement
 from parallel import is_shard, my_part
 parallel.PIECE = 2**14
@@ -72,9 +73,9 @@ def copied(*args):
     return model
 crew.unpack, placement.decoding_copy = unpacked, copied
 watch(placement, "gather")
-watch(batches, "fill")
+watch(serving, "fill")
 watch(batches.Batches, "send_weights", within=True)
-watch(batches.Generator, "take_weights", within=True)
+watch(serving.Generator, "take_weights", within=True)
 """
 
 
@@ -511,13 +512,13 @@ if RANK == 2:
     rewards.Scorer.score = slow
 """
 NUDGE = """
-import batches
-f = batches.Generator.take_weights
+import serving
+f = serving.Generator.take_weights
 def nudged(self, *args):
     f(self, *args)
     parallel.my_part(self.policy.lm_head.weight.data)[0, 0] += 1e-13
 if RANK == 1:
-    batches.Generator.take_weights = nudged
+    serving.Generator.take_weights = nudged
 """
 RAISES_LATE = """
 late = 0

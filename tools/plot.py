@@ -15,8 +15,8 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.curves import (choose_metrics, empty_picture, metrics_in, points, read_runs,  # noqa: E402
-                           save_picture)
+from engine.curves import (  # noqa: E402
+    choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
 
 
 # --------------------------------------------------------------------------------------------------
