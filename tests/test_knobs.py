@@ -142,17 +142,7 @@ SPLIT = {
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
 THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
-           ("ppo.py", "ensemble"), ("grpo.py", "ensemble")}
-STOP = """
-import os, signal
-import data
-batch_rows = data.batch_rows
-def stopped(seed, iteration, *rest):
-    if iteration == 1 and RANK == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return batch_rows(seed, iteration, *rest)
-data.batch_rows = stopped
-"""
+           ("ppo.py", "ensemble"), ("grpo.py", "ensemble"), ("ppo.py", "truncated"), ("grpo.py", "truncated")}
 
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
@@ -193,7 +183,7 @@ def world(tmp_path_factory):
 def turned(world, tmp_path_factory):
     """
     The folder with the runs, each as "SCRIPT GROUP without KEY", "SCRIPT GROUP", "SCRIPT GROUP split",
-    "SCRIPT plain", "SCRIPT unmoving"; and {name: what came of it on each rank}.
+    "SCRIPT plain", "SCRIPT unevaluated", "SCRIPT unmoving"; and {name: what came of it on each rank}.
     """
     folder = str(tmp_path_factory.mktemp("knobs"))
     policy = from_pretrained(world.policy)
@@ -223,15 +213,17 @@ def turned(world, tmp_path_factory):
             rest = {k: value for k, value in keys.items() if k != key}
             if key in ALL:  # looked at after one iteration
                 rest["max_iters"] = 1
-            jobs[f"{script} {name} without {key}"] = run(script, HELD | more | rest, ranks)
+            # without evaluations, which move nothing either
+            jobs[f"{script} {name} without {key}"] = run(script, HELD | more | rest | dict(eval_path=""), ranks)
         if (script, name) not in SPLIT:
             continue
         both = HELD | more | keys | split(script, name)
         if (script, name) not in THROUGH:
-            jobs[f"{script} {name} stopped"] = run(script, both, 2, STOP) | dict(folder=f"{script} {name} split")
+            jobs[f"{script} {name} stopped"] = run(script, both, 2, tiny.stops(1, 1)) | dict(folder=f"{script} {name} split")
         jobs[f"{script} {name} split"] = run(script, both, 2)
     for script in MODELS:
         jobs[f"{script} plain"] = run(script, HELD)
+        jobs[f"{script} unevaluated"] = run(script, HELD | dict(eval_path=""))
         jobs[f"{script} unmoving"] = run(script, HELD | {
             key: value for key, value in UNMOVING.items() if value and key not in ROUNDING})
     for i, keys in enumerate((dict(max_iters=1, kl_coef=0.0), dict(kl_coef=0.7), dict(kl_coef=0.7, keep_best=True))):
@@ -276,9 +268,10 @@ def test_two_ranks_with_shards_and_a_stop_change_nothing(turned, script, name):
 
 @pytest.mark.parametrize("script", MODELS)
 def test_keys_of_memory_and_files_move_nothing(turned, script):
-    plain, unmoving = (f"{turned[0]}/{script} {name}/out" for name in ("plain", "unmoving"))
+    plain, unmoving, unevaluated = (f"{turned[0]}/{script} {name}/out" for name in ("plain", "unmoving", "unevaluated"))
     for model in MODELS[script]:
         assert tiny.distance(f"{plain}/{model}", f"{unmoving}/{model}") == 0
+        assert tiny.distance(f"{plain}/{model}", f"{unevaluated}/{model}") == 0
     assert len([f for f in os.listdir(unmoving) if f.startswith("checkpoint-")]) == 2
 
 
