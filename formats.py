@@ -122,7 +122,7 @@ def raw_rows(path):
     if os.path.exists(path) and not os.path.isfile(path):
         raise BadInput(f"{path}: wanted a file, found something else, such as a directory, a pipe "
                        "or a device; it is read more than once")
-    kind = os.path.splitext(path.removesuffix(".gz"))[1]
+    kind = os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if kind == ".parquet":
         rows = parquet_rows(path)
     elif kind in (".csv", ".tsv"):
@@ -144,7 +144,7 @@ def raw_rows(path):
 def read_bytes(path):
     """The content of a file, unpacked if it ends in .gz. Raises BadInput."""
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as f:
+        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as f:
             return f.read().removeprefix(codecs.BOM_UTF8)  # which Windows puts in front
     except (OSError, EOFError, zlib.error) as e:
         said = getattr(e, "strerror", None) or e

@@ -122,6 +122,9 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     (tmp_path / "f.tsv").write_text('prompt\tanswer\n"a, ""b""\n\u00e9"\t1\nc\t2\n', encoding="utf-8")
     for name in ("a.jsonl", "b.json"):  # as some editors of Windows save them
         (tmp_path / f"mark_{name}").write_text("\ufeff" + (tmp_path / name).read_text(), encoding="utf-8")
+    for name in ("b.json", "d.jsonl.gz", "e.csv", "f.tsv"):  # and in capital letters
+        (tmp_path / name.upper()).write_bytes((tmp_path / name).read_bytes())
+        assert read_rows(str(tmp_path / name.upper()), prompt_row) == ROWS, name
     for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.csv", "f.tsv", "mark_a.jsonl", "mark_b.json"):
         assert read_rows(str(tmp_path / name), prompt_row) == ROWS, name
     monkeypatch.chdir(tmp_path)
