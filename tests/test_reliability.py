@@ -592,7 +592,7 @@ def test_nasty_runs_end_well(world, tmp_path):
     fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}
     for i in range(60):
         new = {k: rng.choice(fitting[type(defaults[k])] if i % 4 else small) for k in rng.sample(names, 2)}
-        cases[str(i)] = [one_run("ppo.py", world.ppo("out", **new))]
+        cases[str(i)] = [one_run("ppo.py", world.ppo("out", **dict(max_iters=2) | new))]
     codes = []
     for name, (result,) in forked(str(tmp_path), cases).items():
         codes += result["codes"]
