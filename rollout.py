@@ -221,7 +221,8 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
     # for attention's kernels: a GPU's want multiples of 8, and those of a CPU in 16 bits are
     # programs that oneDNN writes anew for each number of columns
-    at_once = COLUMNS if cuda_graphs else 8 if uniforms.is_cuda else 16 if dtype.itemsize == 2 else 1
+    at_once = 8 if uniforms.is_cuda else 16 if dtype.itemsize == 2 else 1
+    at_once = COLUMNS if cuda_graphs else at_once
     cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device, at_once)
     forward = Replayed(lambda tokens: policy(tokens, cache=cache), cuda_graphs)
 

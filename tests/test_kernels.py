@@ -214,7 +214,8 @@ def test_a_packed_matrix_in_16_bits_rounds_what_it_multiplies(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     if not kernels.packing_pays(torch.bfloat16):
         pytest.skip("this torch has no oneDNN")
-    weight, x, bias = draw(20, 8, grad=False).bfloat16(), draw(3, 8, seed=1, grad=False).float(), draw(20, seed=2, grad=False).float()
+    weight = draw(20, 8, grad=False).bfloat16()
+    x, bias = draw(3, 8, seed=1, grad=False).float(), draw(20, seed=2, grad=False).float()
     packed = kernels.pack_weight(weight)
     with torch.inference_mode():
         y = kernels.linear(x, packed, bias)

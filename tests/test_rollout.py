@@ -337,7 +337,7 @@ def test_packed_matrices_sample_the_same(variant, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])
 def test_packed_matrices_in_16_bits_sample_what_the_training_forward_means(variant, tmp_path, monkeypatch):
-    """The gap of the sampler's log-probs to those of the forward that trains is rounding's, as that of matrices that are not packed."""
+    """The gap of the sampler's log-probs to those of the training forward is rounding's, as without packing."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     model = load(variant, tmp_path, "float32")
