@@ -40,8 +40,10 @@ def linear(x, weight, bias=None):
     On a CPU torch has two libraries for it, and takes Intel's MKL for float32 and oneDNN for 16
     bits. On AMD's CPUs MKL leaves more than half of the units idle, and here oneDNN is taken.
     """
-    packed = weight.is_mkldnn  # by pack_weight
-    if not packed and not by_onednn(x, weight):
+    if weight.is_mkldnn:  # by pack_weight; what autocast would round is rounded here
+        return onednn_product(x.to(weight.dtype), weight,
+                              None if bias is None else bias.to(weight.dtype))
+    if not by_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return Linear.apply(x, weight, bias)
@@ -77,9 +79,13 @@ def by_onednn(x, weight):
 
 @functools.cache
 def onednn_is_faster():
-    """Whether this CPU is AMD's, and torch has the operation that gives a product to oneDNN."""
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return there and cpu_vendor() == "AuthenticAMD"
+    """Whether this CPU is AMD's, and oneDNN is there."""
+    return onednn_is_there() and cpu_vendor() == "AuthenticAMD"
+
+
+def onednn_is_there():
+    """Whether torch has the operation that gives a product to oneDNN."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def cpu_vendor():
@@ -99,7 +105,13 @@ def onednn_product(x, weight, bias=None):
 
 
 def packing_pays(dtype):
-    """Whether the matrices of a model that decodes should be packed, if it is on the CPU."""
+    """
+    Whether the matrices of a model that decodes should be packed, if it is on the CPU and they are
+    of this dtype: where oneDNN has their products, which are those in bfloat16 on any CPU that has
+    instructions for them.
+    """
+    if dtype == torch.bfloat16:
+        return onednn_is_there() and torch.cpu._is_avx512_bf16_supported()
     return dtype == torch.float32 and onednn_is_faster()
 
 

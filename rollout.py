@@ -219,7 +219,10 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): nobody needs some, too
     # keys and values come out of the model in this dtype, which autocast may have lowered
     dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
-    at_once = COLUMNS if cuda_graphs else 8 if uniforms.is_cuda else 1  # 8: for attention's kernels
+    # for attention's kernels: a GPU's want multiples of 8, and those of a CPU in 16 bits are
+    # programs that oneDNN writes anew for each number of columns
+    at_once = 8 if uniforms.is_cuda else 16 if dtype.itemsize == 2 else 1
+    at_once = COLUMNS if cuda_graphs else at_once
     cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device, at_once)
     forward = Replayed(lambda tokens: policy(tokens, cache=cache), cuda_graphs)
 

@@ -292,20 +292,23 @@ def decoding_copy(m, run, part=None):
     packed for the CPU (see placement.decoding_copy) only matrices that multiply are copied.
     part: as above; a part of weights that are neither cast nor gathered is a view of them.
     """
-    packed = part is None and not run.cuda and not run.autocast and run.a == 4 \
-        and packing_pays(torch.float32)
-    if not sharded(m) and not packed and not (run.autocast and m.e > run.a):
+    dtype = {4: torch.float32, 2: torch.bfloat16}.get(run.a)
+    packed = part is None and not run.cuda and packing_pays(dtype)
+    cast, wide_head = run.autocast and m.e > run.a, m.c.fp32_head and run.autocast
+    if not sharded(m) and not packed and not cast:
         return 0
     tensors = base_tensors(part or m)
     if packed:
         table = [((m.c.vocab_size, m.c.d_model), m.e)]
         # a head that is the embedding's table becomes a tensor of its own
         layers = [(shape, m.e) for shape in layer_shapes(m.c).values()] * m.c.n_layers
-        tensors = tensors + table * m.c.tied if sharded(m) else layers + table
+        own_head = table * (m.c.tied and not wide_head)
+        tensors = tensors + own_head if sharded(m) or cast else layers + table
     copied = sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
                  for shape, size in tensors)
-    if m.c.fp32_head and run.autocast and not packed:  # the LM head is not cast
-        copied += m.c.vocab_size * m.c.d_model * (m.wide * sharded(m) - run.a)
+    if wide_head:  # the LM head is not cast
+        copied_wide = sharded(m) or packed and packing_pays(torch.float32)
+        copied += m.c.vocab_size * m.c.d_model * (m.wide * copied_wide - run.a)
     return copied
 
 

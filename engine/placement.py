@@ -463,7 +463,7 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
     """
     trunk = trunk_of(policy)
     matrix, split = trunk.layers[0].q.weight, ranks.n > 1
-    packs = not split and matrices is None and device.type == "cpu" and packing_pays(matrix.dtype)
+    packs = not split and device.type == "cpu" and packing_pays(matrices or matrix.dtype)
 
     def to_cast(name, p):
         return (matrices is not None and p.dim() == 2 and p.dtype != matrices
@@ -500,7 +500,7 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
     if packs:
         for layer in model.layers:
             layer.join(pack_weight)
-        if trunk.head == "lm":
+        if trunk.head == "lm" and packing_pays(model.lm_head.weight.dtype):
             put("lm_head.weight", pack_weight(model.lm_head.weight))
     if not isinstance(policy, Adapted):
         return model

@@ -207,3 +207,17 @@ def test_a_packed_matrix_multiplies_as_it_is(onednn, rows):
         bias = draw(20, seed=2, grad=False)
         y = kernels.linear(x.float(), packed, bias.float())
         assert torch.allclose(y.double(), x @ weight.T + bias, atol=1e-5)
+
+
+def test_a_packed_matrix_in_16_bits_rounds_what_it_multiplies(monkeypatch):
+    """As autocast does, which does not know of oneDNN's operation: x and bias come in 32 bits."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    if not kernels.packing_pays(torch.bfloat16):
+        pytest.skip("this torch has no oneDNN")
+    weight = draw(20, 8, grad=False).bfloat16()
+    x, bias = draw(3, 8, seed=1, grad=False).float(), draw(20, seed=2, grad=False).float()
+    packed = kernels.pack_weight(weight)
+    with torch.inference_mode():
+        y = kernels.linear(x, packed, bias)
+    want = x.bfloat16().double() @ weight.double().T + bias.bfloat16().double()
+    assert y.dtype == torch.bfloat16 and (y.double() - want).abs().max() <= 2**-8 * want.abs().max()

@@ -118,7 +118,7 @@ import kernels
 import parallel
 import engine.optimizers
 
-kernels.onednn_is_faster = lambda: False  # the tracker cannot look at packed matrices
+kernels.onednn_is_faster = kernels.onednn_is_there = lambda: False  # the tracker cannot look at packed matrices
 
 class Tracker(MemTracker):  # without its statistics by module, which refuse a module that is called in a loop
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *args: None
@@ -180,7 +180,7 @@ def runs(cases, folder):
         config = memory.read_config(script, args)
         policy = memory.architecture(config["policy_path"], "", "")
         P, differ, held_out, padding = memory.measure_prompts(config, policy)
-        with mock.patch.object(kernels, "onednn_is_faster", lambda: False):  # as in DRIVER
+        with mock.patch.multiple(kernels, onednn_is_faster=lambda: False, onednn_is_there=lambda: False):  # as in DRIVER
             plans[name] = memory.predict(config, policy, [policy], P, ranks, "cpu", differ, padding, held_out)
         work.setdefault(ranks, []).append((name, [os.path.join(ROOT, f"{script}.py"), *args]))
     results = {}
@@ -449,21 +449,26 @@ def test_one_trunk_is_a_third_of_four_models():
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
 
+@pytest.mark.parametrize("fp32_head", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied):
-    """The copy that decodes on an AMD CPU, where packing is faster: predicted as it is."""
+def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied, dtype, fp32_head):
+    """The copy that decodes on a CPU where packing is faster, in 32 bits and under autocast to 16: predicted as it is."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     policy = from_scratch(llama(32, 2, 4, 2, 56, vocab_size=97, tie_word_embeddings=tied))
-    copy = decoding_copy(policy, None, torch.device("cpu"))
-    packed = [p for p in copy.parameters() if p.is_mkldnn]
-    assert all(p.data_ptr() in {q.data_ptr() for q in policy.parameters()} for p in copy.parameters() if not p.is_mkldnn)
-    run = types.SimpleNamespace(cuda=False, autocast=False, a=4)
+    policy.config.fp32_head = fp32_head
+    copy = decoding_copy(policy, dtype, torch.device("cpu"))
+    own = {q.data_ptr() for q in policy.parameters()}
+    copied = [p for p in copy.parameters() if p.is_mkldnn or p.data_ptr() not in own]
+    assert sum(p.is_mkldnn for p in copied) == 9  # in each of 2 layers q+k+v, gate+up, o and down; and the head
+    run = types.SimpleNamespace(cuda=False, autocast=dtype is not None, a=4 if dtype is None else 2)
     m = formulas.Model(policy.config, "lm", True, 4, 4)
-    assert formulas.decoding_copy(m, run) == sum(p.numel() * 4 for p in packed) > 0
+    assert formulas.decoding_copy(m, run) == sum(p.numel() * p.dtype.itemsize for p in copied)
     run.cuda = True
-    assert formulas.decoding_copy(m, run) == 0
+    assert (formulas.decoding_copy(m, run) > 0) == run.autocast  # a GPU packs nothing
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from engine.placement import decoding_copy
 from engine.pretrained import from_pretrained
 from errors import BadInput
 import kernels
-from loss import as_bits, from_bits, logprobs_and_entropy, sampling_set
+from loss import as_bits, from_bits, gap, gap_limit, logprobs_and_entropy, response_logprobs, sampling_set
 from model import freeze
-from packing import pick
+from packing import pack_responses, pick
 from rollout import AT_ONCE, generate, generate_in_parts, left_pad, response_uniforms, sample
 
 from families import VARIANTS, make
@@ -333,6 +333,24 @@ def test_packed_matrices_sample_the_same(variant, tmp_path, monkeypatch):
     assert all(torch.equal(plain[name], packed[name]) for name in ("tokens", "attention_mask", "response_mask", "finished"))
     assert (plain["sampler_logprobs"] - packed["sampler_logprobs"]).abs().max() < 1e-4
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())  # the policy's own stay as they are
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_packed_matrices_in_16_bits_sample_what_the_training_forward_means(variant, tmp_path, monkeypatch):
+    """The gap of the sampler's log-probs to those of the training forward is rounding's, as without packing."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    model = load(variant, tmp_path, "float32")
+    u, gaps = uniforms(len(PROMPTS), 20), []
+    for packs in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda packs=packs: packs)
+        copy = decoding_copy(model, torch.bfloat16, torch.device("cpu"))
+        assert copy.layers[0].o.weight.is_mkldnn == packs and copy.layers[0].o.weight.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            out = generate(copy, PROMPTS, 20, uniforms=u)
+            logprobs, _ = response_logprobs(model, out | dict(packed=pack_responses(out)), 1.0, None)
+        gaps.append(gap(logprobs - out["sampler_logprobs"], out["response_mask"], "bfloat16").item())
+    assert gaps[0] < 1.5 * gaps[1] + 1e-4 and gaps[1] < gap_limit("bfloat16", 1.0)
 
 
 def test_what_is_replayed_finds_its_argument_in_one_place():

@@ -5,7 +5,9 @@ Llama: the microseconds of a sampled token and of a trained token (its forward a
 OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python tools/growth.py
 
 Attention alone may grow: a token looks at all tokens before it. So it is measured by itself, with
-the same functions on the same shapes, and taken out. What is left should be flat. The last column
+the same functions on the same shapes, and taken out. In sampling it is measured on the keys and
+values of one layer, which a CPU's cache may hold where those of all layers are too many: so a part
+of attention's growth stays in the rest. What is left should be flat, but for that. The last column
 compares it with the first line. Each time is the least of `repeats`, in turns; a page takes about
 four minutes on two cores.
 """
