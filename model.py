@@ -133,16 +133,14 @@ class Layer(nn.Module):
         self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
         self.norm2_after = make_norm(c, c.norm_after)
 
-    def forward(self, x, rotation, seen, cache, adapter=None, wanted=None):
+    def forward(self, x, rotation, seen, cache, adapter=None):
         """
-        x (B, T, d) -> (B, T, d); with `wanted` the states of some tokens alone, (1, n, d).
+        x (B, T, d) -> (B, T, d).
 
         rotation: (cos, sin) of Transformer.rotations; None where positions are learned.
         seen: what a token may look at: Documents, or in a step of decoding the cache's mask.
         cache: a KVCache, which stores the new keys and values; or None.
         adapter: see linear.
-        wanted: of the last layer, which states the head will read, see packing.Packed. Attention
-            looks at all tokens; what comes after it is done to these alone.
         """
         # decoding always takes the plain ones: it has shapes of its own, and CUDA graphs; and of
         # no tokens at all there is nothing to compile
@@ -158,7 +156,7 @@ class Layer(nn.Module):
         y = y.view(*x.shape[:2], self.o.in_features)
         if use_compiled:  # a view is compiled anew for each kind of tensor that it is a view of
             y = torch.ops.aten._unsafe_view(y, y.shape)  # the same memory, and no view
-        return after(self, pick(x, wanted), pick(y, wanted), adapter)
+        return after(self, x, y, adapter)
 
     def before_attention(self, x, rotation, adapter):
         """x (B, T, d) -> queries (B, T, H, hd), keys and values (B, T, KV, hd)."""
@@ -477,13 +475,13 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             window = windows[i]
             arguments = x, rotations[window], seen[window], cache, adapter[i] if adapter else None
-            if packed is not None and i == len(self.layers) - 1:
-                arguments += (packed.wanted,)
             if layer.recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        x = self.norm(x)  # packed: (1, n, d)
+        if packed is not None:
+            x = pick(x, packed.wanted)  # (1, n, d)
+        x = self.norm(x)
         return unpack(x[0], packed.cells, shape) if was_padded else x
 
     def output(self, x):
