@@ -178,7 +178,7 @@ def test_with_an_fp32_head_the_sampler_is_nearer_to_the_training_forward(tied, t
             logprobs, _ = response_logprobs(policy, batch, 1.0, 300)
         head = decoder.lm_head_weight()
         assert head.dtype == (torch.float32 if wide else torch.bfloat16)
-        assert decoder.layers[0].up.weight.dtype == torch.bfloat16
+        assert decoder.layers[0].o.weight.dtype == torch.bfloat16
         gaps[wide] = (logprobs - batch["sampler_logprobs"]).abs().mean()
     assert 0 < gaps[True] < gaps[False]
 

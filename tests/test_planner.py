@@ -449,23 +449,29 @@ def test_one_trunk_is_a_third_of_four_models():
         {}, dict(share_base=True, lora="16")))
     assert trunk < 0.35 * full
 
+
 @pytest.mark.parametrize("fp32_head", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("weights, dtype", [
+    (torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied, dtype, fp32_head):
-    """The copy that decodes on a CPU where packing is faster, in 32 bits and under autocast to 16: predicted as it is."""
+def test_a_packed_copy_has_the_matrices_that_multiply(tmp_path, monkeypatch, tied, weights, dtype, fp32_head):
+    """
+    The copy that decodes on a CPU where packing is faster, in 32 bits, under autocast to 16, and of a model in 16 bits:
+    predicted as it is. Of the last one a head that shall be wide stays as it is, and is made wide when it is read.
+    """
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    policy = from_scratch(llama(32, 2, 4, 2, 56, vocab_size=97, tie_word_embeddings=tied))
-    policy.config.fp32_head = fp32_head
+    policy = from_scratch(llama(32, 2, 4, 2, 56, vocab_size=97, tie_word_embeddings=tied)).to(weights)
+    policy.config.fp32_head, narrow = fp32_head, weights.itemsize == 2
     copy = decoding_copy(policy, dtype, torch.device("cpu"))
     own = {q.data_ptr() for q in policy.parameters()}
     copied = [p for p in copy.parameters() if p.is_mkldnn or p.data_ptr() not in own]
-    assert sum(p.is_mkldnn for p in copied) == 9  # in each of 2 layers q+k+v, gate+up, o and down; and the head
-    run = types.SimpleNamespace(cuda=False, autocast=dtype is not None, a=4 if dtype is None else 2)
-    m = formulas.Model(policy.config, "lm", True, 4, 4)
+    # in each of 2 layers q+k+v, gate+up, o and down; and the head
+    assert sum(p.is_mkldnn for p in copied) == 9 - (narrow and fp32_head)
+    run = types.SimpleNamespace(cuda=False, autocast=dtype is not None and not narrow, a=4 if dtype is None else 2)
+    m = formulas.Model(policy.config, "lm", True, weights.itemsize, 4)
     assert formulas.decoding_copy(m, run) == sum(p.numel() * p.dtype.itemsize for p in copied)
     run.cuda = True
     assert (formulas.decoding_copy(m, run) > 0) == run.autocast  # a GPU packs nothing

@@ -335,18 +335,21 @@ def test_packed_matrices_sample_the_same(variant, tmp_path, monkeypatch):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())  # the policy's own stay as they are
 
 
-@pytest.mark.parametrize("variant", ["llama", "gpt2"])
-def test_packed_matrices_in_16_bits_sample_what_the_training_forward_means(variant, tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant, weights, fp32_head", [
+    ("llama", "float32", False), ("gpt2", "float32", False), ("llama", "bfloat16", False), ("llama", "bfloat16", True),
+    ("gpt2", "bfloat16", True), ("gpt2", "float32", True)])
+def test_packed_matrices_in_16_bits_sample_what_the_training_forward_means(variant, weights, fp32_head, tmp_path, monkeypatch):
     """The gap of the sampler's log-probs to those of the training forward is rounding's, as without packing."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    model = load(variant, tmp_path, "float32")
+    model = load(variant, tmp_path, weights)
+    model.config.fp32_head = fp32_head
     u, gaps = uniforms(len(PROMPTS), 20), []
     for packs in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda packs=packs: packs)
         copy = decoding_copy(model, torch.bfloat16, torch.device("cpu"))
         assert copy.layers[0].o.weight.is_mkldnn == packs and copy.layers[0].o.weight.dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=weights == "float32"):
             out = generate(copy, PROMPTS, 20, uniforms=u)
             logprobs, _ = response_logprobs(model, out | dict(packed=pack_responses(out)), 1.0, None)
         gaps.append(gap(logprobs - out["sampler_logprobs"], out["response_mask"], "bfloat16").item())

@@ -1,6 +1,6 @@
 """
 How speed is measured: operations counted by hand (engine/limits.py), random models that end when they shall
-(engine/stand_ins.py), what a token costs (tools/growth.py), and the table of peers (runs/peers).
+(engine/stand_ins.py), what a token costs (tools/growth.py), where a step goes (runs/step_time.py), and the table of peers (runs/peers).
 """
 import importlib.util
 import json
@@ -106,6 +106,19 @@ def test_growth_prints_what_a_token_costs(tmp_path):
     for _, _, whole, attention, rest, _ in rows:
         assert float(whole) - float(attention) == pytest.approx(float(rest), abs=0.11)
     assert rows[0][-1] == rows[3][-1] == "1.00"
+
+
+@pytest.mark.parametrize("mix", ["full", "real"])
+def test_step_time_says_where_a_training_step_goes(mix, tmp_path):
+    keys = dict(mix=mix, batch_size=4, micro_batch_size=2, prompt_length=3, max_new_tokens=16, d_model=16, n_layer=1, n_head=2,
+                d_ff=8, vocab_size=8, repeats=1, longest=2)
+    result, = forked(str(tmp_path), {"step": [one_run("runs/step_time.py", arguments(keys))]})["step"]
+    assert result["codes"] == [0], result
+    rows = re.findall(r"^ +([\d.]+) %  (.+)$", result["stdout"][0], re.MULTILINE)
+    assert {name for _, name in rows[:4]} == {"matrix products of the linear maps", "attention, forward", "attention, backward",
+                                              "all else"}
+    assert sum(float(share) for share, _ in rows[:4]) == pytest.approx(100, abs=0.2) and len(rows) == 4 + 2
+    assert all(float(share) > 0 for share, _ in rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
