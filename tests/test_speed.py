@@ -1,6 +1,7 @@
 """
 How speed is measured: operations counted by hand (engine/limits.py), random models that end when they shall
-(engine/stand_ins.py), what a token costs (tools/growth.py), where a step goes (runs/step_time.py), and the table of peers (runs/peers).
+(engine/stand_ins.py), what a token costs (tools/growth.py), where a step goes (runs/step_time.py), and the table of peers
+(runs/peers).
 """
 import importlib.util
 import json
