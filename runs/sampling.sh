@@ -2,7 +2,7 @@
 # What sampling does on the toy: the best of n of the SFT model's responses, by the reward model,
 # beside PPO; and PPO with a truncated distribution (top_p), sampled truncated and whole afterwards.
 #   bash runs/sampling.sh [seed]      after runs/quickstart.sh of that seed
-# It takes 220 s of CPU time; the two runs of PPO, most of it, are made beside one another.
+# On two cores of a Zen 4 it takes 120 s; the two runs of PPO are made beside one another.
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 out="out/sampling/$seed"
 for p in 0.9 0.5; do
