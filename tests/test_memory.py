@@ -112,13 +112,17 @@ torch.manual_seed(0); torch.set_num_threads(1)
 V, d = 32_000, 16
 head = torch.nn.Linear(d, V, bias=False)
 hidden, tokens = torch.randn(2048, d, requires_grad=True), torch.randint(0, V, (2048,))
-def mib():  # at most asked for, so far: how much of it is resident is the system's choice
-    return next(int(l.split()[1]) / 1024 for l in open("/proc/self/status") if l.startswith("VmPeak"))
 logprobs_and_entropy(hidden[:8], head.weight, tokens[:8], chunk=4, entropy=False)[0].sum().backward()
-for chunk in (64, 0):  # the small one first, for what is measured is the highest so far
-    before = mib()
-    logprobs_and_entropy(hidden, head.weight, tokens, chunk=chunk, entropy=False)[0].sum().backward()
-    print(mib() - before)
+for chunk in (64, 0):
+    # what torch's allocator has given and taken back: what is resident of it is the system's choice
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        logprobs_and_entropy(hidden, head.weight, tokens, chunk=chunk, entropy=False)[0].sum().backward()
+    now = peak = 0
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    print(peak / 2**20)
 """
 
 
