@@ -2,7 +2,7 @@
 # A reward model of a quarter of the size learns what the toy's says (rm.py --teacher); then PPO
 # with the teacher and with the student, 15 iterations each.
 #   bash runs/student.sh [seeds]      after runs/quickstart.sh 1; the seeds of PPO, as in "1 2 3"
-# Two runs are made beside one another.
+# Two runs are made beside one another; with one seed it takes 134 s on two cores of a Zen 4.
 seeds="${1:-1}"
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh" 1
 step sft.py config/arithmetic_sft.py --d_model=64 --d_ff=192 --n_head=4 \
