@@ -57,7 +57,8 @@ def init(device, timeout, deterministic=False, roles=""):
     if world_size > 1:
         join(rank, world_size, device, timeout)
     if ranks:
-        crew = Crew(ranks, rank, timeout, lambda: signalled_at is not None)
+        with meeting(timeout):
+            crew = Crew(ranks, rank, timeout, lambda: signalled_at is not None)
     return rank, world_size, device
 
 
@@ -114,28 +115,22 @@ def begin_thread(device):
 def join(rank, world_size, device, timeout):
     """A collective: make the group of all ranks. Raises Lost, or BadInput for a bad WORLD_SIZE."""
     wait = datetime.timedelta(seconds=timeout)
-    # gloo itself would try for five times as long (torch 2.13), and nccl's first collective forever
-    alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
-    alarm.daemon = True
-    alarm.start()
     try:
-        where = dict(backend="gloo")
-        if device.type == "cuda":
-            where = dict(backend="nccl", device_id=device)  # of several GPUs, the one of this rank
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = meet(rank, world_size, wait)
-            where |= dict(store=store, rank=rank, world_size=world_size)
-        dist.init_process_group(timeout=wait, **where)  # by MASTER_ADDR where there is no store
-        hello = torch.ones(1, device=wire())
-        dist.all_reduce(hello)  # nccl makes its connections only now
-        hello.item()  # and this waits for them
-    except RuntimeError as e:
-        raise cannot_meet(e) from e
+        with meeting(timeout):
+            where = dict(backend="gloo")
+            if device.type == "cuda":  # of several GPUs, the one of this rank
+                where = dict(backend="nccl", device_id=device)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = meet(rank, world_size, wait)
+                where |= dict(store=store, rank=rank, world_size=world_size)
+            # by MASTER_ADDR where there is no store
+            dist.init_process_group(timeout=wait, **where)
+            hello = torch.ones(1, device=wire())
+            dist.all_reduce(hello)  # nccl makes its connections only now
+            hello.item()  # and this waits for them
     except ValueError as e:
         raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them "
                        "with torchrun") from e
-    finally:
-        alarm.cancel()
     together.usual_wait, together.starting = wait, True
     errors.tell_others, errors.torn = together.tell_others, torn
 
@@ -242,6 +237,26 @@ def meet(rank, world_size, wait):
         except RuntimeError:  # not seen yet
             if time.monotonic() - began > wait.total_seconds():
                 raise
+
+
+@contextlib.contextmanager
+def meeting(timeout):
+    """
+    A block in which groups of ranks are made. Raises Lost where that fails, and ends this process
+    where it takes longer than `timeout` seconds: gloo itself would try for five times as long
+    (torch 2.13), and nccl's first collective forever.
+    """
+    alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    except Lost:  # a collective has said it already
+        raise
+    except RuntimeError as e:
+        raise cannot_meet(e) from e
+    finally:
+        alarm.cancel()
 
 
 def give_up(why):

@@ -553,6 +553,9 @@ def losses(world, tmp_path_factory):
         f.write(RAISES_LATE)
     for roles, ranks in (("train=1,generate=1,score=1", 3), ("train=1,generate=1", 2)):
         cases[f"a reward fails, {roles}"] = [on(world, "ppo.py", ranks, roles=roles, staleness=1, **rule)]
+    # as the group of trainers and scorers is made: the generator is not in it, and makes the next one
+    dies = AT + "import torch.distributed as dist\nif RANK == 0:\n    at(dist, 'new_group', 11, die)\n"
+    cases["a trainer dies at the start"] = [on(world, "ppo.py", 3, dies, roles=THREE, timeout=5)]
     cases["a copy has drifted"] = [on(world, "ppo.py", 2, AT + NUDGE, roles="train=1,generate=1", sync_check_interval=1)]
     cases["a shard has drifted"] = [on(world, "ppo.py", 3, AT + NUDGE, roles="train=1,generate=2", **IN_SHARDS)]
     return folder, forked(folder, cases, at_once=3)
@@ -567,6 +570,13 @@ def test_a_lost_rank_of_any_role_ends_the_run(losses, name):
         assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
         assert f"lost touch with rank {who}, which " in result["stderr"][rank], result
         assert result["seconds"][rank] < 25
+
+
+def test_a_rank_that_is_lost_while_groups_are_made_ends_the_others_within_the_timeout(losses):
+    result = losses[1]["a trainer dies at the start"][0]
+    for rank in (1, 2):
+        assert result["codes"][rank] == 1 and result["seconds"][rank] < 15, result
+        assert result["stderr"][rank].count("\n") == 1 and "start: the ranks cannot meet" in result["stderr"][rank], result
 
 
 def test_others_name_the_one_of_several_trainers_that_hangs(losses):
