@@ -130,9 +130,9 @@ class Batches:
         if not self.generators:
             return
         self.run.enter("weights")
-        every, last = self.config["ref_reset_iters"], version == self.config["max_iters"]
+        last = version == self.config["max_iters"]
         evaluates = self.data[1][0] and (version % self.config["eval_interval"] == 0 or last)
-        if evaluates or every and version % every == 0 and not last:
+        if evaluates or self.run.reset_is_due(version):
             self.send_weights(version)  # COLLECTIVE
         else:
             self.look_ahead(version)  # COLLECTIVE

@@ -526,17 +526,18 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
         wanted = [(rows[number], prompts[number], slot, sample)
                   for slot, number in enumerate(picked) for sample in range(group_size)]
-        shifts, batch = [], None
+        run.enter("rollout")
+        mine, _, _ = sample_share(policy, scorer.tokenizer, config, run.device, wanted, "rollout",
+                                  0, launch.stop_asked)  # COLLECTIVE
+        run.leave_if_asked()  # COLLECTIVE
+        sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
+        run.enter("score")
         if scorers:
-            shifts = shifts_by_scorers(run, policy, scorer, config, wanted, picked)  # COLLECTIVE
-        for reward_model in () if scorers else unknown:
-            alone = scorer.of_one(reward_model)
-            if batch is None:
-                batch = sample_and_score(  # COLLECTIVE
-                    run, policy, alone, config, wanted, "rollout", 0)
-            else:  # the same texts
-                batch = score_batch(alone, batch, wanted, 0)  # COLLECTIVE
-            shifts.append(new_shift(reward_model, batch))
+            shifts = shifts_by_scorers(run, sampled, picked)  # COLLECTIVE
+        else:
+            with run.saved_if_it_fails():  # COLLECTIVE
+                shifts = new_shifts(unknown, scorer, sampled, wanted)  # COLLECTIVE
+            run.leave_if_asked()  # COLLECTIVE
         for reward_model, shift in zip(unknown, shifts, strict=True):
             if parallel.rank_and_size()[0] == 0:
                 print(f"the reward model scores {reward_model.config.score_shift - shift:.3f} on "
@@ -551,25 +552,29 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         value_model.config.score_shift = reward_models[0].config.score_shift
 
 
-def new_shift(reward_model, batch):
-    """The score_shift after which the responses of a batch, scored by this model alone, have 0."""
-    scores, counted = batch["scores"], batch["finished"]
-    if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
-        scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
-    return reward_model.config.score_shift + centering_shift(scores, counted)
-
-
-def shifts_by_scorers(run, policy, scorer, config, wanted, picked):
+def new_shifts(reward_models, scorer, sampled, wanted):
     """
-    A collective: the same, of each reward model of unknown zero, by the ranks that hold them. They
-    are sent what is wanted, sampled here, with the numbers of its data rows.
+    A collective of those who hold reward models: for each of them the score_shift after which the
+    responses of a batch, scored by this model alone, score 0. sampled: the batch, on all ranks.
+    """
+    shifts = []
+    for reward_model in reward_models:
+        batch = score_batch(scorer.of_one(reward_model), sampled, wanted, 0)  # COLLECTIVE
+        scores, counted = batch["scores"], batch["finished"]
+        if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
+            scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
+        shifts.append(reward_model.config.score_shift + centering_shift(scores, counted))
+    return shifts
+
+
+def shifts_by_scorers(run, sampled, picked):
+    """
+    A collective: the same, by ranks that score. They are sent what was sampled, with the numbers of
+    its data rows.
     """
     crew = launch.crew
-    mine, _, _ = sample_share(policy, scorer.tokenizer, config, run.device, wanted, "rollout", 0,
-                              launch.stop_asked)  # COLLECTIVE
-    run.leave_if_asked()  # COLLECTIVE
     job = crew.post(do="center", picked=picked)
-    crew.send(job, "score", parallel.gather_rows(mine, len(wanted)))  # COLLECTIVE
+    crew.send(job, "score", sampled)
     while True:
         _, said = crew.receive(job, "score", may_leave=True)  # COLLECTIVE
         if said:

@@ -34,7 +34,7 @@ from engine.together import patience, together
 from errors import Lost, Stop
 from loss import response_logprobs
 from rewards import Scorer, zero_is_known
-from rollout import new_shift, sample_share, score_batch
+from rollout import new_shifts, sample_share, score_batch
 
 
 def serve(config, models, terms, tokenizers, data, device, judge=None):
@@ -222,9 +222,8 @@ class ScoringRank:
             order = Order("rollout", 0, job["picked"], range(len(job["picked"])), 0)
             sampled, _ = self.crew.receive(number, "train")  # COLLECTIVE
             sampled = {name: t.to(self.device) for name, t in sampled.items()}
-            shifts = [new_shift(m, score_batch(  # COLLECTIVE
-                self.scorer.of_one(m), dict(sampled), order.wanted(self.data, self.config), 0))
-                for m in unknown]
+            wanted = order.wanted(self.data, self.config)
+            shifts = new_shifts(unknown, self.scorer, sampled, wanted)  # COLLECTIVE
             self.crew.say(number, "train", shifts=shifts)
         for reward_model, shift in zip(unknown, shifts, strict=True):
             reward_model.config.score_shift = shift

@@ -299,13 +299,13 @@ def decoding_copy(m, run, part=None):
         return 0
     tensors = base_tensors(part or m)
     if packed:
-        table = [((m.c.vocab_size, m.c.d_model), m.e)]
-        # a head that is the embedding's table becomes a tensor of its own
         layers = [(shape, m.e) for shape in layer_shapes(m.c).values()] * m.c.n_layers
-        # with fp32_head a head in 16 bits stays as it is
-        table *= not (m.c.fp32_head and run.a == 2 and not run.autocast)
-        own_head = table * (m.c.tied and not wide_head)
-        tensors = tensors + own_head if sharded(m) or cast else layers + table
+        head = [((m.c.vocab_size, m.c.d_model), m.e)]
+        if m.c.fp32_head and run.a == 2 and not run.autocast:
+            head = []  # in 16 bits, but shall be wide: it stays as it is
+        # a head that is the embedding's table becomes a tensor of its own
+        own_head = head * (m.c.tied and not wide_head)
+        tensors = tensors + own_head if sharded(m) or cast else layers + head
     copied = sum(math.prod(shape) * (run.a if len(shape) > 1 else size * sharded(m))
                  for shape, size in tensors)
     if wide_head:  # the LM head is not cast

@@ -500,11 +500,12 @@ def decoding_copy(policy, matrices, device, ranks=ALONE):
     if packs:
         for layer in model.layers:
             layer.join(pack_weight)
-        head = model.lm_head.weight if trunk.head == "lm" else None
-        # with fp32_head a head in 16 bits is made wide each time that it is read
-        narrow = head is not None and head.dtype.itemsize == 2 and trunk.config.fp32_head
-        if head is not None and packing_pays(head.dtype) and not narrow:
-            put("lm_head.weight", pack_weight(head))
+        if trunk.head == "lm":
+            head = model.lm_head.weight
+            # with fp32_head a head in 16 bits is made wide each time that it is read
+            made_wide = trunk.config.fp32_head and head.dtype.itemsize == 2
+            if packing_pays(head.dtype) and not made_wide:
+                put("lm_head.weight", pack_weight(head))
     if not isinstance(policy, Adapted):
         return model
     if split:

@@ -215,16 +215,20 @@ class Run:
         iteration = self.iteration if iteration is None else iteration
         return iteration % self.config["sync_check_interval"] == 0 or iteration == self.start
 
+    def reset_is_due(self, iteration):
+        """Whether an iteration behind the first one begins with the policy as its new reference."""
+        every = self.config["ref_reset_iters"]
+        last = iteration == self.config["max_iters"]  # then its KL shall still be measured
+        return every > 0 and iteration % every == 0 and not last
+
     def reset_reference_if_due(self):
         """
         A collective when it is due: the reference becomes the policy as it is now. That is before
         the iteration's evaluation and checkpoint: a run that is stopped within the iteration does
         the same once more.
         """
-        every = self.config["ref_reset_iters"]
-        last = self.iteration == self.config["max_iters"]  # then its KL shall still be measured
         self.ref_is_policy = not self.config["ref_path"] if self.iteration == 0 else (
-            every > 0 and self.iteration % every == 0 and not last)
+            self.reset_is_due(self.iteration))
         if self.ref_is_policy and self.iteration > 0:
             if self.saved_by_scorers:  # then they hold it
                 batches = self.batches
