@@ -1,10 +1,10 @@
 """The key compile: compiled layers compute what the plain ones do, in any number of tokens, and what is lacking is said."""
+import os
 import shutil
 import sysconfig
 
 import pytest
 import torch
-import torch._inductor.config
 
 import tiny
 from engine.adapters import Adapted
@@ -15,7 +15,6 @@ from engine.tokenizers import load_tokenizer
 from errors import BadConfig
 from model import compiled_parts
 from rollout import generate
-from tiny import forked, one_run
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(bool(lacking_to_compile(CPU)), reason=lacking_to_compile(CPU) or "-")
@@ -87,49 +86,20 @@ def test_layers_are_traced_once_and_compute_the_same(world, monkeypatch, rank):
     compiled_parts.cache_clear()
 
 
-# Each graph that torch.compile makes of the layers is noted, and run as it is: to make kernels would take half a minute
-GRAPHS = """
-import torch
-from torch._dynamo.backends.debugging import aot_eager
-whole = torch.compile
-def noted(graph, inputs):
-    with open("graphs", "a") as f:
-        f.write(".")
-    return aot_eager(graph, inputs)
-torch.compile = lambda *args, **keys: whole(*args, backend=noted, **keys)
-"""
-
-
-def test_a_run_with_compile_is_the_run_without(world, tmp_path):
-    keys = dict(dtype="float64", max_iters=1, micro_batch_size=4, eval_size=0)
-    results = forked(str(tmp_path), {name: [one_run("ppo.py", (world.ppo("out", **keys, **more), GRAPHS))]
-                                     for name, more in (("plain", {}), ("compiled", dict(compile=True)))})
-    assert [result["codes"] for result, in results.values()] == [[0], [0]], results
-    logs = (tiny.read_log(f"{tmp_path}/{name}/out") for name in ("plain", "compiled"))
+@needs_compiler
+def test_a_run_with_compile_is_the_run_without(world):
+    """It takes half a minute of a core."""
+    runs = [("ppo.py", *world.ppo(f"{world.root}/{name}", dtype="float64", max_iters=1, micro_batch_size=4, eval_size=0, **keys))
+            for name, keys in (("plain", {}), ("compiled", dict(compile=True)))]
+    env = dict(TORCHINDUCTOR_CACHE_DIR=f"{world.root}/kernels")
+    done = tiny.run_all([(run, dict(env=env, timeout=600)) for run in runs])
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    logs = (tiny.read_log(f"{world.root}/{name}") for name in ("plain", "compiled"))
     plain, compiled = ([tiny.measured(record) for record in log] for log in logs)
     assert tiny.alike(plain, compiled, 1e-9) and plain[0]["policy/ratio_gap"] == 0
     for name in ("policy", "value_model"):
-        assert tiny.distance(*(f"{tmp_path}/{run}/out/{name}" for run in ("plain", "compiled"))) < 1e-9
-    assert len((tmp_path / "compiled/graphs").read_text()) >= 4  # the key has reached the layers
-    assert not (tmp_path / "plain/graphs").exists()
-
-
-@needs_compiler
-def test_kernels_compute_the_same(world, tmp_path, monkeypatch):
-    """Kernels as a run has them, of one layer without gradients: of those, the compiler makes five."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    compiled_parts.cache_clear()
-    plain, compiled = (from_scratch(world.config | dict(num_hidden_layers=1), seed=5, dtype=torch.float64) for _ in range(2))
-    draw(plain), draw(compiled)
-    compile_layers(compiled, True, CPU)
-    tokens = torch.randint(200, (3, 11), generator=torch.Generator().manual_seed(1))
-    # one process compiles; and what the CPU can do is read, not tried out
-    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}), torch.no_grad():
-        want, got = plain(tokens), compiled(tokens)
-    assert (want - got).abs().max() <= 1e-12 * max(1, want.abs().max())
-    assert list(tmp_path.rglob("*.so"))
-    compiled_parts.cache_clear()
+        assert tiny.distance(f"{world.root}/plain/{name}", f"{world.root}/compiled/{name}") < 1e-9
+    assert os.listdir(f"{world.root}/kernels")  # the key has reached the layers
 
 
 def test_what_compiling_lacks_is_said(world, monkeypatch):

@@ -142,7 +142,7 @@ SPLIT = {
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
 THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
-           ("ppo.py", "ensemble"), ("grpo.py", "ensemble"), ("ppo.py", "truncated"), ("grpo.py", "truncated")}
+           ("ppo.py", "ensemble"), ("grpo.py", "ensemble")}
 
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
