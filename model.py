@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from errors import BadInput
-from kernels import linear, narrow, rms_norm, weighted_sums
+from kernels import attention_is_wider, linear, narrow, rms_norm, weighted_sums
 from packing import pack, pick, unpack
 
 varlen_attn = None  # one kernel for documents of all lengths, where there is a GPU
@@ -339,8 +339,14 @@ def fused_attention(q, k, v, mask, scale=None):
     if shared and q.is_cuda:  # a CPU's kernel shares the heads itself; not all of a GPU's do
         k, v = repeat_heads(k, v, q.shape[1], 1)  # (B, H, S, hd)
         shared = False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                          scale=scale, enable_gqa=shared)
+    attention = functools.partial(F.scaled_dot_product_attention, is_causal=mask is None,
+                                  scale=scale, enable_gqa=shared)
+    dtype = autocast_dtype(q) or q.dtype
+    if not attention_is_wider(dtype, q.device):
+        return attention(q, k, v, attn_mask=mask)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, mask = (None if x is None else x.float() for x in (q, k, v, mask))
+        return attention(q, k, v, attn_mask=mask).to(dtype)
 
 
 def repeat_heads(k, v, H, dim):

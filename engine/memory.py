@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import packing_pays
+from kernels import attention_is_wider, packing_pays
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers")
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
@@ -226,12 +226,22 @@ def heads_kept(m, run, N, M, rows):
     Attention's queries, keys and values, M (q + 2 kv) a, and its result, M q a. A GPU that is not
     in 16 bits repeats keys and values for all heads: M 4 q a. Where the result is put together, of
     documents of several lengths or with shared prompts, there is one more of it, N q a.
+
+    Where attention is_wider than 16 bits all of them have 4 bytes, and the result is rounded to one
+    more, N q a.
     """
     q, kv = m.c.n_heads * m.c.head_dim, m.c.n_kv_heads * m.c.head_dim
+    if is_wider(run):
+        return M * (2 * q + 2 * kv) * 4 + N * q * run.a
     repeated = run.cuda and run.a > 2
     kept = M * (4 * q if repeated else 2 * q + 2 * kv)
     several = M > N or rows > 1 and run.differ and not (run.cuda and run.a == 2)
     return (kept + N * q * several) * run.a
+
+
+def is_wider(run):
+    """Whether attention is computed in 32 bits where all else has 16: kernels.py."""
+    return run.a == 2 and attention_is_wider(torch.bfloat16, "cuda" if run.cuda else "cpu")
 
 
 def forward_only(m, run, rows, width):
@@ -239,7 +249,8 @@ def forward_only(m, run, rows, width):
     The larger one of a layer's two halves, for rows of so many tokens:
         MLP        N (3 ff a + 3 d s), not gated N (2 ff a + 3 d s)
         attention  2 N d s + heads_kept, and masks; and with shared prompts queries, keys and
-                   values before they are repeated, N (q + 2 kv) a, and one more result, M q a
+                   values before they are repeated, N (q + 2 kv) a, and one more result, M q a;
+                   where it is_wider queries, keys and values in 16 bits, M (q + 2 kv) a
     and beside it the rotation of the positions, N rotary size (2 s + 6).
     """
     c = m.c
@@ -250,6 +261,8 @@ def forward_only(m, run, rows, width):
     attention += mask_bytes(m, run, rows, width)
     if M > N:
         attention += (N * (q + 2 * kv) + M * q) * run.a
+    if is_wider(run):
+        attention += M * (q + 2 * kv) * run.a
     return max(mlp, attention) + N * c.rotary_dim * (2 * run.stream + 6)
 
 

@@ -15,7 +15,7 @@ from engine.hf_files import find_folder
 from engine.pretrained import from_pretrained, from_scratch, save_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from model import freeze, step_attention
+from model import Documents, document_attention, freeze, step_attention, window_mask
 
 from families import VARIANTS, make, padded
 
@@ -157,6 +157,41 @@ def test_attention_of_one_token_is_the_formula(S, KV, dtype, tolerance):
     for values in (v[:, :, :S], v[:, :, :S].clone(), v[:, :, :S].mT.contiguous().mT):  # in any memory
         y = step_attention(q, k[:, :, :S], values, mask, 0.3)
         assert y.dtype == dtype and (y.double() - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("amx", [False, True])
+def test_attention_in_16_bits_rounds_once_without_amx(amx, window, autocast, monkeypatch):
+    """
+    softmax(0.3 q k) v and its gradients, in float64 by a dense mask over two documents. Without AMX the result is that,
+    rounded to bfloat16; with AMX torch's kernel also rounds the shares of each token.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    N, H, KV, hd, lengths = 12, 4, 2, 8, (7, 5)
+    g = torch.Generator().manual_seed(0)
+    exact = [torch.randn(N, heads, hd, generator=g, dtype=torch.float64).bfloat16().double() for heads in (H, KV, KV)]
+    weight = torch.randn(N, H, hd, generator=g, dtype=torch.float64).bfloat16()  # of each result in the loss
+    document, position = torch.tensor([0] * 7 + [1] * 5), torch.arange(N)
+    seen = (document[:, None] == document) & (position[:, None] >= position)
+    if window:
+        seen &= position[:, None] - position < window
+    q, k, v = (x.requires_grad_() for x in exact)
+    k, v = k.repeat_interleave(H // KV, 1), v.repeat_interleave(H // KV, 1)
+    scores = 0.3 * torch.einsum("ihd,jhd->hij", q, k)
+    expected = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    (expected * weight).sum().backward()
+
+    low = [x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for x in exact]
+    masks = {L: window_mask(L, window, torch.bfloat16, "cpu") for L in lengths if L > window > 0}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = document_attention(*low, Documents(list(lengths), None, None, window, masks), 0.3)
+    (y * weight).sum().backward()
+    assert y.dtype == torch.bfloat16
+    if not amx:
+        assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()  # half a unit of 8 bits
+    for ours, theirs in zip([y, *(x.grad for x in low)], [expected, *(x.grad for x in exact)], strict=True):
+        assert (ours.double() - theirs).abs().max() < 0.03 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "mistral-window"])
