@@ -39,8 +39,9 @@ master_weights = True  # False: train bfloat16 weights; half the memory, and sma
 fp32_head = False  # in 16 bits the LM head, and so all logits, in float32
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
-# nothing. What reads and what trains is compiled apart and may round differently: then the ratio of
-# an iteration's first step is 1 to rounding, and no longer to the last bit
+# nothing, and on AMD's they take nearly twice the time. What reads and what trains is compiled
+# apart and may round differently: then the ratio of an iteration's first step is 1 to rounding, and
+# no longer to the last bit
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 # memory; these two change no result
