@@ -58,6 +58,23 @@ def say_special_tokens(rows, fields, tokenizer, path):
              "instead (EOS is added by itself)")
 
 
+def say_system_prompt(rows, tokenizer, path):
+    """
+    Print a line on rank 0 if the key system_prompt is not used in some of the rows: it is the
+    system message of chats that have none, and strings have no place for it.
+    """
+    chat = getattr(tokenizer, "chat", None)  # only a tokenizer with a chat template has the key
+    if chat is None or not chat.system_prompt:
+        return
+    ours = {"role": "system", "content": chat.system_prompt}
+    strings = sum(isinstance(row["prompt"], str) and row["prompt"] != "" for row in rows)
+    other = sum(isinstance(row["prompt"], list) and row["prompt"][0]["role"] == "system"
+                and row["prompt"][0] != ours for row in rows)
+    if strings or other:
+        warn(f"{path}: system_prompt is not used in {strings + other} of {len(rows)} rows: "
+             f"{strings} are strings, {other} have a system message of their own")
+
+
 def say_odd_texts(rows, fields, path):
     """
     Print a line on rank 0 where completions begin with their prompt, in more than half of the rows:
@@ -137,6 +154,7 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokeniz
     prompt even where the policy's is cut. Raises BadInput.
     """
     say_special_tokens(rows, ["prompt"], tokenizer, path)
+    say_system_prompt(rows, tokenizer, path)
     # a judge reads text, and has looked at the rows itself
     contexts = {name: model.config.max_positions for name, model in models.items()
                 if name != "judge"}

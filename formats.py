@@ -72,7 +72,7 @@ def read_rows(spec, shape, fields=""):
     The rows of a key such as train_path, as Rows.
 
     spec: one source, or several with commas, each with a weight if you like: "a.jsonl,0.3*b.jsonl".
-    A source is a file (.jsonl, .json with a list, .csv, .tsv, .parquet; .gz behind it) or a data
+    A source is a file (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it) or a data
     set of the Hugging Face hub, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.
     shape: sft_row, preference_row or prompt_row. fields: see rename.
     Raises BadInput with the file, the row and what is wrong there.
@@ -132,8 +132,10 @@ def raw_rows(path):
                        ".parquet, perhaps with .gz behind it")
     else:
         content = read_bytes(path)
-        is_list = kind == ".json" and content.lstrip()[:1] == b"["
-        rows = list_rows(path, content) if is_list else jsonl_rows(path, content)
+        first = content.lstrip().partition(b"\n")[0].rstrip()
+        over_lines = first[:1] == b"{" and first[-1:] != b"}"
+        whole = kind == ".json" and (first[:1] == b"[" or over_lines)
+        rows = json_rows(path, content) if whole else jsonl_rows(path, content)
     for where, row in rows:
         if not isinstance(row, dict):
             hint = "; if the file is one list, name it .json" * isinstance(row, list)
@@ -157,12 +159,14 @@ def jsonl_rows(path, content):
         if line.strip():
             where = f"{path}, line {number}"
             yield where, parse_json(line, where, "each line is one object, such as "
-                                                 "{\"prompt\": \"1+2=\"}")
+                                                 "{\"prompt\": \"1+2=\"}; name a file "
+                                                 ".json that is one list or one object")
 
 
-def list_rows(path, content):
-    """One JSON list of objects."""
-    for number, row in enumerate(parse_json(content, path, "wanted a list of objects"), 1):
+def json_rows(path, content):
+    """One JSON list of objects; or one object, which is the only row."""
+    found = parse_json(content, path, "wanted one list of objects, one object, or a line for each")
+    for number, row in enumerate(found if isinstance(found, list) else [found], 1):
         yield f"{path}, row {number}", row
 
 

@@ -34,16 +34,19 @@ def sft_row(row):
         prompt, completion           strings, or lists of messages, or one of each
         messages                     [{"role": "user", "content": ...}, {"role": "assistant", ...}]
         conversations                ShareGPT: [{"from": "human", "value": ...}, {"from": "gpt",
-                                     ...}], and perhaps a string `system`
+                                     ...}]
         instruction, input, output   Alpaca: strings; the input may be empty
 
-    A whole dialogue is split before its first assistant turn.
+    A whole dialogue is split before its first assistant turn. Beside messages, in rows of all
+    kinds, a string `system` or `system_prompt` is the system message.
     """
-    refuse_tools(row)
+    refuse_unsupported(row)
+    thumbs = [str(row.get(name)).lower() for name in ("label", "kto_tag")]  # CSV has strings
+    if (row.get("completion") is not None and row.get("label") is not None
+            or "true" in thumbs or "false" in thumbs):
+        raise BadInput("a completion with a label is unpaired feedback, which no script here "
+                       "learns from")
     if row.get("completion") is not None:
-        if row.get("label") is not None:
-            raise BadInput("a completion with a label is unpaired feedback, which no script here "
-                           "learns from")
         return dialogue(row, "completion")
     messages = whole_dialogue(row)
     if messages:
@@ -72,6 +75,7 @@ def ptx_row(row):
     if not isinstance(row["text"], str):
         raise BadInput(f"field 'text' must be a string, found {type(row['text']).__name__}")
     check_text(row["text"], "text")
+    refuse_system(row)
     return {"prompt": "", "completion": row["text"]}
 
 
@@ -87,7 +91,7 @@ def preference_row(row):
     The prompt of two whole dialogues is what they have in common. A number `margin`, by how much
     the chosen one is better, is kept; and `confidence`, the probability that it is the better one.
     """
-    refuse_tools(row)
+    refuse_unsupported(row)
     kept = {name: number_of(row, name) for name in LIMITS if row.get(name) not in (None, "")}
     for field in ("chosen", "rejected"):
         if row.get(field) is None:
@@ -95,7 +99,7 @@ def preference_row(row):
                            "and rejected, or whole dialogues as chosen and rejected; rename with "
                            "fields, such as better>chosen,worse>rejected")
     names = names_in(row)
-    row = {name: row.get(name) for name in ("system", "prompt", "chosen", "rejected")}
+    row = {name: row.get(name) for name in (*SYSTEM, *LOST, "prompt", "chosen", "rejected")}
     whole = [isinstance(row[name], list) and len(row[name]) > 0 and isinstance(row[name][0], dict)
              and row[name][0].get("role") != "assistant" for name in ("chosen", "rejected")]
     if any(whole):
@@ -144,6 +148,11 @@ def prompt_row(row):
     """
     row = dict(row)
     asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
+    if asked == "prompt" and row.get("instruction") and row.get("output") is not None:
+        raise BadInput("a prompt and an instruction with its output: drop one of the two with "
+                       "fields, such as prompt>unused or instruction>unused")
+    if asked in ("question", "problem"):
+        refuse_lost(row, "choices", "options", "context", "passage")  # MMLU, SQuAD, BoolQ
     if asked:
         row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
     chat = prompt_of_chat(row) if asked in ("prompt", None) else None
@@ -152,8 +161,8 @@ def prompt_row(row):
     elif "prompt" not in row:
         if row.get("chosen") is not None:
             row["prompt"] = preference_row(row)["prompt"]
-        elif row.get("output") is not None:
-            row["prompt"] = sft_row(row)["prompt"]
+        elif row.get("instruction") is not None and row.get("output") is not None:
+            row["prompt"] = alpaca_prompt(row)
         else:
             raise BadInput(f"field 'prompt' is missing; {names_in(row)}; rename with fields, such "
                            "as task>prompt")
@@ -161,7 +170,7 @@ def prompt_row(row):
         for name in ("messages", "conversations", "instruction", "input", "output", "chosen",
                      "rejected"):
             row.pop(name, None)
-    refuse_tools(row)
+    refuse_unsupported(row)
     check_text(row["prompt"], "prompt")
     if isinstance(row["prompt"], list):
         row["prompt"] = with_system(clean(row["prompt"], "prompt"), row)
@@ -216,6 +225,7 @@ def dialogue(row, *completions):
         check_text(row[field], field)
     if all(isinstance(row[field], str) for field in fields):
         refuse_system(row)
+        refuse_lost(row, *LOST)
         return {field: row[field] for field in fields}
     made = {field: clean(row[field], field) for field in fields}
     made["prompt"] = with_system(made["prompt"], row)
@@ -234,7 +244,8 @@ def dialogue(row, *completions):
 def prompt_of_chat(row):
     """
     The prompt, as messages, of a row that sft.py or rm.py read as a chat, although its own field
-    `prompt` may be a string (UltraFeedback, UltraChat). None of any other row. Raises BadInput.
+    `prompt` may be a string (UltraFeedback, UltraChat); and all messages, if the last one is the
+    user's. None of any other row. Raises BadInput.
     """
     if isinstance(row.get("prompt"), list):
         return None
@@ -246,7 +257,7 @@ def prompt_of_chat(row):
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     if messages and first == 0:
         raise BadInput("the dialogue begins with the assistant, so there is nothing to answer")
-    return messages[:first]
+    return messages if messages and messages[-1]["role"] == "user" else messages[:first]
 
 
 ROLES = ("system", "user", "assistant")
@@ -280,8 +291,8 @@ def clean(value, field):
 def whole_dialogue(row):
     """
     The cleaned messages of a row with `messages` or `conversations`; None if it has neither. A
-    string `system` becomes the first message. Raises BadInput where there is a prompt that the
-    dialogue does not have.
+    text in one of the fields SYSTEM becomes the first message. Raises BadInput where there is a
+    prompt that the dialogue does not have.
     """
     messages = row.get("messages")
     if messages is None and row.get("conversations") is not None:
@@ -301,22 +312,53 @@ def whole_dialogue(row):
     return messages
 
 
+SYSTEM = "system", "system_prompt"  # the fields that may hold the system message of a row
+
+
+def system_of(row):
+    """(field, text) of the row's system message beside its messages; ("", "") if it has none."""
+    found = {name: row[name] for name in SYSTEM if row.get(name)}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise BadInput(f"field {name!r} must be a string, found {type(text).__name__}")
+        check_text(text, name)
+    if len(set(found.values())) > 1:
+        raise BadInput("fields 'system' and 'system_prompt' differ; leave one of them out with "
+                       "fields, such as system>unused")
+    return next(iter(found.items()), ("", ""))
+
+
 def with_system(messages, row):
-    """The messages, behind the row's string `system`, if it has one and they have none."""
-    if not row.get("system") or messages[0]["role"] == "system":
+    """The messages, behind the row's system_of. Raises BadInput where they have another one."""
+    name, text = system_of(row)
+    if not text:
         return messages
-    if not isinstance(row["system"], str):
-        raise BadInput(f"field 'system' must be a string, found {type(row['system']).__name__}")
-    check_text(row["system"], "system")
-    return [{"role": "system", "content": row["system"]}, *messages]
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    if messages[0]["content"].strip() != text.strip():
+        raise BadInput(f"field {name!r} is not the messages' own system message; leave it out with "
+                       f"fields, such as {name}>unused")
+    return messages
 
 
 def refuse_system(row):
-    """Raise BadInput for a string `system` beside a prompt that is a string, too."""
-    if row.get("system"):
-        raise BadInput("a system text beside strings is not supported: write messages, as "
-                       "data/convert.py --chat does, or leave it out with fields, such as "
-                       "system>unused")
+    """Raise BadInput for a system message beside strings, which have no place for it."""
+    name, text = system_of(row)
+    if text:
+        raise BadInput(f"field {name!r}: a system text beside strings is not supported: write "
+                       "messages, as data/convert.py --chat does, or leave it out with fields, "
+                       f"such as {name}>unused")
+
+
+LOST = "input", "history"  # where a prompt is a string, what may belong to it, and is not read
+
+
+def refuse_lost(row, *names):
+    """Raise BadInput for a field that the prompt of strings may need, and that is not read."""
+    for name in names:
+        if row.get(name):
+            raise BadInput(f"field {name!r} is not read beside the prompt: write both into one, or "
+                           f"leave it out with fields, such as {name}>unused")
 
 
 def refuse_nothing_asked(messages):
@@ -364,7 +406,7 @@ def alpaca_prompt(row):
                         ("output", row["output"])):
         if not isinstance(text, str) or field == "instruction" and not text:
             raise BadInput(f"field {field!r} must be a string with text, found {shorten(text)}")
-    if row.get("history") or row.get("system"):
+    if row.get("history") or system_of(row)[1]:
         raise BadInput("an instruction with a history or a system text is not supported; write "
                        "messages instead")
     given = f"### Input:\n{given}\n\n" if given else ""
@@ -457,11 +499,18 @@ def answer_text(answer):
     return str(int(answer)) if answer == int(answer) else repr(answer)
 
 
-def refuse_tools(row):
-    """Raise BadInput for a row that offers tools to the assistant, which no template is told."""
-    for name in ("tools", "functions"):
-        if row.get(name) and row[name] != "[]":
-            raise BadInput(f"field {name!r}: dialogues with tools are not supported")
+UNSUPPORTED = (
+    dict.fromkeys(("tools", "functions"), "dialogues with tools are not supported")
+    | dict.fromkeys(("image", "images", "videos", "audios"), "only text is supported")
+    | {"chat_template_kwargs": "a run has one for all rows, the key template_kwargs"})
+
+
+def refuse_unsupported(row):
+    """Raise BadInput for a field that tells the model more than the texts, and that is not read."""
+    for name, why in UNSUPPORTED.items():
+        if row.get(name) and row[name] not in ("[]", "{}"):
+            raise BadInput(f"field {name!r}: {why}; leave it out with fields, such as "
+                           f"{name}>unused")
 
 
 def names_in(row):

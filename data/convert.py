@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from errors import BadInput, one_line  # noqa: E402
 from formats import parse_fields, raw_rows, rename, sources_of  # noqa: E402
-from rows import preference_row, prompt_row, sft_row  # noqa: E402
+from rows import preference_row, prompt_row, sft_row, system_of  # noqa: E402
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"
@@ -163,7 +163,8 @@ def dialogues(row):
     if alpaca and not row.get("history"):
         row["prompt"] = "\n\n".join(filter(None, (row["instruction"], str(row.get("input") or ""))))
         row["completion"] = row["output"]
-    if row.get("system"):  # rows.py puts it in front of messages
+        row = {name: row[name] for name in row if name not in ("instruction", "input", "output")}
+    if system_of(row)[1]:  # rows.py puts it in front of messages
         for name in ("prompt", "question", "problem"):
             if isinstance(row.get(name), str):
                 row[name] = [{"role": "user", "content": row[name]}]

@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import engine
-from data import encode_for_all, naming, say_odd_texts, say_special_tokens, say_too_long
+from data import (encode_for_all, naming, say_odd_texts, say_special_tokens, say_system_prompt,
+                  say_too_long)
 from engine.reading import ids_read, reads_beside
 from errors import BadInput, Stop, first_line, warn
 from formats import where_is
@@ -75,6 +76,7 @@ def encode_examples(config, rows, path, tokenizer, fields, longest, most=None, k
     well, "cut" takes away the end of the example, and so its EOS.
     """
     say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
+    say_system_prompt(rows, tokenizer, path)
     say_odd_texts(rows, fields, path)
     lists = [encode_all(rows, path, tokenizer, field, folder_of(config)) for field in fields]
     limit, whose, how = longest, "the model's context", config["too_long"]

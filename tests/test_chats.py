@@ -14,6 +14,7 @@ from datetime import date
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from data import say_system_prompt
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
 
@@ -472,6 +473,22 @@ def test_system_prompt(folders):
     for key in ("system_prompt", "template_kwargs"):
         with pytest.raises(BadInput, match=f"^{key} is given, but the tokenizer of .*pythia has no chat template; give one"):
             load_tokenizer(folders["pythia"], {key: "a=1"})
+
+
+def test_where_the_system_prompt_is_not_used_is_said(folders, capsys):
+    """In strings, but for plain text, whose prompt is empty; and in chats with another one of their own."""
+    rows = [dict(prompt=p) for p in ("a", "", [user("a")], [system("Be brief."), user("a")], [system("x"), user("a")],
+                                     [system(""), user("a")], [assistant("a"), user("b")])]
+    ours = load_tokenizer(folders["llama3.2"], dict(system_prompt="Be brief."))
+    capsys.readouterr()
+    say_system_prompt(rows, ours, "f.jsonl")
+    assert capsys.readouterr().out == ("warning: f.jsonl: system_prompt is not used in 3 of 7 rows: 1 are strings, 2 have a "
+                                       "system message of their own\n")
+    for given, tokenizer in ((rows[1:4], ours), (rows, load_tokenizer(folders["llama3.2"])),
+                             (rows, load_tokenizer(folders["pythia"])), ([], ours)):
+        capsys.readouterr()
+        say_system_prompt(given, tokenizer, "f.jsonl")
+        assert capsys.readouterr().out == ""
 
 
 def test_the_date_is_fixed(folders):

@@ -20,7 +20,7 @@ from data import encode_prompts, say_odd_texts
 from engine.tokenizers import ByteTokenizer
 from errors import BadInput
 from formats import Rows, parse_fields, read_rows, rename, sources_of
-from rows import preference_row, prompt_row, sft_row
+from rows import preference_row, prompt_row, ptx_row, sft_row
 from tiny import forked, jsonl, one_run
 
 CONVERT = os.path.join(ROOT, "data", "convert.py")
@@ -117,6 +117,11 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.json").write_text(json.dumps(ROWS, indent=1))
     (tmp_path / "c.json").write_text(lines)
+    (tmp_path / "one.json").write_text("\n" + json.dumps(ROWS[0], indent=1) + "\n")  # one object over several lines
+    (tmp_path / "line.json").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "part.json").write_text(json.dumps(ROWS[0]).replace('", "', '",\n"'))
+    for name in ("one", "line", "part"):
+        assert read_rows(str(tmp_path / f"{name}.json"), prompt_row) == ROWS[:1]
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "e.csv").write_text('\ufeffprompt,answer\r\n"a, ""b""\n\u00e9",1\r\nc,2\r\n', newline="", encoding="utf-8")
     (tmp_path / "f.tsv").write_text('prompt\tanswer\n"a, ""b""\n\u00e9"\t1\nc\t2\n', encoding="utf-8")
@@ -140,7 +145,13 @@ def test_files_of_every_kind_hold_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, content, said", [
     ("a.json", b"[1]", "a.json, row 1: wanted an object, found int"), ("a.json", b"[{]", "a.json: not JSON"),
-    ("a.json", b"[]", "a.json: the file is empty"), ("a.csv", b"prompt,answer\na\n", "a.csv, row 1: wanted 2 columns"),
+    ("a.json", b"[]", "a.json: the file is empty"), ("a.json", b"", "a.json: the file is empty"),
+    ("a.json", b'{\n"prompt": "a"\n}\n{\n"prompt": "b"\n}', "a.json: not JSON (Extra data: line 4 column 1 (char 18)); "
+     "wanted one list of objects, one object, or a line for each"), ("a.json", b'{"prompt":\n"a",}', "a.json: not JSON"),
+    ("a.json", b'{\n"data": [{"prompt": "a"}]\n}', "a.json, row 1: field 'prompt' is missing; it has 'data'"),
+    ("a.jsonl", b'{\n"prompt": "a"\n}', "a.jsonl, line 1: not JSON (Expecting property name enclosed in double quotes: line 1 "
+     "column 2 (char 1)); each line is one object, such as {\"prompt\": \"1+2=\"}; name a file .json that is one list"),
+ ("a.csv", b"prompt,answer\na\n", "a.csv, row 1: wanted 2 columns"),
     ("a.csv", b"prompt,answer\na,b,c\n", "a.csv, row 1: wanted 2 columns"), ("a.csv", b'prompt\n"a', "a.csv: not a table"),
     ("a.csv", b"prompt\n\xff", "a.csv: not UTF-8"), ("a.csv", b"", "a.csv: the file is empty"),
     ("a.csv", b"prompt,answer,prompt\na,b,c\n", "a.csv: two columns have the same name: prompt, answer, prompt"),
@@ -224,6 +235,8 @@ DIALOGUE = [user("hi"), assistant("hello"), user("more?"), assistant("no")]
 SPLIT = {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]}
 SHARED, A, B = [system("be kind"), user("hi")], assistant("a"), assistant("b")
 PAIR = {"prompt": SHARED, "chosen": [A], "rejected": [B]}
+CHATS = [{"messages": [user("hi"), A]}, {"prompt": [user("hi")], "completion": "a"}, {"prompt": "hi", "completion": [A]},
+         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a"}]}]  # with no system message
 
 
 @pytest.mark.parametrize("row, want", [
@@ -239,7 +252,11 @@ PAIR = {"prompt": SHARED, "chosen": [A], "rejected": [B]}
       "value": "more?"}, {"from": "gpt", "value": "no"}]}, SPLIT), ({"conversations": DIALOGUE}, SPLIT),
     ({"system": "be kind", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a"}]},
      {"prompt": SHARED, "completion": [A]}),
-    ({"system": "be kind", "prompt": [user("hi")], "completion": "a"}, {"prompt": SHARED, "completion": [A]}),
+    *[({**row, "system": "be kind"}, {"prompt": SHARED, "completion": [A]}) for row in CHATS],
+    *[({**row, "system_prompt": "be kind"}, {"prompt": SHARED, "completion": [A]}) for row in CHATS],
+    ({"system": "be kind ", "messages": [*SHARED, A]}, {"prompt": SHARED, "completion": [A]}),
+    ({"system": "be kind", "system_prompt": "be kind", **CHATS[0]}, {"prompt": SHARED, "completion": [A]}),
+    ({"system": None, "system_prompt": "", "prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
     ({"instruction": "Add.", "input": "1 2", "output": "3"},
      {"prompt": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "completion": "3"}),
     ({"instruction": "Add.", "input": "", "output": ""},
@@ -259,6 +276,10 @@ def test_sft_rows(row, want):
     ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"system": "be kind", "chosen": [user("hi"), A], "rejected": [user("hi"), B]}, PAIR),
     ({"system": "be kind", "prompt": "hi", "chosen": "a", "rejected": [B]}, PAIR),
+    ({"system_prompt": "be kind", "chosen": [user("hi"), A], "rejected": [user("hi"), B]}, PAIR),
+    ({"system_prompt": "be kind", "prompt": "hi", "chosen": "a", "rejected": [B]}, PAIR),
+    ({"system_prompt": "be kind", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
+    ({"input": "of whole dialogues", "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}, PAIR),
     ({"chosen": [*DIALOGUE, user("x"), A], "rejected": [*DIALOGUE, user("x"), B]},
      {"prompt": [*DIALOGUE, user("x")], "chosen": [A], "rejected": [B]}),
@@ -306,6 +327,14 @@ VERL = [{"data_source": "openai/gsm8k", "prompt": [{"content": "2+2? End with ##
     ({"messages": DIALOGUE, "id": 1}, {"id": 1, "prompt": DIALOGUE[:1]}),
     ({"messages": [user("q")], "ground_truth": "4"}, {"ground_truth": "4", "prompt": [user("q")]}),
     ({"chosen": [*SHARED, A], "rejected": [*SHARED, B]}, {"prompt": SHARED}),
+    ({"messages": [*DIALOGUE, user("q")], "answer": "4"}, {"prompt": [*DIALOGUE, user("q")], "answer": "4"}),  # it asks for 4
+    ({"prompt": [user("hi")], "system_prompt": "be kind"}, {"prompt": SHARED, "system_prompt": "be kind"}),
+    ({"messages": [user("hi"), A], "system": "be kind"}, {"prompt": SHARED, "system": "be kind"}),
+    ({"chosen": [user("hi"), A], "rejected": [user("hi"), B], "system": "be kind"}, {"prompt": SHARED, "system": "be kind"}),
+    ({"instruction": "Add.", "output": "3", "kto_tag": True},  # the judged answer is not learned
+     {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "kto_tag": True}),
+    ({"prompt": "p", "choices": ["a"], "input": "stdin", "history": [1]},  # for rewards
+     {"prompt": "p", "choices": ["a"], "input": "stdin", "history": [1]}),
     # sft.py and rm.py read these as chats, and so the prompts are
     ({"prompt": "hi", "chosen": [*SHARED, A], "rejected": [*SHARED, B]},
      {"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}),
@@ -375,6 +404,17 @@ S, U, C = system("s"), user("u"), assistant("c")
     (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
     (preference_row, {"system": "s", "prompt": "p", "chosen": "c", "rejected": "r"}, "a system text beside strings"),
     (prompt_row, {"system": "s", "question": "p"}, "a system text beside strings"),
+    *[(shape, {"system_prompt": "s", **row}, "field 'system_prompt': a system text beside strings.*system_prompt>unused")
+      for shape, row in ((sft_row, {"prompt": "p", "completion": "c"}), (prompt_row, {"prompt": "p"}), (ptx_row, {"text": "t"}),
+                         (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r"}),
+                         (preference_row, {side: f"\n\nHuman: x\n\nAssistant: {side}" for side in ("chosen", "rejected")}))],
+    (sft_row, {"system_prompt": "s", "instruction": "a", "output": "b"}, "a system text is not supported"),
+    (sft_row, {"system_prompt": {}, "system": ["s"], "messages": [U, C]}, "field 'system' must be a string, found list"),
+    (sft_row, {"system_prompt": "\ud800", "messages": [U, C]}, "field 'system_prompt' holds half a surrogate"),
+    (sft_row, {"system_prompt": "s", "system": "t", "messages": [U, C]}, "fields 'system' and 'system_prompt' differ"),
+    *[(shape, {"system_prompt": "t", **row}, "'system_prompt' is not the messages' own system message.*system_prompt>unused")
+      for shape, row in ((sft_row, {"messages": [S, U, C]}), (prompt_row, {"prompt": [S, U]}),
+                         (preference_row, {"chosen": [S, U, A], "rejected": [S, U, B]}))],
     *[(preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "confidence": confidence},
        "field 'confidence' must be a number from 0 to 1, found .* confidence>unused")
       for confidence in (-0.1, 1.01, float("nan"), "sure", True)],
@@ -542,6 +582,12 @@ def test_convert_makes_chats_of_strings(tmp_path, convert):
     jsonl(source, [{"system": "s", "question": "u", "chosen": "a", "rejected": "b"}])  # Intel/orca_dpo_pairs
     assert convert(f"--source={source}", f"--out={out}", "--chat", "--fields=question>prompt")[0] == 0
     assert json.loads(out.read_text()) == {"prompt": [S, U], "chosen": [A], "rejected": [B]}
+    jsonl(source, [{"id": "x", "system_prompt": text, "question": "u", "response": "a"} for text in ("s", "")])  # OpenOrca
+    assert convert(f"--source={source}", f"--out={out}", "--chat", "--fields=question>prompt,response>completion")[0] == 0
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == [[S, U], [U]]
+    jsonl(source, [{"instruction": "u", "input": "v", "output": "a"}])
+    assert convert(f"--source={source}", f"--out={out}", "--chat", "--kind=prompts")[0] == 0
+    assert json.loads(out.read_text()) == {"prompt": [user("u\n\nv")]}
 
 
 def test_convert_as_a_user_runs_it(tmp_path):
@@ -570,6 +616,22 @@ WRITTEN = '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
     (sft_row, {"messages": WRITTEN}, "field 'messages' is a list of messages that is written as a string"),
     (prompt_row, {"prompt": [system("s")]}, "the prompt has no user message, so there is nothing to answer"),
     (prompt_row, {"prompt": [assistant("a")]}, "the prompt has no user message"),
+    # KTO in the ways of TRL, LLaMA-Factory and CSV: the answer with a thumb down would be learned
+    (sft_row, {"messages": [user("u"), assistant("a")], "label": False}, "unpaired feedback"),
+    (sft_row, {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}], "kto_tag": False}, "unpaired"),
+    (sft_row, {"instruction": "u", "input": "", "output": "a", "label": "False"}, "unpaired feedback"),
+    # Alpaca's fields, of which only some were renamed
+    (sft_row, {"prompt": "Add.", "input": "1 2", "completion": "3"}, "'input' is not read beside the prompt.*input>unused"),
+    (sft_row, {"prompt": "u", "history": [["a", "b"]], "completion": "c"}, "'history' is not read beside the prompt"),
+    (preference_row, {"prompt": "Add.", "input": "1 2", "chosen": "3", "rejected": "4"}, "'input' is not read beside"),
+    (prompt_row, {"prompt": "### Response: 3", "instruction": "Add.", "output": "3"}, "a prompt and an instruction with"),
+    # what a question is about
+    (prompt_row, {"question": "q", "choices": ["a", "b"], "answer": 1}, "'choices' is not read beside the prompt"),
+    (prompt_row, {"question": "q", "context": "c", "answer": "a"}, "'context' is not read beside the prompt.*context>unused"),
+    (sft_row, {"image": "a.png", "conversations": [{"from": "human", "value": "<image>u"}, {"from": "gpt", "value": "a"}]},
+     "field 'image': only text"),
+    (prompt_row, {"prompt": [user("<image>u")], "images": [{"bytes": "x"}]}, "field 'images': only text is supported"),
+    (sft_row, {"messages": [user("u"), assistant("a")], "chat_template_kwargs": {"enable_thinking": False}}, "the key template"),
 ])
 def test_rows_that_would_be_learned_as_something_else(shape, row, said):
     with pytest.raises(BadInput, match=said):
@@ -578,7 +640,9 @@ def test_rows_that_would_be_learned_as_something_else(shape, row, said):
 
 @pytest.mark.parametrize("row", [
     {"messages": [user("u"), {**assistant("a"), "train": True, "loss": 1, "weight": None}]},
-    {"messages": [{**user("u"), "train": False}, assistant("a")], "functions": None, "tools": []},
+    {"messages": [{**user("u"), "train": False}, assistant("a")], "functions": None, "tools": [], "images": [], "image": None},
+    {"messages": [user("u"), assistant("a")], "label": 1, "kto_tag": None, "history": [], "input": "of a chat"},
+    {"instruction": "u", "output": "a", "label": "news"}, {"prompt": "p", "completion": "c", "input": "", "history": []},
     {"prompt": f"What does this mean? {WRITTEN}", "completion": "a"}, {"prompt": '[{"name": "Ann"}]', "completion": "b"},
     {"prompt": [user(WRITTEN)], "completion": "a"}, {"prompt": '[{"role": ', "completion": WRITTEN + "?"}])
 def test_rows_that_only_look_like_it(row):
