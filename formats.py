@@ -72,8 +72,8 @@ def read_rows(spec, shape, fields=""):
     The rows of a key such as train_path, as Rows.
 
     spec: one source, or several with commas, each with a weight if you like: "a.jsonl,0.3*b.jsonl".
-    A source is a file (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it) or a data
-    set of the Hugging Face hub, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.
+    A source is a file (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it) or a data set of the
+    Hugging Face hub, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.
     shape: sft_row, preference_row or prompt_row. fields: see rename.
     Raises BadInput with the file, the row and what is wrong there.
     """
@@ -132,9 +132,9 @@ def raw_rows(path):
                        ".parquet, perhaps with .gz behind it")
     else:
         content = read_bytes(path)
-        first = content.lstrip().partition(b"\n")[0].rstrip()
-        over_lines = first[:1] == b"{" and first[-1:] != b"}"
-        whole = kind == ".json" and (first[:1] == b"[" or over_lines)
+        # .json may also hold lines: then the first one is an object from its beginning to its end
+        first = re.match(rb"\s*(.*)", content)[1].rstrip()
+        whole = kind == ".json" and first[:1] + first[-1:] != b"{}" and first != b""
         rows = json_rows(path, content) if whole else jsonl_rows(path, content)
     for where, row in rows:
         if not isinstance(row, dict):

@@ -45,7 +45,8 @@ def sft_row(row):
     if (row.get("completion") is not None and row.get("label") is not None
             or "true" in thumbs or "false" in thumbs):
         raise BadInput("a completion with a label is unpaired feedback, which no script here "
-                       "learns from")
+                       "learns from; if it means something else, rename it with fields, such as "
+                       "label>unused")
     if row.get("completion") is not None:
         return dialogue(row, "completion")
     messages = whole_dialogue(row)
