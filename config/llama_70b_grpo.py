@@ -19,7 +19,7 @@ python tools/memory.py config/llama_70b_grpo.py --world-size=32 --gpu-gb=80:
     logits            9.06        0.98
     KV cache          7.50        0.00
     buffers          16.43        0.06
-    update 62.59 | rollout 61.85 | score 50.69 | save 41.00 | audit 37.05
+    rollout 61.85 | update 57.80 | score 50.69 | save 41.00 | audit 37.05
 
 A checkpoint, weights (282 GB in fp32) and Adam's states (564 GB), takes 847 GB on the disk, twice
 that while the next one is written. All ranks write it, a file of up to 5 GB each at a time, so a

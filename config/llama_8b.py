@@ -16,7 +16,7 @@ tokens by python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80:
     logits            4.96        0.98          0.00         0.00
     KV cache          5.99        0.00          0.00         0.00
     buffers          14.96        0.12          0.12         2.20
-    rollout 57.69 | update 42.60 | score 39.41 | save 34.76 | audit 32.68
+    rollout 57.69 | update 41.38 | score 39.41 | save 34.76 | audit 32.68
 
 Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
 it: no result is promised.

@@ -381,15 +381,20 @@ def kept_by_layer(m, run):
     return rows + heads_kept(m, run, N, M, run.b) + casts
 
 
+def kept_for_backward(m, run):
+    """kept_by_layer, or with gradient_checkpointing only the layer's input, N d s."""
+    if run.checkpointing:
+        return tokens_of(run, run.b)[0] * m.c.d_model * run.stream
+    return kept_by_layer(m, run)
+
+
 def kept_by_trunk(m, run):
     """
-    L x kept_by_layer, or with gradient_checkpointing only the layers' inputs, L N d s; beside it
-    the rotation of the positions, 2 N rotary size s, and the mask.
+    L x kept_for_backward; beside it the rotation of the positions, 2 N rotary size s, and the mask.
     """
-    N, _ = tokens_of(run, run.b)
-    layer = N * m.c.d_model * run.stream if run.checkpointing else kept_by_layer(m, run)
-    rotation = 2 * N * m.c.rotary_dim * run.stream
-    return m.c.n_layers * layer + rotation + mask_bytes(m, run, run.b, run.T)
+    rotation = 2 * tokens_of(run, run.b)[0] * m.c.rotary_dim * run.stream
+    layers = m.c.n_layers * kept_for_backward(m, run)
+    return layers + rotation + mask_bytes(m, run, run.b, run.T)
 
 
 def weight_gradient(m, run):
@@ -446,16 +451,22 @@ def update(m, run):
         at the head       kept_by_trunk + logits_training
         at the last layer kept_by_trunk + layer_backward; a tied head's gradient, V d e, waits for
                           the embedding's
+        at the layer before it  the same, less what the last layer kept
         at the embedding  N d s + V d e, tied 3 V d e
-    and for a sharded model what is gathered from all ranks at that moment.
+    and for a sharded model what is gathered from all ranks at that moment: at stage 3 the last
+    layer, at the head already; then the one before it is on its way. Only then all that `passes`.
     """
-    kept, (stays, passes, ends) = kept_by_trunk(m, run), gathered(m, run, True)
+    kept, waiting = kept_by_trunk(m, run), 0
+    stays, begins, passes, ends = gathered(m, run, True)
     N, _ = tokens_of(run, run.b)
     embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
-    waiting = embedding if m.head == "lm" and m.c.tied else 0
+    if m.head == "lm" and m.c.tied:
+        waiting = embedding
+    layer = layer_backward(m, run) + waiting
     return stays + max(
-        passes + kept + logits_training(m, run),
-        passes + kept + layer_backward(m, run) + waiting,
+        begins + kept + logits_training(m, run),
+        2 * begins + kept + layer,
+        passes + kept - kept_for_backward(m, run) + layer,
         max(passes, ends) + N * m.c.d_model * run.stream + embedding + 2 * waiting)
 
 
@@ -476,21 +487,23 @@ def gathered_in_16_bits(m, run):
 
 def gathered(m, run, backward):
     """
-    Of a sharded model, the bytes gathered from all ranks, (stays, passes, ends):
+    Of a sharded model, the bytes gathered from all ranks, (stays, begins, passes, ends):
         stays   until the pass is over: head and last norm (tied: the embedding); at stage 2 all
+        begins  before the first layer of the pass: at stage 3 this layer
         passes  at any moment: two layers on their way; at stage 3 also the layer that computes; in
                 the backward pass also a layer's whole gradients
         ends    at the begin and the end of the pass: the embedding, twice
     """
     if not sharded(m):
-        return 0, 0, 0
+        return 0, 0, 0, 0
     e = run.a if gathered_in_16_bits(m, run) else m.e
     layer = sum(math.prod(shape) * (e if len(shape) > 1 else m.wide)
                 for shape in layer_shapes(m.c).values())
     root = {name: math.prod(shape) * m.e for name, shape in root_shapes(m.c, m.head).items()}
     embed = 0 if m.c.tied else root["embed"]
     stays = sum(root.values()) + (layer * m.c.n_layers if m.stage == 2 else -embed)
-    return stays, layer * (2 + (m.stage == 3) + (backward and m.own == "model")), 2 * embed
+    passes = layer * (2 + (m.stage == 3) + (backward and m.own == "model"))
+    return stays, layer * (m.stage == 3), passes, 2 * embed
 
 
 def audit(m):

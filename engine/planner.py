@@ -94,7 +94,7 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
                 logits *= name != "judge"
             rows[name]["activations"] = max(rows[name]["activations"], layer)
             rows[name]["logits"] = max(rows[name]["logits"], logits)
-            _, passes, ends = gathered(m, run, False)
+            _, _, passes, ends = gathered(m, run, False)
             visiting = 0  # an offloaded model is on the GPU while it scores
             if m.offload == "params" and run.cuda and not sharded(m):
                 visiting = parameters(m)

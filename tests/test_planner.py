@@ -101,6 +101,8 @@ CAMPAIGN = FAST | {
     "ppo, stage 1": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(micro_batch_size=1, batch_size=4, zero_stage="1")),
     "ppo, stage 2": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(
         micro_batch_size=1, batch_size=4, zero_stage="2", head_chunk=8)),
+    "ppo, stage 2, large micro-batches": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | dict(batch_size=16, zero_stage="2")),
+    "grpo, stage 3, large micro-batches": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(batch_size=16, zero_stage="3")),
     "grpo, stage 3, bf16, two ranks sample together": ("grpo", 2, llama(256, 4, 4, 2, 688), 900, GRPO | TOGETHER | dict(
         zero_stage="3", dtype="bfloat16")),
     "ppo, stage 2, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 900, PPO | TOGETHER | dict(
