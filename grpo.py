@@ -20,7 +20,8 @@ One iteration: take batch_size / group_size prompts;
     judge          scores (B,)             no        judge_path, where reward_functions names it
 
 B responses of an iteration, those to a prompt side by side; P prompt length, R response length,
-T = P + R. Masks are True where it counts. It has the sections of ppo.py, in the same order.
+T = P + R. response_mask (B, R) is True on the tokens that the policy sampled. COLLECTIVE marks a
+line that all ranks must reach together. The sections are those of ppo.py, in the same order.
 
 With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
 relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
@@ -57,10 +58,10 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
 ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
-reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble = "mean"  # how its scores become one; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
@@ -81,27 +82,27 @@ temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 # what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
 top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
-min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+min_p = 0.0  # of these, those with at least min_p times the largest probability [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # how many updates ahead of its own a batch is sampled; see batches.py [0..100]
-max_refills = 0  # DAPO: times that groups of equal scores give way to other prompts' [0..1000]
-refill_by = ""  # DAPO: the reward that is compared for it, as accuracy; empty: the whole score
+staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
+max_refills = 0  # DAPO: how often groups of equal scores are replaced by others [0..1000]
+refill_by = ""  # DAPO: equal in this reward, such as accuracy; empty: in the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
 code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) advantages
-# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
-# no score_shift, which rm.py writes
+# shift the learned scores so that the policy's first responses score 0 on average; auto: only if
+# the reward model's folder has no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
 missing_eos_penalty = 0.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
-missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
+missing_eos = "replace"  # the score is -penalty, or score - penalty [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
@@ -123,8 +124,8 @@ cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
-# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+# in 16 bits, sampler and training forward give a token slightly different probabilities. As a
+# correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
@@ -146,7 +147,7 @@ config = configure(globals(), "engine/keys.py")
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
-fix_chat_date(config)  # COLLECTIVE: of templates that print one
+fix_chat_date(config)  # COLLECTIVE: some chat templates print today's date
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_grpo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms, fields)
@@ -165,7 +166,8 @@ if kl_coef > 0:
 reward_models, reward_tokenizer = build.load_reward_models(
     config, device, policy, tokenizer, terms)
 
-# the judge: frozen. A language model that is asked; none where reward_functions has no judge
+# the judge: frozen. A language model that is asked how good a response is; None if
+# reward_functions does not name it
 judge = build.load_judge(config, device, policy, ref_policy, terms)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
@@ -192,7 +194,8 @@ autocast = build.autocast(config, device)
 scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
                 judge)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
-# one minibatch: the first step's own forward gives the old log-probs, unless the score needs them
+# With one minibatch, the forward of the first step also gives the old log-probs, so no forward is
+# spent on them before; unless the score needs them (kl_in = "reward")
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
 center_scores_of(reward_models, None, run, policy, scorer, config, *data[0],
@@ -212,12 +215,14 @@ def logprobs_of(model, mb):
 
 def read_with_models(batch, minibatches, policy_reads=True):
     """
-    A collective: what policy and reference say of each response token before the update. Adds
-    old_logprobs and ref_logprobs, (B, R) each. Returns the sampler's gap, see Run.add_readings.
+    A collective: policy and reference read the batch before the update. It gets old_logprobs and
+    ref_logprobs, (B, R) each. Returns the gap between sampler_logprobs and old_logprobs, see
+    Run.add_readings. policy_reads=False: no old_logprobs yet; the first step of the update adds
+    them.
 
-    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
-    they come from the forward that will be trained, in the same micro-batches, so that in the first
-    epoch's first step the ratio is 1 to the last bit. policy_reads=False: it will add them itself.
+    minibatches: the rows of each step of the first epoch. The old log-probs are computed by the
+    forward that will be trained, in the same micro-batches. So in the first step of the first epoch
+    the ratio is 1 to the last bit. The sampler's own log-probs are rounded differently.
     """
     run.know_old_logprobs(batch)
     readers = dict(old_logprobs=policy if policy_reads else None, ref_logprobs=ref_policy)
@@ -237,7 +242,7 @@ def read_with_models(batch, minibatches, policy_reads=True):
 
 def shape_scores(scores, finished):
     """
-    What the settings make of the scores (B,), in this order: missing EOS, clip. finished (B,):
+    Scores (B,) -> (B,), shaped by two keys in this order: missing_eos, reward_clip. finished (B,):
     which responses have ended.
     """
     scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
@@ -255,12 +260,12 @@ def compared(batch):
 
 def refill(batch, picked, flat):
     """
-    A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group whose scores are
-    all equal has nothing to compare, so another prompt's group takes its place, up to max_refills
-    times.
+    A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
+    its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
+    another prompt takes its place, up to max_refills times.
 
-    picked: the data rows of the batch, changed in place; flat: which of its groups are flat,
-    (B / G,) bool. Returns the batch, and which groups are flat even now.
+    picked: the data rows of the batch, changed in place. flat: (B / G,) bool, which of its groups
+    are flat. Returns the batch, and which of its groups are still flat.
     """
     for attempt in range(max_refills):
         slots = flat.nonzero().flatten().tolist()
@@ -335,8 +340,9 @@ for iteration in range(run.start, max_iters + 1):
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     audit.check_finite(dict(advantages=advantages), iteration)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
-    # three masks: response_mask (B, R), the tokens of the responses; counted (B, R), those of them
-    # that are trained on; learns (B,), the responses that teach something
+    # three masks: response_mask (B, R), the tokens that were sampled;
+    # counted (B, R), those of them that are trained on;
+    # learns (B,), the responses whose advantage is not 0
     batch["counted"] = mask
     if truncated == "mask":
         batch["counted"] = mask & batch["finished"][:, None]
@@ -358,19 +364,22 @@ for iteration in range(run.start, max_iters + 1):
     steps = 0
     for epoch in range(num_iterations):
         for rows in orders[epoch].tensor_split(num_minibatches):
-            if stopped or not learns[rows].any():  # momentum and KL alone would move the policy
+            # without any advantage, only momentum and the KL would move the policy: no step then
+            if stopped or not learns[rows].any():
                 continue
-            # what each token counts in this step, over all micro-batches and ranks; the sum of
-            # weight * loss is the loss. GRPO: each response alike, and each of its tokens alike
+            # the weight of each token in this step: loss = sum of weight * token loss, over all
+            # micro-batches and ranks. GRPO: all responses weigh the same, and all tokens of one
             counted = batch["counted"][rows]  # (rows, R)
             weights = token_weights(counted, aggregation, max_new_tokens)
             batch["weights"][rows] = weights.to(batch["weights"])
-            before = sums["policy/approx_kl"].clone()
+            kl_before = sums["policy/approx_kl"].clone()
             parallel.zero_gradients(gradients)
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
                     gradients, my_micro_batches(batch, rows, config)):
                 m = mb["counted"]  # (b, R)
+
+                # the policy: how much likelier is each token now, and is that good?
                 logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
                     mb["old_logprobs"] = logprobs.detach()
@@ -422,7 +431,7 @@ for iteration in range(run.start, max_iters + 1):
             if target_kl > 0:
                 # how far the steps so far have moved the policy, on this minibatch. If that is too
                 # far, neither this step is taken nor another one
-                moved = sums["policy/approx_kl"] - before  # (sum, count) of this rank
+                moved = sums["policy/approx_kl"] - kl_before  # (sum, count) of this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
             if not stopped:

@@ -24,7 +24,10 @@ One iteration: take batch_size prompts;
 
 B responses of an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
 tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut
-to the columns that they use. Masks are True where it counts.
+to the columns that they use. response_mask is True on the tokens that the policy sampled.
+
+COLLECTIVE marks a line that all ranks must reach together: there they exchange data.
+N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
 """
 import engine  # noqa: F401, before torch: it notes which CPUs this process may use
 
@@ -59,10 +62,10 @@ samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-ref_path = ""  # the reference, where a run goes on from another's policy; empty = policy_path
+ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
 ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
 reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
-reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
+reward_ensemble = "mean"  # how its scores become one; penalised: see next [mean | min | penalised]
 reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
 reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
@@ -83,14 +86,14 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 # what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
 top_k = 0  # the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
-min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
+min_p = 0.0  # of these, those with at least min_p times the largest probability [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # how many updates ahead of its own a batch is sampled; see batches.py [0..100]
+staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
@@ -98,20 +101,21 @@ code_memory_mib = 512  # address space of such a process; Python itself takes 20
 code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
-# a learned score's zero: what the policy scores at first; auto: where the reward model's folder has
-# no score_shift, which rm.py writes
+# shift the learned scores so that the policy's first responses score 0 on average; auto: only if
+# the reward model's folder has no score_shift, which rm.py writes
 center_scores = "auto"  # [auto | always | never]
-# learned scores less those of the rows' demonstrations; rows as for sft.py (N+ detail 15)
-subtract_demonstration = False  # a response as good as its demonstration then scores 0
+# subtract the score of the row's demonstration from the learned score; rows as for sft.py
+subtract_demonstration = False  # a response as good as its demonstration scores 0 (N+ detail 15)
 missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
-missing_eos = "replace"  # minus it is the score, or it is taken from the score [replace | subtract]
+missing_eos = "replace"  # the score is -penalty, or score - penalty [replace | subtract]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 kl_coef = 0.05  # weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
 kl_in = "reward"  # the KL enters the reward of each token, or the policy loss [reward | loss]
 kl_estimator = "k1"  # Schulman's; in the loss k2, whose gradient is the KL's [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
 kl_horizon = 10000  # an adapting kl_coef changes by at most 20 % per this many responses [>= 1]
-# rewards of all tokens, to deviation 1 before GAE; keep-mean: their mean stays (N+ detail 24)
+# scale the rewards of all tokens to standard deviation 1 before GAE; keep-mean: do not shift them
+# to mean 0 (N+ detail 24)
 whiten_rewards = "none"  # [none | keep-mean | zero-mean]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
@@ -124,8 +128,8 @@ cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# in 16 bits the sampler's probabilities are not quite those of the training forward: a token's loss
-# counts p(training) / p(sampler) times, but at most this often; often 2. 0 = once
+# in 16 bits, sampler and training forward give a token slightly different probabilities. As a
+# correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
@@ -156,7 +160,7 @@ config = configure(globals(), "engine/keys.py")
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
-fix_chat_date(config)  # COLLECTIVE: of templates that print one
+fix_chat_date(config)  # COLLECTIVE: some chat templates print today's date
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms, fields, subtract_demonstration)
@@ -176,7 +180,8 @@ if kl_coef > 0:
 reward_models, reward_tokenizer = build.load_reward_models(
     config, device, policy, tokenizer, terms)
 
-# the judge: frozen. A language model that is asked; none where reward_functions has no judge
+# the judge: frozen. A language model that is asked how good a response is; None if
+# reward_functions does not name it
 judge = build.load_judge(config, device, policy, ref_policy, terms)
 
 # the value model, trained: one number for each token, the score that is still to be expected
@@ -203,7 +208,7 @@ run = Run(config, models, optimizers, tokenizer, prompts, device,
           ptx=(ptx_rows, ptx_examples))
 state = run.state
 if kl_coef_target == 0 or state["kl_coef"] == 0:
-    state["kl_coef"] = kl_coef  # a run that resumes may have been given another one
+    state["kl_coef"] = kl_coef  # not adapted: the key counts, which may be new on resume
 
 parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
 policy_gradients = parallel.flatten_gradients(policy.parameters())
@@ -238,16 +243,18 @@ def values_of(mb):
 
 def read_with_models(batch, minibatches):
     """
-    A collective: what policy, reference and value model say of each response token before the
-    update. Adds old_logprobs, ref_logprobs and values, (B, R) each. Every rank does its share.
-    Returns the sampler's gap, see Run.add_readings.
+    A collective: policy, reference and value model read the batch before the update. It gets
+    old_logprobs, ref_logprobs and values, (B, R) each. Every rank reads its share. Returns the gap
+    between sampler_logprobs and old_logprobs, see Run.add_readings.
 
-    minibatches: the rows of each step of the first epoch. The old log-probs are not the sampler's:
-    they come from the forward that will be trained, in the same micro-batches, so that in the first
-    epoch's first step the ratio is 1 to the last bit.
+    minibatches: the rows of each step of the first epoch. The old log-probs are computed here, by
+    the forward that will be trained, in the same micro-batches. So in the first step of the first
+    epoch the ratio is 1 to the last bit. The sampler's own log-probs are rounded differently.
     """
     run.know_old_logprobs(batch)
-    names = ["old_logprobs", "values"] + ["ref_logprobs"] * (ref_policy is not None)
+    names = ["old_logprobs", "values"]
+    if ref_policy is not None:
+        names.append("ref_logprobs")
     names = [name for name in names if name not in batch]
     # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
@@ -274,8 +281,8 @@ def kl_to_reference(logprobs, batch):
 def add_ptx_gradients(number, sums):
     """
     A collective where the policy is sharded. PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2):
-    add the gradient of ptx_coef times the mean loss a token on the demonstrations of step `number`
-    of the run, and this rank's share of these losses to sums["loss/ptx"].
+    the SFT loss on the demonstrations of step `number` of the run. Its mean over their tokens,
+    times ptx_coef, goes into the gradients; this rank's losses are added to sums["loss/ptx"].
     """
     picked = batch_rows(seed, number, ptx_batch_size, ptx_rows.mix)
     examples = [ptx_examples[i] for i in picked]  # of all ranks
@@ -307,8 +314,8 @@ def evaluate():
     batch = batches.ask("eval", range(len(rows)))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    # the best policy has the best shaped score, in the units of the raw one: raw scores alone would
-    # not count that a response never ends
+    # The best policy has the best shaped score, which also counts responses that never end. The
+    # running deviation is multiplied back in: it changes from one evaluation to the next.
     score = shape_scores(batch["scores"], batch["finished"]).mean().item()
     score *= standard_deviation(state["score_moments"])
     if keep_best and report.is_better(score, state["best_score"]):
@@ -383,9 +390,9 @@ for iteration in range(run.start, max_iters + 1):
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
-            before = sums["policy/approx_kl"].clone()
+            kl_before = sums["policy/approx_kl"].clone()
             parallel.zero_gradients(gradients)
-            if ptx_rows:  # first, because what comes last is sent while it is computed
+            if ptx_rows:  # before PPO's losses: gradients are sent during the last backward pass
                 number = (iteration * ppo_epochs + epoch) * num_minibatches + minibatch
                 add_ptx_gradients(number, sums)  # COLLECTIVE where the policy is sharded
 
@@ -448,7 +455,7 @@ for iteration in range(run.start, max_iters + 1):
             if target_kl > 0:
                 # how far the steps so far have moved the policy, on this minibatch. If that is too
                 # far, neither this step is taken nor another one
-                moved = sums["policy/approx_kl"] - before  # (sum, count) of this rank
+                moved = sums["policy/approx_kl"] - kl_before  # (sum, count) of this rank
                 moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
                 stopped = moved > target_kl
             if not stopped:
