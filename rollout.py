@@ -162,6 +162,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     tokens, mask = tokens.to(device), mask.to(device)
     dtype = torch.promote_types(policy.embed.weight.dtype, torch.float32)
+    # row B is a spare one: rows that sample for no response write there, see decode
     sampled = dict(
         responses=torch.zeros(B + 1, R, dtype=torch.int64, device=device),
         logprobs=torch.zeros(B + 1, R, dtype=dtype, device=device),
@@ -208,19 +209,20 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
     logprobs (B + 1, R), lengths (B + 1,), finished (B + 1,), and perhaps kept (B + 1, R, V / 8). In
     a row of them, what stands behind its length means nothing.
 
-    n rows decode together. Of each, two lists say what it does: response, which one it samples, and
-    t, how many tokens of that there are. A row whose response has ended samples on for nobody, and
-    nobody's number is B, until it gets another prompt or is dropped.
+    n rows decode together. Two lists say what each row does: response[row] is the number of the
+    response that it samples, t[row] how many tokens that has so far. When a response ends, its row
+    is free: response[row] = B. It goes on sampling, into the spare row B of `sampled`, until it
+    gets another prompt or is dropped.
     """
     B, R = uniforms.shape
     if B == 0:
         return
     device = uniforms.device
-    uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): nobody needs some, too
+    uniforms = torch.cat([uniforms, uniforms[:1]])  # (B + 1, R): free rows need some, too
     # keys and values come out of the model in this dtype, which autocast may have lowered
     dtype = autocast_dtype(policy.embed.weight) or policy.embed.weight.dtype
-    # for attention's kernels: a GPU's want multiples of 8, and those of a CPU in 16 bits are
-    # programs that oneDNN writes anew for each number of columns
+    # Attention looks at a multiple of so many columns of the cache. A GPU's kernels want multiples
+    # of 8. On a CPU in 16 bits, oneDNN compiles a kernel for each new number of columns.
     at_once = 8 if uniforms.is_cuda else 16 if dtype.itemsize == 2 else 1
     at_once = COLUMNS if cuda_graphs else at_once
     cache = KVCache(policy.config, n, max(map(len, prompts)) + R - 1, dtype, device, at_once)
@@ -233,9 +235,12 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
 
     response, t = list(range(n)), [0] * n
     logits = read_prompts(policy, cache, response, prompts[:n])  # step 2: (n, V)
-    begun, done, complete = n, set(), 0  # of the responses
-    spelt = torch.zeros(B + 1, dtype=torch.int64, device=device)  # what they have of a stop string
-    # rows are dropped when 1 / lot of them have ended; after that, a step must be recorded anew
+    begun = n  # how many responses have been started
+    done = set()  # the numbers of those that have ended
+    complete = 0  # responses 0 to complete - 1 have all ended
+    spelt = torch.zeros(B + 1, dtype=torch.int64, device=device)  # how far into a stop string
+    # free rows are dropped when they are 1 / lot of all rows; with cuda_graphs less often, because
+    # a step must then be recorded anew
     lot = 2 if cuda_graphs else 4
 
     while True:
@@ -280,7 +285,8 @@ def decode(policy, prompts, uniforms, n, temperature, eos, vocab_size, sampled, 
         if stopped:
             return
         if complete in done:
-            complete = next(i for i in range(complete, B + 1) if i not in done or i == B)
+            while complete < B and complete in done:
+                complete += 1
             yield complete
             if complete == B:
                 return
@@ -425,11 +431,11 @@ def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, 
     """
     A collective where several ranks decode together (generate_tp), or the weights are sharded:
     sample this rank's share of the responses that are wanted, see sample_and_score. stop: see
-    generate. start: a function that is given each part of them as soon as it is there, and which
-    fraction of the share it is.
+    generate. start: a function of (part, fraction), called with each part of the responses as soon
+    as it is sampled; fraction: how much of this rank's share the part is.
 
-    Returns what `generate` returns for them; their rows, prompts and completions, lists; and what
-    `start` gave for each part.
+    Returns three things: what `generate` returns for these responses; a dict of lists, their data
+    rows, prompts and completions; and a list of what `start` returned for each part.
     """
     width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
     numbers = range(len(wanted))
@@ -479,9 +485,9 @@ def score_batch(scorer, batch, wanted, iteration):
 
 def add_up(batch, scorer, wanted, iteration):
     """
-    The batch with the sum of its rewards; the numbers of its rows; and a number for what its data
-    rows say, which tells apart those that have one prompt and different answers. Raises Stop, on
-    all ranks, where what models have said is not finite.
+    The batch with three tensors (B,) more: scores, the weighted sum of its rewards; index, the
+    numbers of its rows; data_row, a checksum of each data row, because rows with the same prompt
+    may have different answers. Raises Stop, on all ranks, if a model's output is not finite.
     """
     device = batch["tokens"].device
     batch["index"] = torch.arange(len(batch["tokens"]), device=device)

@@ -1,7 +1,7 @@
 """
-What ranks do that only sample, or only score. They have loaded their models as all ranks have, and
-then never reach the loop of ppo.py or grpo.py: they do the jobs that the trainers give them, one
-after the other, until the run is over. batches.py is the trainers' side of it.
+The work of ranks that only sample, or only score. They load their models as all ranks do, but they
+never reach the loop of ppo.py or grpo.py. They do the jobs that the trainers give them, one after
+the other, until the run is over. batches.py is the trainers' side of it.
 
     job           a generator                              a scorer
     weights       takes a new version of the policy        -
@@ -53,9 +53,11 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
                      if name.startswith("reward_model") and not name.endswith("'s trunk")]
     threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
     scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device, judge)
-    do = Generator(config, models, tokenizers[0], data, device) if crew.role == "generate" else \
-        ScoringRank(config, models, scorer, data, device)
-    iteration, trouble = 0, None
+    if crew.role == "generate":
+        worker = Generator(config, models, tokenizers[0], data, device)
+    else:
+        worker = ScoringRank(config, models, scorer, data, device)
+    iteration, trouble = 0, None  # trouble: the first error in a job
     while True:
         parallel.phase = f"iteration {iteration}, waiting for work"
         number, job = crew.next_job()
@@ -64,16 +66,16 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
         iteration = job.get("iteration", iteration)
         parallel.phase = f"iteration {iteration}, {job.get('purpose', job['do'])}"
         try:
-            if trouble and job["do"] != "save":  # what was learned so far is kept
+            if trouble and job["do"] != "save":  # what was learned so far can be saved
                 raise trouble
             if job["do"] == "audit":
-                do.audit(iteration)
+                worker.audit(iteration)
             else:
-                do(number, job)
+                worker(number, job)
         except Stop as e:
             if isinstance(e, Lost):
                 raise
-            trouble = e  # and so is every job from now on
+            trouble = e  # every later job but save is answered with it
             for role in sorted({"train", "score"} & crew.ranks.keys() - {crew.role}):
                 crew.say(number, role, error=str(e))
     crew.leaving = True
@@ -103,7 +105,7 @@ class Generator:
         self.check_copy(job["version"])  # COLLECTIVE
         take_policy(self.crew, number, self.policy)  # COLLECTIVE
         self.version, self.checksum = job["version"], job["checksum"]
-        # it is no frozen model: it may have changed
+        # forget its old checksum, or the audit would call it a frozen model that has changed
         self.frozen = {key: x for key, x in self.frozen.items() if key[0] != "policy"}
         self.check_copy(self.version)  # COLLECTIVE
 
@@ -259,7 +261,8 @@ class ScoringRank:
         with autocast(c, self.device), no_grad_forwards([self.ref_policy], self.device):
             for rows in minibatches:
                 for turn in range(math.ceil(trainers / size)):
-                    # those of trainer `whose`; where there are not enough, a forward for nobody
+                    # The micro-batches of trainer `whose`. A rank without a trainer runs the last
+                    # one's and drops the result: a sharded model needs all ranks in each forward.
                     whose = turn * size + rank
                     part = min(whose, trainers - 1), trainers
                     for mb in my_micro_batches(batch, rows, c, part):
