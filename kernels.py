@@ -3,9 +3,9 @@ Operations of model.py that take less time or memory than the few lines of torch
 same: matrix products, RMSNorm and the second half of an MLP, whose backward passes are written out
 by hand; and for decoding the second half of attention.
 
-Products are given to the library that is fast on this CPU. The time of the others is that of
-reading and writing their large tensors, so it matters how often they go over them and how many they
-keep. Operations whose names end in _ write into their operand's memory.
+Matrix products go to the library that is fast on this CPU. The other operations are bound by memory
+traffic: their time is how often they read and write their large tensors. Operations whose names end
+in _ write into their operand's memory.
 
 Each function has the plain formula in its docstring. tests/test_kernels.py compares all with it.
 """
@@ -107,9 +107,9 @@ def onednn_product(x, weight, bias=None):
 
 def packing_pays(dtype):
     """
-    Whether the matrices of a model that decodes should be packed, if it is on the CPU and they are
-    of this dtype: where oneDNN has their products, which are those in bfloat16 on any CPU that has
-    instructions for them.
+    Whether a model that decodes on the CPU should pack its matrices, which are of this dtype. It
+    pays where oneDNN computes their products: in bfloat16 on every CPU that has instructions for
+    it, in float32 where onednn_is_faster.
     """
     if dtype == torch.bfloat16:
         return onednn_is_there() and torch.cpu._is_avx512_bf16_supported()
@@ -177,8 +177,8 @@ def rms_norm_forward(x, weight, eps):
 
 class RMSNorm(torch.autograd.Function):
     """
-    rms_norm on a CPU. There torch has no fused kernel: its backward pass goes over tensors of x's
-    size a dozen times and keeps one of them, in the update five times as long as this one takes.
+    rms_norm on a CPU. There torch has no fused kernel for it. Torch's own backward pass goes over
+    tensors of x's size a dozen times and keeps one; in the update it takes five times as long.
 
     The kernel that torch does have is LayerNorm's. With u = x r and a = weight g, where g is the
     gradient of the output,
@@ -278,21 +278,22 @@ class Narrow(torch.autograd.Function):
         if A_needed:
             grad_z = grad_z.flatten(0, -2)  # (N, r)
             grad_A = (grad_z.t() @ wide.to(grad_z.dtype)).to(A.dtype)
-        # from here on wide is the gradient of wide, where wide is no longer needed
+        # free wide before its gradient, which is as large, is made
         dtype = wide.dtype
         del wide
         if gate is None:
-            del activated
-        wide = product(grad_y, weight.to(dtype))
+            del activated  # the same memory
+        grad_wide = product(grad_y, weight.to(dtype))  # (N, d_ff)
         if A is not None:
-            wide += grad_z.to(wide.dtype) @ A.to(wide.dtype)
+            grad_wide += grad_z.to(grad_wide.dtype) @ A.to(grad_wide.dtype)
 
-        wide = wide.view(up.shape)
+        # wide = f(gate) up, or f(up); each gradient is written into memory that is there already
+        grad_wide = grad_wide.view(up.shape)
         if gate is None:
-            grad_up = derivative(wide, up, grad_input=wide)
+            grad_up = derivative(grad_wide, up, grad_input=grad_wide)
             return None, None, grad_up, grad_weight, grad_bias, grad_A
-        grad_up = activated.mul_(wide)
-        grad_gate = derivative(wide.mul_(up), gate, grad_input=wide)
+        grad_up = activated.mul_(grad_wide)
+        grad_gate = derivative(grad_wide.mul_(up), gate, grad_input=grad_wide)
         return None, grad_gate, grad_up, grad_weight, grad_bias, grad_A
 
 

@@ -34,8 +34,9 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None, overwrite=False):
     overwrite: the result may lie in the memory of `logits`, which nobody needs any more. A copy of
     what is often the largest tensor of a run takes memory and time.
     """
-    overwrite = overwrite or at_least_float32(logits.new_empty(0)).dtype != logits.dtype
-    logits = at_least_float32(logits)
+    wide = at_least_float32(logits)
+    overwrite = overwrite or wide is not logits  # a copy in more bits may be written into
+    logits = wide
     if temperature != 1.0:
         logits = logits.div_(temperature) if overwrite else logits / temperature
         overwrite = True
@@ -150,16 +151,16 @@ class Head(torch.autograd.Function):
             logprobs[part] = of_all.gather(-1, tokens[part, None]).squeeze(-1)
             if entropy:
                 entropies[part] = entropy_from_logprobs(of_all)
-            kept = None if chunk else of_all
-            del of_all  # before there are the next chunk's
-        ctx.save_for_backward(hidden, weight, tokens, kept, allowed)
+            saved = None if chunk else of_all
+            del of_all  # free its memory before the next chunk needs as much
+        ctx.save_for_backward(hidden, weight, tokens, saved, allowed)
         ctx.rest = chunk, settings, autocast_dtype(hidden)
         return logprobs.clone(), entropies.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, tokens, kept, allowed = ctx.saved_tensors
+        hidden, weight, tokens, saved, allowed = ctx.saved_tensors
         chunk, (temperature, vocab_size, entropy), low = ctx.rest
         hidden_needed, weight_needed = ctx.needs_input_grad[:2]
         # the derivative of logits / temperature is 1 / temperature
@@ -169,8 +170,8 @@ class Head(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if hidden_needed else None  # (n, d)
         grad_weight = None  # (V, d)
         for part in parts_of(len(hidden), chunk):
-            of_all = kept
-            if chunk:  # what the forward pass has computed
+            of_all = saved  # log-probs of all tokens, (n, V)
+            if chunk:  # they were not kept: compute them again, (chunk, V)
                 of_all = logprobs_of_all(states[part], matrix, temperature, vocab_size,
                                          None if allowed is None else allowed[part])
             of_all = gradient_of_logits(of_all, tokens[part], g[part], h[part] if entropy else None)
