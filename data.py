@@ -209,10 +209,10 @@ def mixed_row(seed, place, files):
     """
     The row at a place of the walk through several files, each in its own epochs.
 
-    files: [(rows, weight), ...]. The first file has the share s = weight / sum of the weights of
-    all places: those where floor(s * place) grows. Its walk has come to floor(s * place) there. The
-    places between are left to the other files, in the same way. So up to any place a file has had
-    its share of rows, but for fewer than there are files.
+    files: [(rows, weight), ...]. The first file gets the share s = weight / sum of all weights of
+    the places: a place is its own if floor(s * place) grows there, and that number says how many
+    of its rows came before. The other places are dealt out to the other files in the same way. So
+    at any place each file has had its share, give or take fewer rows than there are files.
 
     With the weights 1 and 2 the places belong to the files  1 1 0  1 1 0  1 1 0 ...
     """

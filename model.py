@@ -91,7 +91,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight
-        if self.offset:  # weights are near 0: in 16 bits, 1 + weight would lose most of them
+        if self.offset:  # weights are near 0: 1 + weight in 16 bits would lose most of their digits
             weight = 1.0 + at_least_float32(weight)
         return rms_norm(x, weight, self.eps)
 
@@ -564,9 +564,8 @@ def head_operands(model, x):
 
 def scalar_output(score, x):
     """
-    The scalar head, on states (..., d) -> (...) in at least float32, also under autocast: there are
-    8 bits of a number in bfloat16, so scores around 5 would be multiples of 1/32, and many of them
-    the same.
+    The scalar head, on states (..., d) -> (...) in at least float32, also under autocast. bfloat16
+    has 8 significant bits: scores around 5 would be multiples of 1/32, and many would be equal.
     """
     with torch.autocast(x.device.type, enabled=False):
         x, weight = at_least_float32(x), at_least_float32(score.weight)

@@ -64,8 +64,8 @@ class Packed:
     lengths: list  # D numbers: the tokens of each document
     ends: torch.Tensor  # (D + 1,) int32: 0, and where each document ends; None on a CPU
     pieces: Pieces = None  # what documents share: lengths and ends are then in its order
-    wanted: list = None  # whose states are read: so many not, so many yes, and so on; None: all
-    chosen: torch.Tensor = None  # (n,) int64: the tokens that these states choose, if they do
+    wanted: list = None  # tokens to skip, to read, to skip, to read, ...; None: read all states
+    chosen: torch.Tensor = None  # (n,) int64: the token after each state that is read, if needed
     cells: torch.Tensor = None  # (n,) int64: where what is read belongs in a padded tensor
 
 
@@ -89,6 +89,7 @@ def pack_to_read(tokens, attention_mask, read, shared=None):
     needed = attention_mask & (read.flip(1).cumsum(1).flip(1) > 0)  # (b, T): the rest is left out
     packed = lay_out(tokens, needed, shared)
     there = needed if packed.pieces is None else needed & ~shared
+    # wanted: the lengths of the runs of False and True; a first run of True has 0 tokens before it
     is_read, counts = read[there].unique_consecutive(return_counts=True)
     packed.wanted = [0] * bool(is_read[:1].any()) + counts.tolist()
     return packed
@@ -102,7 +103,7 @@ def pack_choices(tokens, attention_mask, chosen, shared=None):
 
     In the example of this file's header, with the responses chosen:
 
-        tokens   1 2    4 5 6 7         wanted   0 not, 2 yes, 1 not, 3 yes
+        tokens   1 2    4 5 6 7         wanted   skip 0, read 2, skip 1, read 3
         chosen   2 3      6 7 8
     """
     chosen = chosen & (torch.arange(chosen.shape[1], device=chosen.device) > 0)
@@ -143,9 +144,9 @@ def pack_prompts(prompts, device):
 
 def lay_out(tokens, mask, shared=None):
     """
-    Packed, of the tokens (b, T) where mask is True. shared (b, T): True on the tokens at the
-    beginning of a row that are the same in the row above. Of neighbours that share tokens with each
-    other, all share the same. None: nothing is shared.
+    Packed, of the tokens (b, T) where mask is True. shared (b, T): True on the first tokens of a
+    row, as far as they are shared with the row above; if three or more rows share, all share the
+    same tokens. None: nothing is shared.
     """
     positions = mask.long().cumsum(1) - 1  # (b, T)
     lengths, pieces, there = mask.sum(1).tolist(), None, mask
@@ -176,6 +177,7 @@ def shared_pieces(lengths, shared):
     [0, 0, 2].
     """
     sizes, documents = [], []  # a document is a list of one piece or two
+    # before: tokens shared with the document before; behind: with the one behind
     for length, before, behind in zip(lengths, shared, [*shared[1:], 0], strict=True):
         begin = documents[-1][:1] if before else []
         if behind and not before:  # the first of those that begin alike

@@ -76,9 +76,11 @@ def math_answer(batch):
     printed line says so.
     """
     scores = accuracy(batch)
-    open_ = [i for i, score in enumerate(scores.tolist()) if score == 0]  # accuracy refuses them
+    # wrong as texts and numbers, but perhaps right by algebra
+    undecided = [i for i, score in enumerate(scores.tolist()) if score == 0]
     texts, rows = whole_responses(batch), batch["rows"]
-    pairs = [(final_answer(texts[i]), final_answer(str(rows[i]["answer"]))) for i in open_]
+    pairs = [(final_answer(texts[i]), final_answer(str(rows[i]["answer"]))) for i in undecided]
+    # thinking that never ends has no answer
     pairs = [pair if "<think>" not in pair[0] else ("", pair[1]) for pair in pairs]
     different = list(dict.fromkeys(pair for pair in pairs if pair[0]))
     seconds = 0.8 * batch.get("seconds", math.inf)
@@ -87,7 +89,7 @@ def math_answer(batch):
     if late:
         print(f"reward 'math': {late} of {len(texts)} answers were not compared in "
               f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
-    for i, pair in zip(open_, pairs, strict=True):
+    for i, pair in zip(undecided, pairs, strict=True):
         scores[i] = float(bool(said.get(pair)))
     return scores
 
@@ -501,10 +503,10 @@ def alike_for_equal_texts(scores, batch):
 
 def punish_missing_eos(scores, finished, penalty, how):
     """
-    The scores (B,), where responses that never ended, finished (B,), pay the penalty; 0 is none.
+    The scores (B,), after the penalty for responses that never ended: finished (B,) is False there.
 
     how = "replace": their score is -penalty, whatever the text is (N+ detail 23). "subtract": it is
-    the score of the text minus the penalty, as in TRL's PPOTrainer.
+    the score of the text minus the penalty, as in TRL's PPOTrainer. A penalty of 0 changes nothing.
     """
     if penalty == 0:
         return scores
@@ -593,8 +595,9 @@ class Scorer:
         """
         # first the rules, so that one that fails ends all ranks before they wait for a forward
         scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
-        # every rank runs the same number of forwards, for the models may be sharded
-        # with micro_batch_tokens, as many rows as surely have no more tokens
+        # Every rank runs the same number of forwards, because the models may be sharded.
+        # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
+        # have no more tokens in all.
         at_once = self.config["micro_batch_size"]
         if self.config["micro_batch_tokens"]:
             width = mine["tokens"].shape[1] + bool(self.tokenizer.text_ends)  # see with_eos

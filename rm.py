@@ -240,7 +240,8 @@ def losses_of(scores, known):
     """
     if not teacher:
         margin, confidence = known.unbind(1)  # (b,) each
-        # (b,): a wrong label stays, or a right one is among the share that label_smoothing swaps
+        # (b,), how likely a label is wrong: it was wrong and is not swapped by label_smoothing, or
+        # it was right and is swapped
         wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
         return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
                 "loss/centring": centring_loss(scores)}
@@ -258,9 +259,10 @@ if teacher:
 
 def judge(scores):
     """
-    What scores (n, 2) make of the held-out pairs: the loss without margins, smoothing and centring;
-    in which share of the pairs the chosen one scores higher (a tie counts half); how far from the
-    truth sigmoid(difference of the scores) is, as the probability that the chosen one is better.
+    Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
+    accuracy: in which share of the pairs the chosen one scores higher; a tie counts half.
+    calibration_error: sigmoid(difference of the scores) is the probability that the chosen one is
+    better; how far that is from the truth.
     """
     chosen, rejected = scores.unbind(1)  # (n,) each
     right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
@@ -279,8 +281,8 @@ def evaluate():
 
 
 # -------------------------------------------------------------------------------------------------
-# what is known of the examples: margin and confidence; or what the teacher says of them, which is
-# asked now, once, and then leaves the memory
+# known: for each example its margin and confidence; or the scores of the teacher, which reads all
+# examples now, once, and then leaves the memory
 
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
