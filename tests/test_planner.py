@@ -1,6 +1,6 @@
 """
 What memory.py predicts, against what the scripts hold: weights, gradients and optimizer states to the byte, the peak of a run
-within a tenth, as torch's MemTracker counts a real run. `python tests/test_planner.py` prints the table of the campaign.
+within a tenth, as torch's MemTracker counts a real run. `PYTHONPATH=. python tests/test_planner.py` prints the campaign.
 """
 import json
 import os
