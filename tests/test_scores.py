@@ -402,7 +402,7 @@ def test_demonstrations_of_every_kind(row, prompt, shown):
     (dict(prompt=[USER], completion=""), "it is blank"), (dict(prompt="p", completion=3), "must be a string"),
     (dict(prompt="p", chosen="a", rejected="b"), "field 'completion' is missing"),
     (dict(prompt=[USER]), "field 'completion' is missing"),
-    (dict(prompt="p", instruction="i", output="o"), "and here it answers another one")])
+    (dict(problem="p", instruction="i", output="o"), "and here it answers another one")])
 def test_rows_without_a_demonstration(row, said):
     with pytest.raises(BadInput, match=f"^subtract_demonstration wants .*{said}"):
         demonstrated_row(row)
