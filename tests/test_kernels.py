@@ -1,10 +1,14 @@
 """Operations with a backward pass of their own are the plain formulas, in values and gradients, in all dtypes."""
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 import kernels
+from conftest import ROOT
 from kernels import ACTIVATIONS, narrow, rms_norm
 from test_memory import saved_bytes
 
@@ -221,3 +225,30 @@ def test_a_packed_matrix_in_16_bits_rounds_what_it_multiplies(monkeypatch):
         y = kernels.linear(x, packed, bias)
     want = x.bfloat16().double() @ weight.double().T + bias.bfloat16().double()
     assert y.dtype == torch.bfloat16 and (y.double() - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+GROWTH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import engine, torch, kernels
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) / 256  # MiB
+
+weight = torch.ones(24, 16, requires_grad=True)
+kernels.LARGE, kernels.onednn_is_faster = 1, lambda: True
+for rows in range(1, 351):
+    kernels.linear(torch.ones(rows, 16, requires_grad=True), weight).sum().backward()
+    if rows == 50:
+        before = resident()
+print(resident() - before)
+"""
+
+
+def test_products_of_ever_new_shapes_leave_no_memory_behind():
+    """Texts have unequal lengths, so a run meets new shapes all the time. What a library keeps of each must be bounded."""
+    if not kernels.onednn_is_there():
+        pytest.skip("this torch has no oneDNN")
+    done = subprocess.run([sys.executable, "-c", GROWTH, ROOT], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 20  # 900 products; of each two of torch's caches would keep 0.3 MiB
