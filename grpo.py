@@ -56,6 +56,7 @@ eval_interval = 10  # iterations between evaluations; also at iteration 0 and af
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
+
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
@@ -69,11 +70,13 @@ judge_template = "yes_no"  # the question: yes_no, rubric, principle, or a file;
 judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
 judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
+
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
 eval_path = ""  # held-out prompts; empty = no evaluation
 max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
 too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
+
 # 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # responses to a prompt, G [2..1000000]
@@ -97,6 +100,7 @@ reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1.
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
 code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
+
 # 3) advantages
 # shift the learned scores so that the policy's first responses score 0 on average; auto: only if
 # the reward model's folder has no score_shift, which rm.py writes
@@ -106,6 +110,7 @@ missing_eos = "replace"  # the score is -penalty, or score - penalty [replace | 
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
+
 # 4) update
 loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see relatives.cispo_loss [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
@@ -129,6 +134,7 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
+
 # optimizer: AdamW
 max_iters = 500  # iterations [>= 1]
 learning_rate = 1e-6  # peak [> 0]
@@ -140,6 +146,7 @@ beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
+
 # system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 config = configure(globals(), "engine/keys.py")

@@ -60,6 +60,7 @@ eval_interval = 10  # iterations between evaluations; also at iteration 0 and af
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
+
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
@@ -74,11 +75,13 @@ judge_principles = ""  # a file with a principle a line: the judge is asked abou
 judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
+
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
 eval_path = ""  # held-out prompts; empty = no evaluation
 max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
 too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
+
 # 1) rollout, and its scores
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
@@ -99,6 +102,7 @@ reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1.
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
 code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
+
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 # shift the learned scores so that the policy's first responses score 0 on average; auto: only if
@@ -119,6 +123,7 @@ kl_horizon = 10000  # an adapting kl_coef changes by at most 20 % per this many 
 whiten_rewards = "none"  # [none | keep-mean | zero-mean]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
+
 # 4) update
 ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
@@ -133,11 +138,13 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
+
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
 ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
 ptx_batch_size = 64  # demonstrations a step, over all ranks [1..1000000]
 ptx_max_tokens = 0  # longest of them, 0 = the policy's context; too_long holds for them, too [>= 0]
+
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
 learning_rate = 3e-6  # policy's peak [> 0]
@@ -153,6 +160,7 @@ adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
 critic_warmup_iters = 0  # iterations, from the first, in which only the value model learns [>= 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
+
 # system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 config = configure(globals(), "engine/keys.py")

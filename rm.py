@@ -51,6 +51,7 @@ from packing import as_partner, pack_to_read
 out_dir = "out/rm"  # checkpoints, log.jsonl and the finished model; to resume, give the same
 eval_interval = 50  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
+
 # data: JSONL with "prompt", "chosen" and "rejected", or two whole dialogues; see docs/data.md
 train_path = "data/arithmetic/pairs_train.jsonl"  # pairs to learn; A.jsonl,0.3*B.jsonl: a mix
 val_path = ""  # held-out pairs; empty = no evaluation
@@ -58,18 +59,22 @@ demonstrations_path = ""  # SFT's: what shall score 0 on average; empty = the he
 max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
 # A pair cannot be cut: the score is read at the last token, and a text that is cut has no EOS there
 too_long = "error"  # a pair with a longer one [error | drop]
+
 # model
 init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
+
 # a teacher: frozen reward models, whose scores are learned in the place of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
 teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
 score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
 preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
+
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
 margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if any [>= 0]
 use_confidence = False  # a pair is right with the probability in its field "confidence", if any
 label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
+
 # optimizer: AdamW
 max_iters = 100  # optimizer steps [>= 1]
 batch_size = 64  # pairs a step, over all ranks [1..1000000]
@@ -83,8 +88,10 @@ beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.95  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 10) [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
+
 # randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
+
 # more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
 # A reward model has one output a token and no logits, so it has neither head_chunk nor fp32_head
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,

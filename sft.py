@@ -40,11 +40,13 @@ from loss import example_logprobs, learning_rate_at
 out_dir = "out/sft"  # checkpoints, log.jsonl and the finished policy; to resume, give the same
 eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
+
 # data: JSONL with "prompt" and "completion", or with "messages", or as docs/data.md says
 train_path = "data/arithmetic/sft_train.jsonl"  # to learn; A.jsonl,0.3*B.jsonl: a mix of files
 val_path = ""  # held-out demonstrations; empty = no evaluation
 max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
 too_long = "error"  # a longer one; cut: lose its end, and EOS with it [error | drop | cut]
+
 # model
 init_from = "scratch"  # a model folder or hub name; scratch: a new model of the sizes below
 tokenizer_path = "data/arithmetic/tokenizer"  # of a scratch model; other models bring their own
@@ -54,6 +56,7 @@ n_head = 8  # scratch: attention heads [1..1000]
 d_model = 128  # scratch: width of the residual stream [2..100000]
 d_ff = 512  # scratch: width inside the MLP [1..1000000]
 context = 64  # scratch: longest sequence [2..10000000]
+
 # optimizer: AdamW
 max_iters = 700  # optimizer steps [>= 1]
 batch_size = 128  # demonstrations a step, over all ranks [1..1000000]
@@ -67,8 +70,10 @@ beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.99  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
+
 # randomness
 seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
+
 # more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ A keyword gives the script's own default of a key; None says that the script has
 # data
 fields = ""  # the data's names for ours: "question>prompt,solution>answer"; a.b is b within a
 epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
+
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
@@ -24,12 +25,14 @@ sync_check_interval = 10  # iterations between checks that all ranks hold the sa
 report_to = ""  # empty = log.jsonl alone; each must be installed
 # time/mfu and its like are shares of this peak: they say where the time goes, and what is possible
 peak_tflops = 0.0  # of one rank's device; 0 = as known of the GPU, or measured, in 20 ms [>= 0]
+
 # chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
 # a reward model of another folder reads with its own template
 chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
 template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
 system_prompt = ""  # the system message of chats that have none
 chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: of the first start
+
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
@@ -44,9 +47,11 @@ deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat sl
 # no longer to the last bit
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
+
 # memory; these two change no result
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
+
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
 # reward in rm.py. engine/placement.py says what can be combined
