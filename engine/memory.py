@@ -455,19 +455,36 @@ def update(m, run):
         at the embedding  N d s + V d e, tied 3 V d e
     and for a sharded model what is gathered from all ranks at that moment: at stage 3 the last
     layer, at the head already; then the one before it is on its way. Only then all that `passes`.
+    Less the gradients of a sharded model that are not there yet: see to_come.
     """
     kept, waiting = kept_by_trunk(m, run), 0
     stays, begins, passes, ends = gathered(m, run, True)
+    at_head, at_last_layer, at_next_layer = to_come(m, run)
     N, _ = tokens_of(run, run.b)
     embedding = m.c.vocab_size * m.c.d_model * m.e if m.own == "model" else 0
     if m.head == "lm" and m.c.tied:
         waiting = embedding
     layer = layer_backward(m, run) + waiting
     return stays + max(
-        begins + kept + logits_training(m, run),
-        2 * begins + kept + layer,
-        passes + kept - kept_for_backward(m, run) + layer,
+        begins + kept + logits_training(m, run) - at_head,
+        2 * begins + kept + layer - at_last_layer,
+        passes + kept - kept_for_backward(m, run) + layer - at_next_layer,
         max(passes, ends) + N * m.c.d_model * run.stream + embedding + 2 * waiting)
+
+
+def to_come(m, run):
+    """
+    The bytes of gradients that do not exist yet at the head, at the last layer and at the layer
+    before it. FSDP makes a sharded model's gradients in the backward pass, and they are freed after
+    each step. So the first micro-batch finds none, and it is the only one where a step has
+    one_micro_batch; of several the others find all. (With offload=params they are on the CPU.)
+    """
+    elsewhere = run.cuda and m.offload == "params"
+    if not sharded(m) or m.own != "model" or elsewhere or not run.one_micro_batch:
+        return 0, 0, 0
+    layer = m.e * sum(held(m, shape) for shape in layer_shapes(m.c).values())
+    layers = m.c.n_layers * layer
+    return gradients(m), layers, layers - layer
 
 
 def stepping(m):

@@ -14,7 +14,7 @@ from engine.memory import (LINEAR, ROWS, Model, added_tensors, audit, base_tenso
                            decoding, decoding_copy, forward_only, gathered, gradients,
                            kept_by_trunk, kv_cache, layer_backward, logits_forward,
                            logits_training, moving_average, optimizer_states, parameters, saving,
-                           sharded, splitting, stepping, update)
+                           sharded, splitting, stepping, to_come, update)
 
 
 QUESTION = 128  # tokens of a judge's template; those that are built in have 60 to 130
@@ -110,6 +110,8 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
             rows[name]["activations"] = kept_by_trunk(m, run) + layer_backward(m, run)
             rows[name]["logits"] = logits_training(m, run)
             training = update(m, run) + batch - (states if steps == 1 else 0)
+            if name == "policy" and "value_model" in models:  # its backward pass is the second one
+                training -= to_come(models["value_model"], run)[0]
             phases["update"] = max(phases["update"], training)
             if name == "policy" and config.get("ptx_path"):
                 texts = update(m, of_ptx(config, run, world_size, ptx_tokens))
@@ -301,13 +303,15 @@ def sizes_of(config, prompt_tokens, world_size, device, masked, vocab_padding, v
     dtype = config["dtype"]
     mixed = dtype in ("bfloat16", "float16") and config["master_weights"]
     minibatch = math.ceil(config["batch_size"] / config["num_minibatches"])
+    at_once, share = rows_at_once(config, prompt_tokens), math.ceil(minibatch / world_size)
     full = 8 if dtype == "float64" else 4
     return SimpleNamespace(
         batch_size=config["batch_size"],
         P=prompt_tokens,
         R=config["max_new_tokens"],
         T=prompt_tokens + config["max_new_tokens"],
-        b=min(rows_at_once(config, prompt_tokens), math.ceil(minibatch / world_size)),
+        b=min(at_once, share),
+        one_micro_batch=at_once >= share and not config.get("ptx_path"),
         group=config.get("group_size", 1),
         sharing=sharing_of(config),
         a=2 if dtype in ("bfloat16", "float16") else full,
@@ -332,7 +336,8 @@ def of_ptx(config, run, world_size, longest):
     if config["micro_batch_tokens"]:
         rows = max(config["micro_batch_tokens"] // longest, 1)
     rows = min(rows, math.ceil(config["ptx_batch_size"] / world_size))
-    sizes = dict(P=1, R=longest, T=longest, b=rows, group=1, sharing=1, entropy=False)
+    sizes = dict(P=1, R=longest, T=longest, b=rows, group=1, sharing=1, entropy=False,
+                 one_micro_batch=False)
     return SimpleNamespace(**vars(run) | sizes | dict(temperature=1.0))
 
 

@@ -51,6 +51,7 @@ def gpt2(d, layers, heads, **more):
 PPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, ppo_epochs=2)
 GRPO = dict(batch_size=8, max_new_tokens=40, micro_batch_size=8, max_iters=1, num_iterations=2, group_size=4,
             reward_functions="reward_model", kl_coef=0.04)
+LONG = dict(batch_size=16, max_new_tokens=120)
 SHORT = dict(max_new_tokens=20, eval_size=1)
 SMALL = llama(64, 3, 4, 2, 176)
 TOGETHER = dict(generate_tp=2, micro_batch_size=4, batch_size=4, eval_size=64)  # a long rollout, which is then the peak
@@ -62,6 +63,8 @@ FAST = {
         GRPO | SHORT | dict(dtype="bfloat16", head_chunk=32, gradient_checkpointing=True)),
     "grpo, a judge": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="judge")),
     "grpo, the reference judges": ("grpo", 1, SMALL, 0, GRPO | SHORT | dict(reward_functions="judge", judge_path="ref_policy")),
+    "grpo, stage 3, one micro-batch of long responses": ("grpo", 2, llama(256, 4, 4, 4, 688), 900, GRPO | LONG | dict(
+        zero_stage="3")),
     "grpo, stage 3, two ranks sample together": (
         "grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | TOGETHER | dict(zero_stage="3")),
     "ppo, gpt2, LoRA": ("ppo", 1, gpt2(64, 3, 4), 0, PPO | SHORT | dict(lora="4", head_chunk=64)),
@@ -109,6 +112,14 @@ CAMPAIGN = FAST | {
         zero_stage="2", rollout_batch_size=48, ppo_epochs=1, max_new_tokens=120)),
     "ppo, whole weights, two ranks sample together": ("ppo", 2, llama(256, 4, 4, 4, 688), 0, PPO | TOGETHER | dict(
         lora="4", ppo_epochs=1)),
+    "grpo, stage 3, two micro-batches of long responses": ("grpo", 2, llama(256, 4, 4, 4, 688), 900, GRPO | LONG | dict(
+        batch_size=32, zero_stage="3")),
+    "ppo, stage 2, one micro-batch of long responses": ("ppo", 2, llama(256, 4, 4, 4, 688), 900, PPO | LONG | dict(
+        zero_stage="2")),
+    "grpo, stage 2, bf16, one micro-batch of long responses": ("grpo", 2, llama(256, 4, 4, 4, 688), 900, GRPO | LONG | dict(
+        zero_stage="2", dtype="bfloat16")),
+    "grpo, stage 3, bf16, one micro-batch of long responses": ("grpo", 2, llama(256, 4, 4, 4, 688), 900, GRPO | LONG | dict(
+        zero_stage="3", dtype="bfloat16")),
     "grpo, stage 3, bf16": ("grpo", 2, llama(256, 4, 4, 4, 688), 0, GRPO | dict(
         micro_batch_size=1, zero_stage="3", dtype="bfloat16")),
 }
