@@ -110,7 +110,7 @@ def predict(config, policy, rewards=(), prompt_tokens=512, world_size=1, device=
             rows[name]["activations"] = kept_by_trunk(m, run) + layer_backward(m, run)
             rows[name]["logits"] = logits_training(m, run)
             training = update(m, run) + batch - (states if steps == 1 else 0)
-            if name == "policy" and "value_model" in models:  # its backward pass is the second one
+            if name == "policy" and "value_model" in models:  # its gradients are made after these
                 training -= to_come(models["value_model"], run)[0]
             phases["update"] = max(phases["update"], training)
             if name == "policy" and config.get("ptx_path"):
