@@ -144,8 +144,8 @@ def prompt_row(row):
         question, answer             GSM8K: the answer is what follows "####"
         question, final_answer       DeepMath; `problem` is taken like `question`
         prompt, reward_model         verl: the answer is reward_model["ground_truth"]
-        messages, conversations,     data of the other kinds, whose prompts are taken
-        chosen and rejected, ...
+        messages, conversations,     data of the other kinds, whose prompts are taken; also beside
+        chosen and rejected, ...     a prompt, question or problem, which is then asked as a chat
     """
     row = dict(row)
     asked = next((name for name in ("prompt", "question", "problem") if row.get(name)), None)
@@ -156,7 +156,7 @@ def prompt_row(row):
         refuse_lost(row, "choices", "options", "context", "passage")  # MMLU, SQuAD, BoolQ
     if asked:
         row = {"prompt": row.pop(asked)} | {k: v for k, v in row.items() if k != "prompt"}
-    chat = prompt_of_chat(row) if asked in ("prompt", None) else None
+    chat = prompt_of_chat(row, asked or "prompt")
     if chat:
         row["prompt"] = chat
     elif "prompt" not in row:
@@ -242,11 +242,12 @@ def dialogue(row, *completions):
     return made
 
 
-def prompt_of_chat(row):
+def prompt_of_chat(row, asked):
     """
     The prompt, as messages, of a row that sft.py or rm.py read as a chat, although its own field
     `prompt` may be a string (UltraFeedback, UltraChat); and all messages, if the last one is the
-    user's. None of any other row. Raises BadInput.
+    user's. None of any other row. asked: what the file calls this field, such as "problem". Raises
+    BadInput.
     """
     if isinstance(row.get("prompt"), list):
         return None
@@ -254,7 +255,7 @@ def prompt_of_chat(row):
         return preference_row(row)["prompt"]
     if isinstance(row.get("completion"), list):
         return sft_row(row)["prompt"]
-    messages = whole_dialogue(row) or []
+    messages = whole_dialogue(row, asked) or []
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     if messages and first == 0:
         raise BadInput("the dialogue begins with the assistant, so there is nothing to answer")
@@ -289,11 +290,11 @@ def clean(value, field):
     return messages
 
 
-def whole_dialogue(row):
+def whole_dialogue(row, asked="prompt"):
     """
     The cleaned messages of a row with `messages` or `conversations`; None if it has neither. A
     text in one of the fields SYSTEM becomes the first message. Raises BadInput where there is a
-    prompt that the dialogue does not have.
+    prompt that the dialogue does not have. asked: what the file calls the prompt.
     """
     messages = row.get("messages")
     if messages is None and row.get("conversations") is not None:
@@ -308,8 +309,8 @@ def whole_dialogue(row):
     if row.get("prompt"):
         check_text(row["prompt"], "prompt")
         if not is_in(row["prompt"], messages):
-            raise BadInput("the prompt is not in the messages; drop one of the two with fields, "
-                           "such as prompt>unused")
+            raise BadInput(f"the {asked} is not in the messages; drop one of the two with fields, "
+                           f"such as {asked}>unused")
     return messages
 
 

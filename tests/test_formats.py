@@ -340,6 +340,11 @@ VERL = [{"data_source": "openai/gsm8k", "prompt": [{"content": "2+2? End with ##
      {"prompt": SHARED, "chosen": [*SHARED, A], "rejected": [*SHARED, B]}),
     ({"prompt": "hi", "messages": DIALOGUE}, {"prompt": DIALOGUE[:1], "messages": DIALOGUE}),
     ({"prompt": "hi", "completion": [A]}, {"prompt": [user("hi")], "completion": [A]}),
+    # OpenR1-Math, NuminaMath: the question is also the user's message, and sft.py learns the chat
+    ({"problem": "hi", "answer": "2", "messages": DIALOGUE[:2]},
+     {"prompt": DIALOGUE[:1], "answer": "2", "messages": DIALOGUE[:2]}),
+    ({"question": "hi", "chosen": [A], "rejected": [B]}, {"prompt": [user("hi")], "chosen": [A], "rejected": [B]}),
+    ({"question": "hi", "messages": None}, {"prompt": "hi", "messages": None}),
     ({"prompt": [user("x"), assistant("<think>")]}, {"prompt": [user("x"), assistant("<think>")]}),
 ])
 def test_prompt_rows(row, want):
@@ -399,6 +404,8 @@ S, U, C = system("s"), user("u"), assistant("c")
     (prompt_row, {"prompt": [U, S]}, "a system message in the middle"),
     (prompt_row, {"messages": [C, U]}, "begins with the assistant"),
     (prompt_row, {"prompt": "another", "messages": [U, C]}, "the prompt is not in the messages"),
+    (prompt_row, {"problem": "another", "messages": [U, C]}, "the problem is not in the messages.*such as problem>unused"),
+    (prompt_row, {"question": "q", "conversations": [U, C]}, "the question is not in the messages.*such as question>unused"),
     (prompt_row, {"prompt": "a", "answer": ["b"]}, "found list .*name a part of it with fields"),
     (sft_row, {"system": [U], "messages": [U, C]}, "field 'system' must be a string, found list"),
     (sft_row, {"system": "s", "prompt": "p", "completion": "c"}, "a system text beside strings is not supported.*system>unused"),
