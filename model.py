@@ -197,6 +197,7 @@ class Layer(nn.Module):
     def linears(self, names, x, adapter):
         """The maps of these names, all of the same x: [W x + b, ...], as linear gives them."""
         if "+".join(names) not in self.joined:
+            x = x.to(autocast_dtype(x) or x.dtype)  # once; autocast would do it for each map
             return [self.linear(name, x, adapter) for name in names]
         W = self.joined["+".join(names)]
         ys = linear(x, W.weight, W.bias).split(W.sizes, -1)

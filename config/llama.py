@@ -7,7 +7,7 @@ prompts to yours.
     torchrun --nproc_per_node=8 ppo.py config/llama.py
 
 Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
-tokens: 41.4 GiB of weights, gradients and Adam states, 51.6 GiB at the peak, in the update. The
+tokens: 41.4 GiB of weights, gradients and Adam states, 50.6 GiB at the peak, in the update. The
 prediction:
 
     python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80

@@ -15,7 +15,7 @@ python tools/memory.py config/llama_70b_grpo.py --world-size=32 --gpu-gb=80:
     parameters        8.21        4.11     12.32
     gradients         8.21        0.00      8.21
     optimizer        16.43        0.00     16.43
-    activations       8.61        0.65
+    activations       8.49        0.65
     logits            9.06        0.98
     KV cache          7.50        0.00
     buffers          16.43        0.06

@@ -12,7 +12,7 @@ tokens by python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80:
     parameters        3.74        1.87          1.75         3.49     10.85
     gradients         3.74        0.00          0.00         3.49      7.23
     optimizer         7.48        0.00          0.00         6.99     14.47
-    activations       2.43        0.39          0.39         2.43
+    activations       2.36        0.39          0.39         2.36
     logits            4.96        0.98          0.00         0.00
     KV cache          5.99        0.00          0.00         0.00
     buffers          14.96        0.12          0.12         2.20

@@ -347,9 +347,9 @@ def kept_by_layer(m, run):
     """
     What a layer keeps for its backward pass: heads_kept, and N bytes of each of
         residual  2 d s; d s if attention and MLP work in parallel
-        norms     2 d s, the outputs; under autocast as 16-bit copies, one for each matrix that
-                  reads them; of norms after attention and MLP their inputs, 2 d s; of norms of
-                  queries and keys their inputs, (q + kv) a
+        norms     2 d s, the outputs; under autocast their 16-bit copies, 2 d a; of norms after
+                  attention and MLP their inputs, 2 d s; of norms of queries and keys their
+                  inputs, (q + kv) a
         products  ff a of the MLP, 2 ff a if it is gated; the ranks of the adapters
         sums      4 bytes for each head: attention's logsumexp
     and cast_weights, but for `down`, which is cast again.
@@ -360,7 +360,7 @@ def kept_by_layer(m, run):
 
     norms = 2 * d * run.stream
     if run.autocast:
-        norms = (3 + branches) * d * run.a
+        norms = 2 * d * run.a
     elif m.rank and run.stream == 2:  # the inputs of norms and adapters, in 32 bits
         norms = ((5 + branches) * d + q) * 4
     if not c.norm_before and not run.autocast:  # the matrices read the residual stream itself
