@@ -41,7 +41,7 @@ from engine import launch
 from engine.audit import checksum_of
 from engine.build import decoding_dtype
 from engine.checkpoint import load_batches
-from engine.placement import gather
+from engine.placement import gather, matrices_of
 from parallel import is_shard, my_part
 from rollout import sample_and_score, sample_share, score_batch
 
@@ -288,13 +288,10 @@ class Batches:
 
 def my_weights(policy, matrices=None):
     """
-    (name, parameter, this rank's part of it) of what training changes in a policy: its parameters,
-    or those of its adapter. matrices: the dtype in which generators hold the policy's matrices,
-    None: as here.
+    (name, parameter, this rank's part of it) of a policy. matrices: the dtype in which frozen
+    copies of it hold their matrices, see placement.settle; None: as here.
     """
-    adapted = hasattr(policy, "base")
+    rounded = {id(p) for p in matrices_of(policy)} if matrices else ()
     for name, p in policy.named_parameters():
         t = my_part(p.detach())
-        if matrices and t.dim() == 2 and not adapted and not policy.config.stays_wide(name):
-            t = t.to(matrices)
-        yield name, p, t
+        yield name, p, t.to(matrices) if id(p) in rounded else t

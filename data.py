@@ -21,7 +21,6 @@ import torch
 import parallel
 from errors import BadInput, warn
 from formats import where_is
-from packing import pack_responses, prompt_width, same_prompts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokeniz
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     say_system_prompt(rows, tokenizer, path)
     # a judge reads text, and has looked at the rows itself
-    contexts = {name: model.config.max_positions for name, model in models.items()
+    contexts = {name: model.max_positions for name, model in models.items()
                 if name != "judge"}
     if min(contexts.values()) <= max_new_tokens:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
@@ -304,39 +303,28 @@ def right_pad(sequences, pad_id):
 
 def my_micro_batches(batch, rows, config, whose=None):
     """
-    This rank's micro-batches of some rows of a batch: a generator of dicts like the batch, with one
-    entry more, packed: what the models read, see packing.py. All ranks have about as many tokens,
-    and as many micro-batches, of which some may have no rows.
+    This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
+    ranks have about as many tokens, and as many micro-batches, of which some may have no rows.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. config: its keys
     micro_batch_size and micro_batch_tokens say how large a micro-batch is. whose: those of rank
     (number, of how many) instead of this one's.
 
-    Rows with one prompt come together if they can, because it is then read once. And each
-    micro-batch has only the columns that one of its rows uses. Neither changes a result by more
-    than rounding. Example, rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and
-    padding as a dot:
+    Rows of about the same length come together, so that there is little padding. Example, rows
+    [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
 
         batch["tokens"]   5 6 7  8 9     of 5 tokens
                           . . 1  2 .        2
                           . 3 4  5 .        3
 
-        the first:        5 6 7  8 9     row 0
-        the second:       3 4  5         rows 2 and 1, with 3 and 2 tokens
-                          . 1  2
+        the first:        5 6 7 8 9      row 0
+                          3 4 5 . .      row 2
+        the second:       1 2            row 1
     """
-    total = batch["attention_mask"].sum(1).tolist()  # tokens of each row
-    of_response = batch["response_mask"].sum(1).tolist()
-
-    def tokens_of(group):
-        """How many tokens are read for rows with one prompt."""
-        row = group[0]
-        return total[row] - of_response[row] + sum(of_response[i] for i in group)
-
-    groups = same_prompts(batch["tokens"], batch["attention_mask"], rows, prompt_width(batch))
-    parts = parallel.my_micro_batches(groups, tokens_of, config["micro_batch_size"],
+    lengths = batch["attention_mask"].sum(1)[rows].tolist()
+    parts = parallel.my_micro_batches(lengths, config["micro_batch_size"],
                                       config["micro_batch_tokens"], whose)
-    made = (micro_batch(batch, torch.tensor(part, dtype=torch.int64, device=rows.device))
+    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
     # on, and the GPU never waits for the CPU in between.
@@ -350,11 +338,10 @@ def micro_batches_of(items, tokens_of, config):
     This rank's micro-batches of some items, which all ranks hold: lists of items, one by one. It
     deals them out as my_micro_batches does rows. tokens_of: a function, the tokens of an item.
     """
-    for part in parallel.my_micro_batches([[item] for item in items],
-                                          lambda group: sum(map(tokens_of, group)),
+    for part in parallel.my_micro_batches([tokens_of(item) for item in items],
                                           config["micro_batch_size"], config["micro_batch_tokens"]):
         parallel.show_life()
-        yield part
+        yield [items[i] for i in part]
 
 
 def tokens_of_example(example):
@@ -368,15 +355,43 @@ def trained_tokens(examples):
 
 
 def micro_batch(batch, rows):
-    """These rows of the batch, and only the columns that they use; see my_micro_batches."""
-    T, R = batch["tokens"].shape[1], batch["response_mask"].shape[1]
-    used = batch["attention_mask"][rows].any(0)  # (T,)
-    if len(rows) == 0:  # some columns: one of the prompt, one of the response
-        used[T - R - 1:T - R + 1] = True
-    columns = {T: used.nonzero().squeeze(1), R: used[T - R:].nonzero().squeeze(1)}  # by their width
-    mb = {name: x[rows][:, columns[x.shape[1]]] if x.dim() > 1 else x[rows]
-          for name, x in batch.items()}
-    return mb | dict(packed=pack_responses(mb))
+    """
+    b rows of the batch, as the models read them: tokens (b, T), each row from its first token on
+    and padded on the right, and chosen (b, T), True on the tokens of the response. What the batch
+    has of each response token, (B, R), is here (b, R); R and T are only as long as these rows need.
+
+    Of no rows, tokens has one row all the same, with nothing chosen in it: where the parameters are
+    sharded, all ranks must run the forward, because they gather each layer together.
+    """
+    mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
+    R = batch["response_mask"].shape[1]
+    lengths = mb["response_mask"].sum(1)  # (b,), of the responses
+    longest = max(lengths.tolist(), default=1)
+    mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
+    if len(rows) == 0:
+        tokens = batch["tokens"].new_zeros(1, 2)
+        return mb | dict(tokens=tokens, chosen=torch.zeros_like(tokens, dtype=torch.bool))
+    mask = batch["attention_mask"][rows]
+    tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
+    prompts = mask[:, :-R].sum(1)  # (b,): how many tokens each prompt has
+    column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+    chosen = (column >= prompts[:, None]) & (column < (prompts + lengths)[:, None])  # (b, T)
+    return mb | dict(tokens=tokens, chosen=chosen)
+
+
+def left_aligned(tokens, mask):
+    """
+    Rows with padding on their left, (b, width), and mask, True on their tokens, which stand
+    together -> (b, T), each from its first token on, T the tokens of the longest. What stands
+    behind a row's tokens is one of them again; no model sees it from there.
+
+        . . 1 2 .   ->  1 2 2
+        . 3 4 5 .       3 4 5
+    """
+    first, lengths = mask.int().argmax(1), mask.sum(1)  # (b,) each
+    column = torch.arange(max(lengths.tolist(), default=1), device=tokens.device)  # (T,)
+    column = torch.minimum(column, (lengths - 1).clamp(min=0)[:, None])  # (b, T)
+    return tokens.gather(1, first[:, None] + column)
 
 
 def prompt_text(row):

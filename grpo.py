@@ -84,14 +84,9 @@ batch_size = 512  # responses an iteration, over all ranks; a multiple of group_
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-# what may be sampled at all; the policy's log-probs are then of this truncated distribution, too
-top_k = 0  # the k most likely tokens, 0 = all [>= 0]
-top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
-min_p = 0.0  # of these, those with at least min_p times the largest probability [0..1]
 extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
-cuda_graphs = False  # GPUs: the kernels of a token are recorded once, and started as one
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
 staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
@@ -219,7 +214,7 @@ def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
     with autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0, truncated=model is policy)
+                                 entropy=entropy_coef > 0)
 
 
 def read_with_models(batch, minibatches, policy_reads=True):

@@ -15,212 +15,6 @@ import math
 import torch
 
 from data import right_pad
-from kernels import linear, product, transposed_product
-from model import at_least_float32, autocast_dtype, head_operands, head_precision
-from packing import pack_choices, pack_responses, unpack
-
-
-# --------------------------------------------------------------------------------------------------
-# logits -> log-probs and entropy
-
-
-def scaled_logits(logits, temperature=1.0, vocab_size=None, overwrite=False):
-    """
-    The logits of the distribution that is sampled, trained and compared: logits (..., V) /
-    temperature, in at least float32. The sampler and all log-probs use this function, so they mean
-    the same distribution.
-
-    vocab_size: the tokenizer's; ids from there on are padding of the model's vocabulary, and become
-    impossible: their logits are -inf. None: there is no padding.
-    overwrite: the result may lie in the memory of `logits`, which nobody needs any more. A copy of
-    what is often the largest tensor of a run takes memory and time.
-    """
-    wide = at_least_float32(logits)
-    overwrite = overwrite or wide is not logits  # a copy in more bits may be written into
-    logits = wide
-    if temperature != 1.0:
-        logits = logits.div_(temperature) if overwrite else logits / temperature
-        overwrite = True
-    if vocab_size is not None and vocab_size < logits.shape[-1]:
-        logits = logits if overwrite else logits.clone()
-        logits[..., vocab_size:] = -torch.inf
-    return logits
-
-
-def sampling_set(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """
-    Which tokens may be sampled, (n, V) bool, of scaled logits (n, V). It is always one at least.
-
-    top_k: the k most likely tokens, and those as likely as the last of them; 0 = all. top_p: of
-    these, the most likely ones, up to the first at which their probabilities add up to top_p
-    (nucleus sampling, arXiv 1904.09751); 1 = all. min_p: of these, those at least min_p times as
-    likely as the most likely one (arXiv 2407.01082). transformers has the three in this order, too.
-
-    With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
-    0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
-    """
-    kept = logits > -torch.inf
-    if 0 < top_k < logits.shape[-1]:
-        kept &= logits >= logits.topk(top_k).values[:, -1:]
-    if top_p < 1:
-        probs, order = logits.masked_fill(~kept, -torch.inf).softmax(-1).sort(
-            descending=True, stable=True)  # (n, V) each
-        # in whole parts of 2^-40, whose sums are the same in any order: see rollout.inverse_cdf
-        parts = (probs * 2.0**40).long()
-        before = parts.cumsum(-1) - parts
-        kept &= torch.zeros_like(kept).scatter(-1, order, before < top_p * 2.0**40)
-    if min_p > 0:
-        kept &= logits >= logits.amax(-1, keepdim=True) + math.log(min_p)
-    return kept
-
-
-def as_bits(kept):
-    """Bools (n, V), eight to a byte -> (n, V / 8) uint8, rounded up."""
-    padded = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.shape[-1] % 8))
-    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
-    return (padded.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
-
-
-def from_bits(bits, V):
-    """The way back: (n, V / 8) uint8 -> (n, V) bool."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits[..., None] >> places).bitwise_and_(1).flatten(-2)[..., :V].bool()
-
-
-def logprobs_from_logits(logits, tokens):
-    """
-    log p(tokens) under logits (..., V), for tokens (...) -> (...). Nothing is shifted here: the
-    logits of a token must be those that it was chosen with.
-    """
-    logits = at_least_float32(logits)
-    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
-
-
-def entropy_from_logprobs(logprobs):
-    """Entropy in nats of each distribution: log-probs of all tokens (..., V) -> (...)."""
-    # an impossible token (log-prob -inf) adds p log p = 0; computed, 0 * -inf would be NaN
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
-
-
-def logprobs_and_entropy(hidden, weight, tokens, temperature=1.0, vocab_size=None, chunk=0,
-                         entropy=True, kept=None):
-    """
-    log p(tokens) and the entropy of each token's distribution, (n,) both.
-
-    hidden: (n, d), the states that the LM head reads. weight: (V, d), the matrix of the head.
-    tokens: (n,). temperature, vocab_size: see scaled_logits. entropy: False puts 0 in its place.
-
-    chunk: how many tokens have logits at a time, 0 = all. With a chunk the logits are computed a
-    second time in the backward pass, so that the logits of all tokens, (n, V), never exist. They
-    are often the largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256
-    are 4.2 GB in float32.
-
-    kept: (n, V / 8), the tokens that could be sampled, as_bits of a sampling_set: all others have
-    probability 0. None: all could.
-    """
-    return Head.apply(hidden, weight, tokens, chunk, (temperature, vocab_size, entropy), kept)
-
-
-def logprobs_of_all(hidden, weight, temperature, vocab_size, kept=None):
-    """log p of every token of the vocabulary: hidden (n, d), weight (V, d) -> (n, V)."""
-    logits = linear(hidden, weight)
-    logits = scaled_logits(logits, temperature, vocab_size, overwrite=True)
-    if kept is not None:
-        logits = logits.masked_fill_(~from_bits(kept, logits.shape[-1]), -torch.inf)
-    return logits.log_softmax(-1)
-
-
-class Head(torch.autograd.Function):
-    """
-    logprobs_and_entropy. Its tensors (n, V) are large: torch's own backward pass holds four of them
-    at a time and writes a dozen. Here the forward pass keeps one, the log-probs of all tokens, and
-    the backward pass makes the gradient in its memory. With a chunk none is kept.
-
-    The small results are allocated before the first logits. Allocated between those of one chunk
-    and those of the next, they would leave holes in the heap that are a little too small for the
-    next logits.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, tokens, chunk, settings, allowed):
-        temperature, vocab_size, entropy = settings
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropies = hidden.new_zeros(2, len(hidden), dtype=dtype).unbind()
-        for part in parts_of(len(hidden), chunk):
-            of_all = logprobs_of_all(hidden[part], weight, temperature, vocab_size,
-                                     None if allowed is None else allowed[part])  # (chunk, V)
-            logprobs[part] = of_all.gather(-1, tokens[part, None]).squeeze(-1)
-            if entropy:
-                entropies[part] = entropy_from_logprobs(of_all)
-            saved = None if chunk else of_all
-            del of_all  # free its memory before the next chunk needs as much
-        ctx.save_for_backward(hidden, weight, tokens, saved, allowed)
-        ctx.rest = chunk, settings, autocast_dtype(hidden)
-        return logprobs.clone(), entropies.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, tokens, saved, allowed = ctx.saved_tensors
-        chunk, (temperature, vocab_size, entropy), low = ctx.rest
-        hidden_needed, weight_needed = ctx.needs_input_grad[:2]
-        # the derivative of logits / temperature is 1 / temperature
-        g, h = grad_logprobs / temperature, grad_entropies / temperature
-        # autocast has multiplied in 16 bits, and so does its backward pass
-        states, matrix = (x if low is None else x.to(low) for x in (hidden, weight))
-        grad_hidden = torch.zeros_like(hidden) if hidden_needed else None  # (n, d)
-        grad_weight = None  # (V, d)
-        for part in parts_of(len(hidden), chunk):
-            of_all = saved  # log-probs of all tokens, (n, V)
-            if chunk:  # they were not kept: compute them again, (chunk, V)
-                of_all = logprobs_of_all(states[part], matrix, temperature, vocab_size,
-                                         None if allowed is None else allowed[part])
-            of_all = gradient_of_logits(of_all, tokens[part], g[part], h[part] if entropy else None)
-            gradient = of_all.to(matrix.dtype)  # of the logits, (chunk, V)
-            del of_all
-            # logits = states @ matrix.T
-            if hidden_needed:
-                grad_hidden[part] = product(gradient, matrix)
-            if weight_needed and grad_weight is None:
-                grad_weight = transposed_product(gradient, states[part]).to(weight.dtype)
-            elif weight_needed:  # chunks are added up in the weight's own bits
-                grad_weight.addmm_(gradient.t().to(weight.dtype), hidden[part].to(weight.dtype))
-            del gradient
-        return grad_hidden, grad_weight, None, None, None, None
-
-
-def parts_of(n, chunk):
-    """The slices of n tokens, `chunk` at a time, 0 = all; at least one, which may be empty."""
-    size = chunk or max(n, 1)
-    return [slice(i, i + size) for i in range(0, max(n, 1), size)]
-
-
-def gradient_of_logits(logprobs, tokens, g, h=None):
-    """
-    d loss / d (scaled logits) of n tokens, (n, V), in the memory of `logprobs`.
-
-    logprobs: (n, V), log p of every token of the vocabulary. tokens: (n,), those that were chosen.
-    What comes in for each of them, (n,): g = d loss / d log p(token), and h = d loss / d H, where
-    H = -sum(p log p) is the entropy; None: h is 0. The derivatives with respect to the logits are
-
-        d log p(token) = onehot - p        (onehot: 1 at the token, 0 elsewhere)
-        d H            = -p (log p + H)
-
-    and so
-
-        d loss = g (onehot - p) - h p (log p + H)
-               = p (-h (log p + H) - g) + g onehot
-    """
-    g = g[:, None]  # (n, 1)
-    if h is None:
-        gradient = logprobs.exp_().mul_(-g)  # p (-g)
-    else:
-        probs = logprobs.exp()
-        logprobs.masked_fill_(logprobs == -torch.inf, 0)  # impossible: p log p is 0, not NaN
-        minus_entropy = (probs * logprobs).sum(-1, keepdim=True)  # (n, 1)
-        factor = logprobs.sub_(minus_entropy).mul_(-h[:, None]).sub_(g)  # -h (log p + H) - g
-        gradient = factor.mul_(probs)
-    return gradient.scatter_add_(-1, tokens[:, None], g.to(gradient.dtype))  # + g onehot
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,70 +226,37 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
 
     examples: b pairs (ids, trained), see engine.encoded.encode_examples. tokenizer: its pad_id and
-    vocab_size are used. chunk: see logprobs_and_entropy.
+    vocab_size are used. chunk: see Model.logprobs.
     """
-    tokens, real = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T) both
-    is_trained = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
-    packed = pack_choices(*(x.to(device) for x in (tokens, real, is_trained)))
-    hidden = model.trunk(packed.tokens, packed=packed)[0]  # (n, d)
-    with head_precision(model, hidden):
-        return logprobs_and_entropy(*head_operands(model, hidden), packed.chosen, chunk=chunk,
-                                    vocab_size=tokenizer.vocab_size, entropy=False)[0]
+    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
+    chosen = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    if not examples:  # sharded models: this rank runs the forward with the others
+        tokens, chosen = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.bool)
+    chosen[:, :1] = False  # nothing is read before the first token
+    return model.logprobs(tokens.to(device), chosen.to(device), vocab_size=tokenizer.vocab_size,
+                          chunk=chunk)[0]
 
 
-def response_logprobs(model, mb, temperature, vocab_size, chunk=0, entropy=True, truncated=True):
+def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True):
     """
     Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
     scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
     exp could overflow there, and a NaN would spread into the gradients.
 
-    mb: a micro-batch, as data.my_micro_batches makes them. chunk and entropy: see
-    logprobs_and_entropy. truncated: where top_k, top_p or min_p were in use, mb["kept"] has the
-    tokens that could be sampled; False: of the distribution over all tokens, all the same.
+    mb: a micro-batch, as data.micro_batch makes them. chunk and entropy: see Model.logprobs.
     """
-    mask, packed = mb["response_mask"], mb.get("packed") or pack_responses(mb)
-    hidden = response_states(model, mb, packed)  # (n, d)
-    kept = mb["kept"][mask] if truncated and "kept" in mb else None  # (n, V / 8)
-    with head_precision(model, hidden):
-        logprobs, entropies = logprobs_and_entropy(
-            *head_operands(model, hidden), packed.chosen, temperature, vocab_size, chunk, entropy,
-            kept)
-    return tuple(unpack(x, packed.cells, mask.shape) for x in (logprobs, entropies))
+    found = policy.logprobs(mb["tokens"], mb["chosen"], temperature, vocab_size, chunk, entropy)
+    return tuple(in_rows(x, mb["response_mask"]) for x in found)
 
 
 def response_values(value_model, mb):
     """The value of the state before each response token, (b, R); 0 under the mask."""
-    packed = mb.get("packed") or pack_responses(mb)
-    values = value_model.output(response_states(value_model, mb, packed))  # (n,)
-    values = at_least_float32(values) + value_model.config.score_shift
-    return unpack(values, packed.cells, mb["response_mask"].shape)
+    return in_rows(value_model.values(mb["tokens"], mb["chosen"]), mb["response_mask"])
 
 
-def response_states(model, mb, packed):
-    """
-    The states (n, d) that the model's head reads for the n response tokens of a micro-batch.
-
-    With value_init = "shared" (shared_trunk) the policy and the value model are two heads on one
-    trunk, which runs once for both. The gradient of the sum of two losses is the sum of their
-    gradients, so its backward pass needs to run only once, too, with the sum of what comes out of
-    the two heads:
-
-        policy       reads a copy of the states that is cut off from the trunk. So the backward pass
-                     of its loss ends there, and leaves its gradient in copy.grad
-        value model  reads the states. The backward pass of its loss comes to them, a hook adds
-                     copy.grad, and it goes on through the trunk
-
-    In training the policy's backward pass must come first, and the value model's must follow.
-    """
-    if not model.shared_trunk:
-        return model.trunk(packed.tokens, packed=packed)[0]
-    if "states" not in mb:
-        states = copy = model.trunk(packed.tokens, packed=packed)[0]
-        if states.requires_grad:
-            copy = states.detach().requires_grad_()
-            states.register_hook(lambda grad: grad if copy.grad is None else grad + copy.grad)
-        mb["states"] = dict(lm=copy, scalar=states)
-    return mb["states"][model.head]
+def in_rows(x, mask):
+    """n numbers, x (n,), to the n places where mask (b, R) is True; 0 elsewhere."""
+    return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def explained_variance(values, returns, mask):

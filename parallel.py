@@ -37,18 +37,14 @@ all_reduce of 2 numbers a step). So do some iterations: the first one (row 8 onc
 reference) and those that audit, evaluate or save. zero_stage 1 sends the new weights around after
 each optimizer step. Models that are sharded (zero_stage 2 and 3) gather their weights and reduce
 their gradients within forward and backward, by themselves; then clip_gradients adds an all_reduce
-of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy. With
-generate_tp the ranks that decode together exchange, beside all this, a few numbers for each row,
-layer and token, see engine/tensor_parallel.py: they are a group of their own.
+of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
 and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
 calls such a function is marked # COLLECTIVE.
 """
-import collections
 import contextlib
 import functools
-import heapq
 import itertools
 import math
 import time
@@ -149,74 +145,38 @@ def my_share(items, together=1):
     return items[mine.start:mine.stop]
 
 
-def deal(groups, tokens_of, bins, most_rows=math.inf, most_tokens=math.inf):
+PADDING = 256  # a micro-batch costs about as much time as so many tokens, beside its own tokens
+
+
+def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None, padding=PADDING):
     """
-    Groups of rows, dealt to bins (ranks, or micro-batches) so that all bins have about as many
-    tokens: the largest group first, each to the bin that has the fewest tokens so far.
+    This rank's micro-batches of the rows of all ranks: lists of row numbers. Every rank has as many
+    micro-batches, some of them empty, for a forward pass of a sharded model is a collective.
 
-    groups: lists of rows, which stay together if they can. tokens_of(group) says how many tokens it
-    has. A bin takes at most most_rows rows and most_tokens tokens (one row may have more: then it
-    is alone). A group for which there is no room is cut in two; for a single row there is a new
-    bin. Returns lists of groups. All ranks deal alike: of equals the first comes first.
+    lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
+    or, with micro_batch_tokens, as many as have at most so many tokens, padding included (a row
+    that is longer is alone). whose: (rank, size) instead of this rank's own.
 
-    Example: single rows of 5, 4, 3, 3 and 1 tokens in two bins are dealt as 5, 3 and 4, 3, 1.
-    """
-    dealt, rows = [[] for _ in range(bins)], [0] * bins
-    lightest = [(0, i) for i in range(bins)]  # a heap of the bins that are not full: (tokens, bin)
-    waiting = collections.deque(sorted(groups, key=tokens_of, reverse=True))
-    while waiting:
-        group = waiting.popleft()
-        tokens, found, small = tokens_of(group), None, []
-        while lightest and found is None:
-            load, i = heapq.heappop(lightest)
-            alone = load == 0 and len(group) == 1
-            if load + tokens > most_tokens and not alone:  # then no other bin has room, either
-                small.append((load, i))
-                break
-            if rows[i] + len(group) > most_rows:
-                small.append((load, i))
-            else:
-                found = i
-        for bin in small:
-            heapq.heappush(lightest, bin)
-        if found is None and len(group) > 1:
-            half = len(group) // 2
-            waiting.extendleft([group[half:], group[:half]])
-            continue
-        if found is None:
-            load, found = 0, len(dealt)
-            dealt.append([])
-            rows.append(0)
-        dealt[found].append(group)
-        rows[found] += len(group)
-        if rows[found] < most_rows:
-            heapq.heappush(lightest, (load + tokens, found))
-    return dealt
-
-
-def my_micro_batches(groups, tokens_of, micro_batch_size, micro_batch_tokens=0, whose=None):
-    """
-    This rank's micro-batches of the rows of all ranks: lists of rows. Each rank deals all rows, to
-    the ranks and then to their micro-batches, and so knows what the others do: there are as many on
-    every rank, some of them empty, for a forward pass of a sharded model is a collective.
-    whose: (rank, size) instead of this rank's own.
-
-    groups, tokens_of: see deal. A rank has at most ceil(rows / ranks) rows, and a micro-batch at
-    most micro_batch_size rows; or with micro_batch_tokens at most so many tokens, however many rows
-    these are.
+    The rows are sorted, the longest first, and dealt to the ranks like cards: so the ranks have
+    about as many tokens, and the rows of a micro-batch about the same length. With lengths of
+    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row
+    begins another micro-batch, too, where this one would have more than `padding` tokens of it.
     """
     rank, size = whose or rank_and_size()
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
-    for mine in deal(groups, tokens_of, size, -(-sum(map(len, groups)) // size)):
-        if micro_batch_tokens:
-            count = -(-sum(map(tokens_of, mine)) // micro_batch_tokens)
-            bins = deal(mine, tokens_of, count, most_tokens=micro_batch_tokens)
-            dealt.append([bin for bin in bins if bin])
-        else:
-            count = -(-sum(map(len, mine)) // micro_batch_size)
-            dealt.append(deal(mine, tokens_of, count, micro_batch_size))
-    mine = [[row for group in bin for row in group] for bin in dealt[rank]]
-    return mine + [[]] * (max(map(len, dealt)) - len(mine))
+    for mine in (order[number::size] for number in range(size)):
+        parts, part = [], []
+        for i in mine:
+            tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
+            full = tokens > micro_batch_tokens > 0
+            full |= len(part) == micro_batch_size and micro_batch_tokens == 0
+            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > padding):
+                parts.append(part)
+                part = []
+            part.append(i)
+        dealt.append(parts + [part] if part else parts)
+    return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
 
 
 def most_micro_batches(rows, size):
@@ -514,6 +474,36 @@ def is_shard(p):
 def my_part(p):
     """The part of a parameter that this rank holds: its shard, or all of it."""
     return p.to_local() if is_shard(p) else p
+
+
+def split_like(p, tensor):
+    """
+    A tensor that every rank has whole -> itself, or, if the parameter p is sharded, a DTensor that
+    is split as p is. Nothing is sent.
+    """
+    if not is_shard(p):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def fill(p, tensor):
+    """Copy a whole tensor into a parameter; into a sharded one, this rank's part of it."""
+    with torch.no_grad():
+        p.copy_(split_like(p, tensor))
+
+
+def gather(t, p):
+    """
+    The whole tensor, on every rank. Each rank has a part t of it; the tensor is split as the
+    sharded parameter p is. A collective.
+    """
+    from torch.distributed.tensor import DTensor
+
+    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
+                           shape=p.shape, stride=p.stride())
+    return collective(t.full_tensor)
 
 
 class Shards:

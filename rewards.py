@@ -31,7 +31,7 @@ import re
 import torch
 
 import parallel
-from data import prompt_text, right_pad
+from data import left_aligned, prompt_text, right_pad
 from engine import together
 from engine.answers import GROUP, evaluate_arithmetic, same_answer
 from engine.build import autocast
@@ -41,7 +41,6 @@ from engine.programs import extract_code
 from engine.reading import reads_beside
 from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
-from packing import as_above, pack_to_read, prompt_width, same_prompts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,34 +343,34 @@ def last_real(mask):
 
 @torch.no_grad()
 def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0,
-                    skipped_id=None, prompts=0):
+                    skipped_id=None):
     """
     The reward model's scores, (B,) in at least float32: its output at the last real token of each
-    row, plus its score_shift.
+    row.
 
     tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
     this many forward passes. A model that is sharded over the ranks needs all of them in each
     pass; so a rank with fewer rows adds passes without rows. skipped_id: read at the last token
     that is not this one, as transformers does with pad_token_id; at the first if all are.
-    prompts: how many columns have prompts in them; rows with the same one share it.
     """
     dtype = torch.promote_types(next(reward_model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
     counted = attention_mask if skipped_id is None else attention_mask & (tokens != skipped_id)
-    read = torch.zeros_like(attention_mask)  # (B, T)
-    read[torch.arange(len(tokens), device=tokens.device), last_real(counted)] = True
+    # where each row's score is read, counted from its first token on
+    last = last_real(counted) - attention_mask.int().argmax(1)  # (B,)
     lengths = attention_mask.sum(1).tolist()
-    groups = same_prompts(tokens, attention_mask, torch.arange(len(tokens)), prompts)
-    parts = parallel.deal(groups, lambda group: sum(lengths[row] for row in group),
-                          -(-len(tokens) // micro_batch_size), micro_batch_size)
+    # ranks that go together have agreed on `count`: then padding makes no more passes of them
+    padding = math.inf if count else parallel.PADDING
+    parts = parallel.my_micro_batches(lengths, micro_batch_size, whose=(0, 1), padding=padding)
     for part in parts + [[]] * (count - len(parts)):
         parallel.show_life()
-        rows = torch.tensor([row for group in part for row in group], dtype=torch.int64,
-                            device=tokens.device)  # (b,)
-        ids, mask = tokens[rows], attention_mask[rows]  # (b, T)
-        packed = pack_to_read(ids, mask, read[rows], as_above(ids, mask, prompts))
-        scores[rows] = reward_model(packed.tokens, packed=packed)[0].to(dtype)
-    return scores + reward_model.config.score_shift
+        if not part:  # a sharded model: run the forward with the other ranks
+            reward_model.scores(tokens.new_zeros(1, 1), tokens.new_zeros(1))
+            continue
+        rows = torch.tensor(part, device=tokens.device)  # (b,)
+        ids = left_aligned(tokens[rows], attention_mask[rows])  # (b, T)
+        scores[rows] = reward_model.scores(ids, last[rows]).to(dtype)
+    return scores
 
 
 def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size,
@@ -393,10 +392,9 @@ def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer,
     if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
         tokens, mask = batch["tokens"], batch["attention_mask"]
         if policy_tokenizer.text_ends:
-            longest = reward_model.config.max_positions
+            longest = reward_model.max_positions
             tokens, mask = with_eos(batch, policy_tokenizer, longest)
-        return score_sequences(reward_model, tokens, mask, micro_batch_size, count,
-                               prompts=prompt_width(batch))
+        return score_sequences(reward_model, tokens, mask, micro_batch_size, count)
 
     return text_scores(  # COLLECTIVE
         batch["rows"], batch["completions"], batch["finished"].tolist(), reward_model,
@@ -433,7 +431,7 @@ def text_scores(rows, completions, finished, reward_model, reward_tokenizer, mic
         sequences = []
         for row, completion, ended in zip(rows, completions, finished, strict=True):
             ids = reward_tokenizer.encode_response(row["prompt"], completion, ended)
-            sequences.append(ids[:reward_model.config.max_positions])
+            sequences.append(ids[:reward_model.max_positions])
         return right_pad(sequences, reward_tokenizer.pad_id)
 
     # If encoding fails on one rank, together tells the others, before they wait for its forwards.
@@ -532,7 +530,7 @@ def zero_is_known(reward_model, center_scores):
     Whether a reward model's scores stay where they are: as the key center_scores says, or because
     its config.json has a score_shift.
     """
-    said = "score_shift" in reward_model.config.hf
+    said = hasattr(reward_model.hf.config, "score_shift")
     return center_scores == "never" or said and center_scores == "auto"
 
 
@@ -569,8 +567,8 @@ class Scorer:
                  judge=None):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[2]]
-        self.reward_models = [m for m in reward_models if not m.score.weight.is_meta]
-        self.judge = judge if judge and not judge.model.embed.weight.is_meta else None
+        self.reward_models = [m for m in reward_models if not m.hf.score.weight.is_meta]
+        self.judge = judge if judge and judge.model.hf.device.type != "meta" else None
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.threads, self.device = threads, device
         self.timeout, self.config = config["reward_timeout"], config

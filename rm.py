@@ -19,7 +19,6 @@ import sys
 import time
 
 import torch
-from torch.nn.functional import pad
 
 import parallel
 from configurator import configure
@@ -28,10 +27,10 @@ from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
 from engine.estimates import agreement, calibration_error, correlation
-from engine.hf_files import several_paths
+from folders import several_paths
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import (Place, in_memory, load, no_grad_forwards, place_of_one, precisions,
-                              trunk_of)
+from engine.placement import (Place, in_memory, load_placed, no_grad_forwards, place_of_one,
+                              precisions)
 from engine.reading import ids_read, reader_of
 from engine.run_folder import content_hash, data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
@@ -42,8 +41,6 @@ from formats import Rows, read_rows
 from rows import PAIR, completions_of, preference_row, scored_row, sft_row
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
-from model import at_least_float32
-from packing import as_partner, pack_to_read
 
 
 # -------------------------------------------------------------------------------------------------
@@ -93,9 +90,9 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 
 # more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
-# A reward model has one output a token and no logits, so it has neither head_chunk nor fp32_head
+# A reward model has one output a token and no logits, so it has no head_chunk
 config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
-                   head_chunk=None, fp32_head=None)
+                   head_chunk=None)
 # -------------------------------------------------------------------------------------------------
 teachers = several_paths(teacher, "teacher") if teacher else []
 if teacher and (label_smoothing or centre_coef or use_confidence):
@@ -129,16 +126,16 @@ tokenizer = load_tokenizer(init_from, config)
 # -------------------------------------------------------------------------------------------------
 # model: one that exists, with a scalar head, and with an adapter where there is LoRA
 
-reward_model = load(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed,
+reward_model = load_placed(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed,
                     trained=True, recompute=gradient_checkpointing, compiled=compile)
-reward_model.config.score_shift = 0.0  # set at the end
-first_weights = fingerprint(trunk_of(reward_model))
+reward_model.score_shift = 0.0  # set at the end
+first_weights = fingerprint(reward_model)
 check_tokenizer_fits(tokenizer, reward_model, init_from)
 
 def encode(rows, path, *fields):
     """[the ids of each of these completions behind its prompt, ...] of all rows."""
     lists = encode_examples(config, rows, path, tokenizer, fields,
-                            reward_model.config.max_positions)
+                            reward_model.max_positions)
     return [tuple(ids for ids, _ in examples) for examples in zip(*lists, strict=True)]
 
 
@@ -152,7 +149,7 @@ demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[
 # of each. Their weights are read when they are asked
 taught = []
 for path in teachers:
-    outline = load(path, Place(here=False), device, "scalar", weights_dtype)
+    outline = load_placed(path, Place(here=False), device, "scalar", weights_dtype)
     reader, said = reader_of(outline, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
     if said and master:
         print(said)
@@ -197,7 +194,7 @@ if master:
         print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in reward_model.parameters())
     times = max_iters * batch_size / len(train_rows)
-    print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.family}), "
+    print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.model_type}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held "
           f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
@@ -216,16 +213,13 @@ def scores_of(groups, k, model):
     """
     Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
     scalar at the last token of a sequence. That token is the EOS, where the score of a response is
-    read, too. The two of a pair begin alike, with the prompt, which is then read once.
+    read, too.
     """
-    sequences = [ids for group in groups for ids in group]
+    sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
     tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b k, T) each
-    is_last = mask & ~pad(mask[:, 1:], (0, 1))  # (b k, T)
-    shared = as_partner(tokens, mask & ~is_last) if k == 2 else None  # (b k, T)
-    packed = pack_to_read(tokens, mask, is_last, shared)
     with precision:
-        scalars = model(packed.tokens, packed=packed)[0]  # (b k,)
-    return at_least_float32(scalars).view(-1, k)
+        scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
+    return scores[:len(groups) * k].view(-1, k)
 
 
 def all_scores(groups, model):
@@ -297,7 +291,8 @@ if teacher:
     teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
     for path, groups, held_out in taught:
-        model = load(path, Place(place.stage), device, "scalar", weights_dtype, frozen_dtype, seed)
+        model = load_placed(path, Place(place.stage), device, "scalar", weights_dtype,
+                            frozen_dtype, seed)
         teacher_size += sum(p.numel() for p in model.parameters())
         known = known + centred(all_scores(groups, model)) / len(teachers)
         if eval_pairs:
@@ -410,12 +405,12 @@ for iteration in range(start, max_iters + 1):
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
 mean = all_scores(demonstrations, reward_model).mean().item()
-reward_model.config.score_shift = -mean
+reward_model.score_shift = -mean
 save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
 if teacher and eval_pairs:
     began = time.time()
     all_scores(eval_pairs, reward_model)
-    seconds, size = time.time() - began, sum(p.numel() for p in trunk_of(reward_model).parameters())
+    seconds, size = time.time() - began, sum(p.numel() for p in reward_model.parameters())
     if master:
         print(f"{size / 1e6:.2f}M parameters, and the teacher {teacher_size / 1e6:.2f}M: "
               f"{teacher_size / size:.1f} times smaller; {len(eval_pairs) / seconds:.0f} pairs a "

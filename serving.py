@@ -28,11 +28,11 @@ from engine.audit import audit, checksum_of
 from engine.build import autocast
 from engine.checkpoint import save_model
 from engine.crew import ROLES
-from engine.placement import held, no_grad_forwards
-from engine.pretrained import fill, load_weights
+from engine.placement import held, no_grad_forwards, refill
 from engine.together import patience, together
 from errors import Lost, Stop
 from loss import response_logprobs
+from parallel import fill
 from rewards import Scorer, zero_is_known
 from rollout import new_shifts, sample_share, score_batch
 
@@ -50,7 +50,7 @@ def serve(config, models, terms, tokenizers, data, device, judge=None):
         return
     models = held(models)
     reward_models = [model for name, model in models.items()
-                     if name.startswith("reward_model") and not name.endswith("'s trunk")]
+                     if name.startswith("reward_model")]
     threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
     scorer = Scorer(config, terms, reward_models, *tokenizers, threads, device, judge)
     if crew.role == "generate":
@@ -151,7 +151,7 @@ def take_policy(crew, number, model):
     own = dict(model.named_parameters())
     for tensors in crew.take(said, "train"):  # COLLECTIVE
         for name, t in tensors.items():
-            fill(own[name], t)  # where this copy is sharded, too, only this rank's part stays
+            fill(own[name], t)  # of a sharded copy only this rank's part stays
 
 
 def check_copy(crew, model, version, checksum, iteration):
@@ -182,7 +182,6 @@ class ScoringRank:
         self.config, self.models, self.scorer = config, models, scorer
         self.data, self.device, self.crew = data, device, launch.crew
         self.frozen = {}
-        # with LoRA it is the policy's trunk
         self.ref_policy = models.get("ref_policy") if config["kl_coef"] > 0 else None
 
     def __call__(self, number, job):
@@ -228,14 +227,14 @@ class ScoringRank:
             shifts = new_shifts(unknown, self.scorer, sampled, wanted)  # COLLECTIVE
             self.crew.say(number, "train", shifts=shifts)
         for reward_model, shift in zip(unknown, shifts, strict=True):
-            reward_model.config.score_shift = shift
+            reward_model.score_shift = shift
 
     def load_or_save(self, number, job):
         """A collective: the reference, in or from the folder of a checkpoint."""
         folder, saved = os.path.join(job["folder"], "ref_policy"), {}
         if job["do"] == "load":
             with patience():
-                together(lambda: load_weights(self.ref_policy, job["folder"], folder))  # COLLECTIVE
+                together(lambda: refill(self.ref_policy, folder))  # COLLECTIVE
         else:
             save_model(folder, self.ref_policy, self.scorer.tokenizer)  # COLLECTIVE
             saved = {f"ref_policy/{name}": os.path.getsize(os.path.join(folder, name))
@@ -268,7 +267,7 @@ class ScoringRank:
                     for mb in my_micro_batches(batch, rows, c, part):
                         logprobs, _ = response_logprobs(
                             self.ref_policy, mb, c["temperature"], self.scorer.tokenizer.vocab_size,
-                            c["head_chunk"], entropy=False, truncated=False)
+                            c["head_chunk"], entropy=False)
                         if whose < trainers:
                             columns[mb["index"], :logprobs.shape[1]] = logprobs
         return parallel.all_reduce_sum(dict(ref_logprobs=columns))["ref_logprobs"]  # COLLECTIVE

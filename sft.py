@@ -22,9 +22,8 @@ from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import (compile_layers, in_memory, is_sharded, load, no_grad_forwards,
-                              place_of_one, precisions, shard, trunk_of)
-from engine.pretrained import from_scratch
+from engine.placement import (finish_placing, in_memory, is_sharded, load_placed,
+                              no_grad_forwards, place_of_one, precisions, shard)
 from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
@@ -33,6 +32,7 @@ from errors import BadConfig
 from formats import Rows, read_rows
 from rows import sft_row
 from loss import example_logprobs, learning_rate_at
+from model import from_scratch
 
 
 # -------------------------------------------------------------------------------------------------
@@ -111,22 +111,23 @@ if init_from == "scratch":
     else:
         sizes = dict(hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
                      intermediate_size=d_ff, max_position_embeddings=context)
-    architecture = dict(model_type=family, tie_word_embeddings=False, **sizes, **ids)
+    architecture = dict(model_type=family, tie_word_embeddings=False, **sizes, **ids,
+                        initializer_range=d_model**-0.5)
     policy = from_scratch(architecture, seed=seed, dtype=weights_dtype, device=device)
-    policy.config.fp32_head = fp32_head
-    policy.recompute(gradient_checkpointing)
-    compile_layers(policy, compile, device)
     first_weights = fingerprint(policy)
+    if gradient_checkpointing:
+        policy.recompute()
     if is_sharded(place, trained=True):
         shard(policy, place, device)
+    finish_placing(policy, device, compile)
 else:
-    policy = load(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed, trained=True,
-                  recompute=gradient_checkpointing, compiled=compile, fp32_head=fp32_head)
-    first_weights = fingerprint(trunk_of(policy))
+    policy = load_placed(init_from, place, device, "lm", weights_dtype, frozen_dtype, seed,
+                         trained=True, recompute=gradient_checkpointing, compiled=compile)
+    first_weights = fingerprint(policy)
 check_tokenizer_fits(tokenizer, policy, init_from)
 
 # [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
-longest = policy.config.max_positions
+longest = policy.max_positions
 (train_examples,), (val_examples,) = (
     encode_examples(config, rows, path, tokenizer, ["completion"], longest)
     for rows, path in ((train_rows, train_path), (val_rows, val_path)))
@@ -167,7 +168,7 @@ if master:
         print(f"resuming from {checkpoint}")
     n_params = sum(p.numel() for p in policy.parameters())
     times = max_iters * batch_size / len(train_rows)
-    print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.family}), "
+    print(f"policy: {n_params / 1e6:.2f}M parameters ({policy.config.model_type}), "
           f"{world_size} rank(s) on {device.type}, {dtype}")
     print(f"data: {len(train_rows)} demonstrations, {len(val_rows)} held out; "
           f"{max_iters} steps of {batch_size} are {times:.1f} epochs")

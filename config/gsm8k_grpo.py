@@ -7,13 +7,8 @@ within what published recipes use (learning rate 1e-6, groups of 8, 1,024 tokens
     python data/gsm8k/prepare.py --chat
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py
 
-Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
-tokens: 25.9 GiB of weights, gradients and Adam states, 31.7 GiB at the peak, in the rollout. The
-prediction:
-
-    python tools/memory.py config/gsm8k_grpo.py --world-size=8 --gpu-gb=80
-
-We have not run it: no result is promised.
+Meant for 8 GPUs of 80 GB, each of which holds everything: about 26 GiB of weights, gradients and
+Adam states, by arithmetic. We have not run it: no result is promised.
 """
 out_dir = "out/gsm8k_grpo"
 policy_path = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -6,11 +6,8 @@ prompts to yours.
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.2-1B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama.py
 
-Meant for 8 GPUs of 80 GB, each of which holds everything. Predicted for prompts of up to 512
-tokens: 41.4 GiB of weights, gradients and Adam states, 50.6 GiB at the peak, in the update. The
-prediction:
-
-    python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80
+Meant for 8 GPUs of 80 GB, each of which holds everything: about 42 GiB of weights, gradients and
+Adam states, by arithmetic.
 
 Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
 it: no result is promised.

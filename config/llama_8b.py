@@ -5,18 +5,8 @@ be is split over the GPUs.
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.1-8B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama_8b.py
 
-Meant for 8 GPUs of 80 GB. The memory that each of them needs, predicted for prompts of up to 512
-tokens by python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80:
-
-    GiB             policy  ref_policy  reward_model  value_model       all
-    parameters        3.74        1.87          1.75         3.49     10.85
-    gradients         3.74        0.00          0.00         3.49      7.23
-    optimizer         7.48        0.00          0.00         6.99     14.47
-    activations       2.36        0.39          0.39         2.36
-    logits            4.96        0.98          0.00         0.00
-    KV cache          5.99        0.00          0.00         0.00
-    buffers          14.96        0.12          0.12         2.20
-    rollout 57.69 | update 41.38 | score 39.41 | save 34.76 | audit 32.68
+Meant for 8 GPUs of 80 GB, each of which holds, by arithmetic, about 33 GiB of weights, gradients
+and Adam states, and in a rollout 17 GiB more: the policy, gathered.
 
 Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
 it: no result is promised.

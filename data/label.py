@@ -28,12 +28,10 @@ from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
 from engine.judging import Judge, template_text  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import precisions  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
+from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from formats import check_writable, read_rows, sources_of  # noqa: E402
-from model import freeze  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402
 from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 from rows import prompt_row  # noqa: E402
@@ -93,7 +91,7 @@ for path in (out, out_val) if held_out else (out,):
 
 def load(path):
     """A frozen language model."""
-    return freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
+    return load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
 
 
 compares = "{first}" in template_text(judge_template)

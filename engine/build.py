@@ -1,26 +1,24 @@
 """
-The four models, built as the keys want them: one function a model. What LoRA (`lora`), one trunk
-for all (`share_base`), a value head on the policy (`value_init`) and shards (`zero_stage`) change
-in the building is decided here, so that the scripts need no switch for it.
+The four models, built as the keys want them: one function a model. What value_init and the
+place of each model (zero_stage, offload, roles) change in the building is decided here, so that the
+scripts need no switch for it.
 """
-import dataclasses
-
 from errors import BadInput, say
 from engine import launch
-from engine.adapters import Adapted, load_adapted, load_adapter
+from engine.adapters import Adapted, fill_adapter, load_adapted
 from engine.checks import uses_reward_model
 from engine.encoded import encode_examples
-from engine.hf_files import several_paths
+from folders import several_paths
 from engine.judging import Judge, judged_by_reference
 from engine.optimizers import MovingAverage, make_optimizer
-from engine.placement import Place, load, placements, precisions
+from engine.placement import Place, load_placed, placements, precisions
 from engine.reading import reader_of
 from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
 from formats import Rows, read_rows
-from rows import demonstrated_row, prompt_row, ptx_row
 from model import freeze
+from rows import demonstrated_row, prompt_row, ptx_row
 
 
 def autocast(config, device):
@@ -61,8 +59,7 @@ def settings(config, device):
     """The arguments of `load` that are the same for all models of a run."""
     _, weights_dtype, frozen_dtype = precisions(config["dtype"], config["master_weights"], device)
     return dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=config["seed"],
-                recompute=config["gradient_checkpointing"], compiled=config["compile"],
-                fp32_head=config["fp32_head"])
+                recompute=config["gradient_checkpointing"], compiled=config["compile"])
 
 
 def read_prompts(path, terms, fields="", demonstrations=False):
@@ -88,7 +85,7 @@ def read_ptx(config, policy, tokenizer):
     if not path:
         return Rows(), []
     rows = read_rows(path, ptx_row, config["fields"])
-    longest = policy.config.max_positions
+    longest = policy.max_positions
     return rows, *encode_examples(config, rows, path, tokenizer, ["completion"], longest,
                                   config["ptx_max_tokens"], "ptx_max_tokens")
 
@@ -99,15 +96,15 @@ def load_policy(config, device):
     ranks that generate it is a copy that gets its weights from those that train.
     """
     path, place = config["policy_path"], places(config)["policy"]
+    if config["generate_tp"] > 1:
+        check_split(config["generate_tp"], config["roles"])
     tokenizer = load_tokenizer(path, config)
     add_ends(tokenizer, config["extra_eos_ids"], config["stop_strings"], config["max_new_tokens"])
     trained = role() in ("", "train") or place.lora is not None
-    if not trained:  # a generator's copy, in the dtype in which it decodes: whole, unless it
-        # decodes in parts anyway
-        place = Place(place.stage if config["generate_tp"] > 1 else 0, here=place.here)
-    policy = load(path, place, trained=trained, **settings(config, device))
+    if not trained:  # a generator's copy: whole
+        place = Place(here=place.here)
+    policy = load_placed(path, place, trained=trained, **settings(config, device))
     check_tokenizer_fits(tokenizer, policy, path)
-    check_split(policy.config, config["generate_tp"])
     return policy, tokenizer
 
 
@@ -120,9 +117,10 @@ def load_ref_policy(config, device, policy, tokenizer):
     place, path = places(config), config["ref_path"] or config["policy_path"]
     if place["policy"].lora and not config["ref_path"]:
         return policy.base
-    ref_policy = load(path, place["ref"], **settings(config, device))
-    shapes, wanted = (dataclasses.replace(model.config, hf=None) for model in (ref_policy, policy))
-    if shapes != wanted:
+    ref_policy = load_placed(path, place["ref"], **settings(config, device))
+    shapes, wanted = ([tuple(p.shape) for p in model.parameters()]
+                      for model in (ref_policy.hf, policy.hf))
+    if type(ref_policy.hf) is not type(policy.hf) or shapes != wanted:
         raise BadInput(f"ref_path {path!r} is not of the policy's architecture, so the two cannot "
                        "be compared as one model that has moved; give the model that policy_path "
                        "began as")
@@ -168,9 +166,9 @@ def load_reward_model(config, device, policy, tokenizer, path):
     else:
         tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
-        reward_model = load(path, place, head="scalar", **settings(config, device))
+        reward_model = load_placed(path, place, head="scalar", **settings(config, device))
     reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
-    weight = reward_model.score.weight
+    weight = reward_model.hf.score.weight
     if not weight.is_meta and not weight.any():
         raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
                        "same; was it trained?")
@@ -182,8 +180,7 @@ def load_reward_model(config, device, policy, tokenizer, path):
 def load_judge(config, device, policy, ref_policy, terms):
     """
     The judge, frozen, a Judge; None where no reward is called so. Where its folder is the frozen
-    reference's (or the trunk's under the policy's adapter) it is that model: no second copy. Raises
-    BadInput.
+    reference's it is that model: no second copy. Raises BadInput.
     """
     if "judge" not in [name for _, name, _ in terms]:
         return None
@@ -195,7 +192,7 @@ def load_judge(config, device, policy, ref_policy, terms):
         model = ref_policy or getattr(policy, "base", None)
     tokenizer = load_tokenizer(path, dict(chat_date=config["chat_date"]))
     if model is None:
-        model = load(path, places(config)["judge"], **settings(config, device))
+        model = load_placed(path, places(config)["judge"], **settings(config, device))
     check_tokenizer_fits(tokenizer, model, path)
     judge = Judge(model, tokenizer, path, config["judge_template"], config["judge_principles"],
                   config["judge_format"])
@@ -206,7 +203,7 @@ def load_judge(config, device, policy, ref_policy, terms):
 def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     """
     The value model, trained: it starts as the reward model or as the policy with a new head
-    (value_init), or it is a head on the policy itself (shared). Raises BadInput where it would
+    (value_init), or it is a head on the policy's own trunk (shared). Raises BadInput where it would
     start as a reward model that does not read the policy's tokens.
     """
     init, place = config["value_init"], places(config)["value"]
@@ -218,17 +215,15 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
                        "the policy's tokens; type --value_init=policy")
     if not place.here:
         return None
-    if init == "shared":  # the policy's trunk runs once for both, and both losses train it
-        value_model = Adapted(policy, "scalar", seed=config["seed"])
-        policy.shared_trunk = value_model.shared_trunk = True
-        return value_model
-    if config["share_base"]:
+    if config["share_base"] and init != "shared":
         value_model = Adapted(policy.base, "scalar", **place.lora, seed=config["seed"])
         if init == "reward":
-            load_adapter(value_model, reward_path)
+            fill_adapter(value_model, reward_path)
         return value_model
+    if init == "shared":  # both losses train the policy's trunk
+        return Adapted(policy, "scalar", seed=config["seed"])
     path = reward_path if init == "reward" else config["policy_path"]
-    return load(path, place, head="scalar", trained=True, **settings(config, device))
+    return load_placed(path, place, head="scalar", trained=True, **settings(config, device))
 
 
 def optimizer_of(model, name, config, learning_rate):

@@ -11,7 +11,7 @@ import os
 import re
 from datetime import datetime
 
-from engine.hf_files import read_text
+from folders import read_text
 from errors import BadConfig, BadInput, first_line, one_line, say, shorten, warn
 
 

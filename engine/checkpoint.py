@@ -14,8 +14,8 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
 
 There is no random state to save: prompts and sampling noise are functions of seed and iteration.
 There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
-older one is deleted only after that. Files of more than 5 GB are cut into several, and each is put
-together, written and hashed by another rank; all else rank 0 writes. In them are whole tensors, in
+older one is deleted only after that. Optimizer states of more than 5 GB are cut into several files,
+and each is put together, written and hashed by another rank; all else rank 0 writes. In them are whole tensors, in
 an order that does not depend on the ranks, so a run may resume with another ZeRO stage or another
 number of ranks.
 """
@@ -30,16 +30,16 @@ from functools import partial
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.adapters import Adapted, load_adapter, save_adapter
+from engine.adapters import Adapted, fill_adapter, save_adapter
 from engine.disk import (as_they_are, at_disk, hashes_of, must_see, patiently, put_in_place,
                          read_bytes, remove, sync, write_json, write_tensors)
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.padding import give_padding
+from folders import read_json
 from engine.model_card import model_card
-from engine.placement import trunk_of
-from engine.pretrained import load_weights, save_pretrained
+from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, patience, together
+from engine.together import alone, patience, together, whole_on
 from errors import BadConfig, BadInput
 from parallel import rank_and_size
 
@@ -66,7 +66,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
 
     def write(folder):
         for name, model in models.items():
-            if isinstance(model, Adapted):  # every rank has all of an adapter
+            if isinstance(model, Adapted):  # every rank has all of an adapter and a head
                 alone(at_disk(partial(save_adapter, model, os.path.join(folder, name))))
             else:
                 save_model(os.path.join(folder, name), model, tokenizer)
@@ -220,9 +220,9 @@ def fill(folder, models, optimizers, average):
     """What load_checkpoint does on each rank for itself."""
     for name, model in models.items():
         if isinstance(model, Adapted):
-            load_adapter(model, os.path.join(folder, name))
+            fill_adapter(model, os.path.join(folder, name))
         else:
-            load_weights(model, folder, os.path.join(folder, name))
+            refill(model, os.path.join(folder, name))
         if name not in optimizers:
             continue
         use_tensors(folder, f"{name}_optimizer", partial(fill_optimizer, model, optimizers[name]))
@@ -279,40 +279,31 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
     """
     final, config = os.path.join(out_dir, name), config or {"save_dtype": "auto"}
     dtype = saved_dtype(model, config["save_dtype"])
-    source = getattr(trunk_of(model), "path", "")  # the model that a run has started from
 
-    def write_merged(folder):
-        elements = save_model(folder, model, tokenizer, dtype)
-        alone(at_disk(partial(complete, folder, elements)))
-
-    def complete(folder, elements):
-        if padding:
-            give_padding(folder, tokenizer)
-        write_card(folder, name, elements, dtype)
+    def write(folder):
+        save_model(folder, model, tokenizer, dtype, padding)
+        alone(at_disk(partial(write_card, folder)))
 
     def write_adapter(folder):
-        alone(at_disk(partial(save_and_describe, folder)))
+        alone(at_disk(partial(save_adapter, model, folder, model.path)))
 
-    def save_and_describe(folder):
-        save_adapter(model, folder, source)
-        own = list(model.parameters())
-        write_card(folder, f"{name}_adapter", sum(p.numel() for p in own), own[0].dtype)
-
-    def write_card(folder, name, elements, dtype):
+    def write_card(folder):
         # the last line of the log is not of the policy that is the best so far
         lines = [line for i, line in read_log(out_dir) if i is not None]
-        record = json.loads(lines[-1]) if lines and not name.startswith("best_policy") else {}
-        card = model_card(name, os.path.join(out_dir, name), config, source, model.config, elements,
-                          in_words(dtype), record)
+        record = json.loads(lines[-1]) if lines and name != "best_policy" else {}
+        count = sum(p.numel() for p in model.hf.parameters())
+        size = f"{count / 1e6:.2f}M weights in {in_words(dtype)}"
         with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
-            f.write(card)
+            f.write(model_card(name, config, model.path, size, record))
 
-    put_in_place(write_merged, final)
-    merged = isinstance(model, Adapted) and bool(model.layers)  # a head alone has no adapter
-    if merged:
+    put_in_place(write, final)
+    if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
         put_in_place(write_adapter, f"{final}_adapter")
-    if rank_and_size()[0] == 0 and name != "best_policy":
-        say_dtype(final, dtype, merged, model.embed.weight.dtype)
+    if dtype.itemsize == 2 and model.hf.dtype != dtype and rank_and_size()[0] == 0 \
+            and name != "best_policy":
+        steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
+        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than "
+              f"about {steps} of a weight is rounded away; --save_dtype=float32 keeps it")
 
 
 def saved_dtype(model, save_dtype):
@@ -322,26 +313,10 @@ def saved_dtype(model, save_dtype):
     """
     if save_dtype != "auto":
         return getattr(torch, save_dtype)
-    dtypes = {t.dtype for t in model.weights().values()}
-    source = model.config.hf.get("dtype") or model.config.hf.get("torch_dtype")
-    if torch.float64 in dtypes:  # a run of a test
-        return torch.float64
-    if source in ("bfloat16", "float16"):
-        return getattr(torch, source)
-    # the frozen weights under an adapter may be rounded, and what is merged is not
-    return dtypes.pop() if len(dtypes) == 1 and not isinstance(model, Adapted) else torch.float32
-
-
-def say_dtype(final, dtype, merged, own):
-    """Print what a finished model loses in its dtype. own: the dtype of its embedding in memory."""
-    beside = f"; {os.path.basename(final)}_adapter beside it is the adapter alone" * merged
-    if dtype.itemsize == 2 and (merged or own != dtype):
-        steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
-        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than "
-              f"about {steps} of a weight is rounded away; --save_dtype=float32 keeps it{beside}")
-    elif dtype.itemsize > 2 and merged and own.itemsize == 2:
-        print(f"{final} is saved in {in_words(dtype)}, as 16 bits would round small changes away; "
-              f"--save_dtype=bfloat16 halves it{beside}")
+    if model.hf.dtype != torch.float32:  # float64 is a run of a test
+        return model.hf.dtype
+    source = model.file_dtype
+    return source if source in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def in_words(dtype):
@@ -349,20 +324,44 @@ def in_words(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def save_model(folder, model, tokenizer, dtype=None):
+def save_model(folder, model, tokenizer, dtype=None, padding=False):
     """
     A collective: write a Hugging Face folder: config.json, the weights, the tokenizer, and for a
-    language model generation_config.json. tools/sample.py, transformers and the next script load
-    it. dtype: of the saved weights; None: as they are. Returns how many numbers the weights have.
-    Raises Stop when the disk is full.
+    language model generation_config.json. transformers, tools/sample.py and the next script load
+    it. dtype: of the saved weights; None: as they are. padding: see save_final. Rank 0 has whole
+    tensors in the CPU's memory and writes them. Raises Stop when the disk is full.
     """
-    def write_tokenizer():
+    tensors = {}
+    for name, t in named_tensors(model):
+        whole = whole_on(0, t)  # COLLECTIVE
+        if whole is not None:
+            if isinstance(model, Adapted):
+                whole = model.merged(name, whole)
+            tensors[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
+
+    def write():
+        if model.head == "scalar":
+            model.hf.config.score_shift = model.score_shift
+        # transformers writes on rank 0 of all ranks alone, and here the first rank of a role does
+        model.hf.should_save_on_this_rank = lambda is_main_process: True
+        model.hf.save_pretrained(folder, state_dict=tensors)
+        file = os.path.join(folder, "config.json")
+        saved_in = dtype or model.hf.dtype
+        write_json(file, read_json(file) | {"dtype": in_words(saved_in)})
         tokenizer.save(folder)
         if model.head == "lm":
             ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
             write_json(os.path.join(folder, "generation_config.json"),
                        {**tokenizer.generation_config, **ends})
+        if padding:
+            give_padding(folder, tokenizer, model.hf)
 
-    save_pretrained(model, folder, dtype)
-    alone(at_disk(write_tokenizer))
-    return sum(t.numel() for t in model.weights().values())
+    alone(at_disk(write))
+
+
+def named_tensors(model):
+    """(name, tensor) of all that the file of a model's weights holds; what is tied, once."""
+    hf = model.hf
+    yield from ((name, p.detach()) for name, p in hf.named_parameters())
+    every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    yield from ((name, t) for name, t in hf.state_dict().items() if name not in every)

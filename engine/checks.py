@@ -2,7 +2,6 @@
 Keys that contradict each other, refused before anything is loaded. What one key alone may be, the
 range behind its comment says, and configurator.py checks it.
 """
-from engine.crew import parse_roles
 from errors import BadConfig
 
 
@@ -83,16 +82,6 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
-    roles = parse_roles(c["roles"], world_size) or dict(train=range(world_size))
-    samplers = len(roles.get("generate", roles["train"]))
-    if samplers % c["generate_tp"]:
-        whose = "of this run" if len(roles) == 1 else "that sample"
-        raise BadConfig(f"generate_tp = {c['generate_tp']} does not divide the {samplers} "
-                        f"rank{'s' * (samplers > 1)} {whose}; type --generate_tp=1, or start "
-                        f"a multiple of {c['generate_tp']}")
-    if c["generate_tp"] > 1 and c["cuda_graphs"]:
-        raise BadConfig("cuda_graphs with generate_tp: a step of sampling that sends is not "
-                        "recorded; leave one of them out")
     check_ensemble(c, terms)
     check_judge(c, [name for _, name, _ in terms])
     rules = [term for term in terms if term[2]]

@@ -21,7 +21,7 @@ import re
 import torch
 
 from data import naming
-from engine.hf_files import read_text, same_folder
+from folders import read_text, same_folder
 from engine.reading import as_dialogue
 from errors import BadInput, shorten
 from formats import where_is
@@ -73,12 +73,10 @@ class Judge:
         self.opening = []  # ids behind each question
         self.answers, self.opening = self.find_answers()
 
-    def __call__(self, tokens, packed):
-        """Packed questions (1, N), whose last tokens are read -> scores (1, n)."""
-        states = at_least_float32(self.model.trunk(tokens, packed=packed))  # (1, n, d)
-        # the answers' logits alone, and under autocast in float32 too: not a product of matrices
-        rows = at_least_float32(self.model.lm_head_weight()[self.answers])  # (K, d)
-        return log_odds((states[..., None, :] * rows).sum(-1))
+    def scores(self, tokens, last):
+        """Questions (b, T), padded on the right, whose last tokens are at `last` (b,) -> (b,)."""
+        logits = at_least_float32(self.model.last_logits(tokens, last))  # (b, V)
+        return log_odds(logits[:, self.answers])
 
     @property
     def whole_fingerprint(self):
@@ -189,7 +187,7 @@ class Judge:
         must not stop a run. Raises BadInput where the rest alone is longer.
         """
         ids = self.encode_whole(row, responses, principle)
-        limit = self.model.config.max_positions
+        limit = self.model.max_positions
         if len(ids) <= limit:
             return ids
         least = len(self.encode_whole(row, [""] * len(responses), principle))
@@ -219,7 +217,7 @@ class Judge:
         and its prompt leaves room for responses of new_tokens of the judge's tokens. drop: rows
         whose prompt is too long are taken out of `rows`. Returns how many were.
         """
-        limit, kept = self.model.config.max_positions - new_tokens * len(self.responses), []
+        limit, kept = self.model.max_positions - new_tokens * len(self.responses), []
         principle = max(self.principles, key=len)
         empty = [""] * len(self.responses)
         more = len(self.encode_whole(dict(prompt="", answer=""), empty, principle))

@@ -5,8 +5,7 @@ precision, how much memory it takes, and when it saves; what is learned is said 
 No module imports this file. A script's call of configure reads it, and each name below becomes a
 global of the script, as if its line stood there:
 
-    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None,
-                       fp32_head=None)
+    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None)
 
 A keyword gives the script's own default of a key; None says that the script has no such key.
 """
@@ -37,9 +36,6 @@ chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: of
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
 master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
-# fp32_head: the sampler's probabilities are then nearer to those of the training forward, and the
-# head is slower (MiniMax-M1, arXiv 2506.13585, section 3.2)
-fp32_head = False  # in 16 bits the LM head, and so all logits, in float32
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
 # nothing, and on AMD's they take nearly twice the time. What reads and what trains is compiled

@@ -13,7 +13,7 @@ import torch
 
 import parallel
 from engine import together
-from engine.pretrained import split_like
+from parallel import split_like
 from engine.together import Part
 from errors import Stop
 from model import at_least_float32

@@ -4,24 +4,24 @@ token that is not config.json's pad_token_id. Without one they refuse batches, a
 end of a turn they read the token in front of it, for which the model was not trained. So the folder
 of a reward model gets a padding token that ends nothing.
 """
+import glob
 import os
 import re
 
 import torch
 
 from engine.disk import write_json
-from engine.hf_files import read_json, tensor_files
-from engine.pretrained import hf_name
+from folders import read_json
 
 NEW = "[PAD]"  # where a tokenizer has nothing to pad with, as GPT-2's
 
 
-def give_padding(folder, tokenizer):
+def give_padding(folder, tokenizer, hf):
     """
     Write a padding token into the folder of a saved reward model, into config.json and the
-    tokenizer's files. tokenizer: the one that was saved there. Where that has no token for it, the
-    folder's gets a new one, behind all others, and the model an embedding for it, of zeros: nothing
-    ever reads it. All other ids stay as they are.
+    tokenizer's files. tokenizer: the one that was saved there; hf: the model that was. Where that
+    tokenizer has no token for it, the folder's gets a new one, behind all others, and the model an
+    embedding for it, of zeros: nothing ever reads it. All other ids stay as they are.
     """
     text, number = choose_padding(tokenizer)
     if text == NEW and number is None:
@@ -29,7 +29,7 @@ def give_padding(folder, tokenizer):
     file = os.path.join(folder, "config.json")
     config = read_json(file) | {"pad_token_id": number}
     if number >= config["vocab_size"]:
-        add_embeddings(folder, config["model_type"], number + 1 - config["vocab_size"])
+        add_embeddings(folder, hf, number + 1 - config["vocab_size"])
         config["vocab_size"] = number + 1
     write_json(file, config)
     name_padding(folder, text)
@@ -85,18 +85,15 @@ def name_padding(folder, text):
             write_json(file, settings | {"pad_token": text})
 
 
-def add_embeddings(folder, family, count):
-    """Add rows of zeros to the embedding of a model that was just saved in a folder."""
+def add_embeddings(folder, hf, count):
+    """Add rows of zeros to the embedding of a model, hf, that was just saved in a folder."""
     from safetensors.torch import load_file, save_file
 
-    name, _ = hf_name(family, "embed.weight")
-    file = tensor_files(folder)[name][0]
-    tensors = load_file(file)
-    rows = tensors[name].new_zeros(count, tensors[name].shape[1])
-    tensors[name] = torch.cat([tensors[name], rows])
-    save_file(tensors, file, metadata={"format": "pt"})
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        sizes = read_json(index)
-        sizes["metadata"]["total_size"] += rows.numel() * rows.element_size()
-        write_json(index, sizes)
+    table = hf.get_input_embeddings().weight
+    name = next(name for name, p in hf.named_parameters() if p is table)
+    for file in glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
+        tensors = load_file(file)
+        if name in tensors:
+            rows = tensors[name].new_zeros(count, tensors[name].shape[1])
+            tensors[name] = torch.cat([tensors[name], rows])
+            save_file(tensors, file, metadata={"format": "pt"})

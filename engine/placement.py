@@ -7,12 +7,11 @@ In this file, downwards:
 
     placements                      the keys of a run -> a Place for each model
     precisions                      dtype and master_weights -> the dtypes of the weights
-    load, shard                     a model from its folder to its place
-    compile_layers                  the key compile
-    trunk_of, sharded, in_memory, held    questions about models in their places
+    load_placed, shard              a model from its folder to its place
+    sharded, in_memory, held        questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
-    gather, copy_weights            whole tensors of sharded models, on every rank
+    gather, fill, copy_weights      whole tensors of sharded models, on every rank
 
 The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
 optimizer's states over the ranks; stage 2 also the gradients and, between steps, the weights;
@@ -22,26 +21,27 @@ ZeroRedundancyOptimizer, stages 2 and 3 are its FSDP2 (fully_shard). On one rank
 import contextlib
 import copy
 import ctypes
-import dataclasses
 import importlib.util
 import math
 import os
 import shutil
 import sys
 import sysconfig
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
 import parallel
-from engine.adapters import Adapted
-from engine.pretrained import fill, from_pretrained
-from engine.tensor_parallel import ALONE, SplitTransformer
-from errors import BadConfig, shorten
-from kernels import pack_weight, packing_pays
-from model import RMSNorm, Transformer, freeze
-from parallel import is_shard, my_part
+from engine.adapters import Adapted, load_whole
+from folders import model_folders
+from engine.tensor_parallel import split_copy
+from engine.together import alone
+from errors import BadConfig, BadInput, shorten
+from model import (Model, auto_class, check_head, check_one_score, freeze, load_model, probe,
+                   read_config)
+from parallel import fill, gather, is_shard, my_part
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,50 +237,104 @@ def precisions(dtype, master_weights, device):
 # loading
 
 
-def load(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0, trained=False,
-         recompute=False, compiled=False, fp32_head=False):
+def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=None, seed=0,
+                trained=False, recompute=False, compiled=False):
     """
-    A model as its Place says: read by from_pretrained, sharded before it takes any memory, and
-    with adapters where there is LoRA (an Adapted on a frozen Transformer).
+    A Model as its Place says: on this rank's device, sharded over the ranks, in the CPU's memory,
+    or its shapes alone; with LoRA an Adapted on it. A collective where it is sharded.
 
     dtype: of its weights. matrices: of its matrices, if it is frozen (see precisions). recompute:
-    the backward pass computes the layers again. compiled, fp32_head: the keys compile, fp32_head.
-    Raises BadInput.
+    the backward pass computes the layers again. compiled: the key compile. Raises BadInput.
     """
     if not place.here:
-        return from_pretrained(path, head, dtype, fp32_head=fp32_head, outline=True)
+        return outline(path, head, dtype)
     adapted = trained and place.lora is not None
-    frozen = not trained or adapted
+    trained = trained and not adapted  # with LoRA the model itself is frozen
     split = is_sharded(place, trained)
     on_cpu = place.offload == "params" and (split or not trained)
+    if split:
+        # rank 0 alone reads the files, into the CPU's memory; every rank gets its parts from it
+        whole = []
+        alone(lambda: whole.append(load_whole(path, head, dtype, seed=seed)))  # COLLECTIVE
+        model = outline(path, head, dtype)
+        settle(model, trained, matrices, recompute and (trained or adapted))
+        shard(model, place, device, matrices if trained else None)
+        model.to_empty(device="cpu" if on_cpu else device)
+        model.hf.tie_weights()  # to_empty makes two tensors of a tied one
+        fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
+    else:
+        model = load_whole(path, head, dtype, "cpu" if on_cpu else device, seed)
+        settle(model, trained, matrices, recompute and (trained or adapted))
+    finish_placing(model, device, compiled)
+    if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
+        rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)
+        with rounds, no_grad_forwards([model], device):
+            probe(model)
+    return Adapted(model, head, **place.lora, seed=seed) if adapted else model
 
-    def prepare(model):
-        if frozen:
-            freeze(model)
-        if split:
-            shard(model, place, device, None if frozen else matrices)
 
-    model = from_pretrained(path, head, dtype, "cpu" if on_cpu else device, seed,
-                            matrices if frozen else None, prepare, fp32_head)
-    model.recompute(recompute and trained)
-    compile_layers(model, compiled, device)
-    if model.head == "scalar" and split:
-        model.score.to(device)  # FSDP does not split this tensor, and so would not bring it back
-    model.path = path
-    model.offloaded = on_cpu and not split  # see on_device
-    if model.offloaded and device.type == "cuda":
+def outline(path, head, dtype):
+    """The model of a folder without its weights: shapes and settings, which take no memory."""
+    *adapters, folder = model_folders(path)
+    config = read_config(folder, path)
+    kind, file_dtype = (config.architectures or [""])[0], config.dtype
+    if head == "scalar":
+        check_one_score(config, path)
+    with torch.device("meta"):
+        hf = auto_class(head).from_config(config, dtype=dtype)
+    model = freeze(Model(hf, head, path))
+    model.file_dtype = file_dtype
+    if head == "scalar":
+        check_head(hf, path)
+        model.new_head = not kind.endswith("ForSequenceClassification")
+    return model
+
+
+def settle(model, trained, matrices, recompute):
+    """
+    Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
+    is one. recompute: if it is trained, its backward pass computes the layers again.
+    """
+    model.requires_grad_(trained)
+    if recompute:
+        model.recompute()
+    if matrices and not trained:
+        for p in matrices_of(model):
+            p.data = p.data.to(matrices)
+
+
+def matrices_of(model):
+    """
+    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
+    embeddings, whose rows it takes as they are, and not a scalar head.
+    """
+    wide = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    wide.add(id(model_score(model)))
+    return [p for p in model.parameters() if p.dim() >= 2 and id(p) not in wide]
+
+
+def model_score(model):
+    """The weight of a scalar head, which always keeps its bits; None: it has none."""
+    return model.hf.score.weight if model.head == "scalar" else None
+
+
+def finish_placing(model, device, compiled):
+    """What else the keys want of a model that holds its weights."""
+    if compiled:
+        check_compiler(device)
+        model.compile_trunk()
+    is_offloaded = not sharded(model) and next(model.parameters()).device.type != device.type
+    model.offloaded = is_offloaded  # see on_device
+    if is_offloaded and device.type == "cuda":
         for p in model.parameters():
             p.data = p.data.pin_memory()  # pinned memory copies faster
-    return Adapted(model, head, **place.lora, seed=seed) if adapted else model
 
 
 def is_sharded(place, trained):
     """Whether a model's weights are split over the ranks."""
     if parallel.rank_and_size()[1] == 1:
         return False
-    if trained and not place.lora:
-        return place.stage >= 2
-    return place.stage == 3  # frozen: it has no gradients and no states for stages 1 and 2 to split
+    return place.stage >= 2 if trained else place.stage == 3  # frozen: 1 and 2 split nothing of it
 
 
 def shard(model, place, device, matrices=None):
@@ -298,7 +352,7 @@ def shard(model, place, device, matrices=None):
                                         register_fsdp_forward_method)
 
     allocate_large_tensors_apart(device)
-    by_layer = place.stage == 3
+    model.by_layer = by_layer = place.stage == 3
     if parallel.group:
         settings = dict(mesh=DeviceMesh.from_group(parallel.group, device.type))
     else:
@@ -309,16 +363,42 @@ def shard(model, place, device, matrices=None):
     if matrices:
         rounded["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.layers:
-        if matrices:
-            norms = [m for m in layer.children() if isinstance(m, (RMSNorm, nn.LayerNorm))]
+    for layer in model.layers():
+        norms = [m for m in layer.modules() if "Norm" in type(m).__name__]
+        if matrices and norms:
             fully_shard(norms, reshard_after_forward=by_layer, **settings)
         fully_shard(layer, reshard_after_forward=by_layer, **settings, **rounded)
-    if not model.config.tied:  # the embedding is as large as many layers
-        fully_shard(model.embed, reshard_after_forward=by_layer, **settings)
-    whole = {model.score.weight} if model.head == "scalar" else set()  # one row: not worth a split
-    fully_shard(model, reshard_after_forward=False, ignored_params=whole, **settings)
-    register_fsdp_forward_method(model, "trunk")
+    inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+    if outputs is None or inputs.weight is not outputs.weight:  # it is as large as many layers
+        fully_shard(inputs, reshard_after_forward=by_layer, **settings)
+    score = model_score(model)  # one row: not worth a split
+    fully_shard(model, reshard_after_forward=False, ignored_params={score} - {None}, **settings)
+    # some trunks return a view of their states, and FSDP warns of writing into it: nobody does
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPModel\) returned a view")
+    # what runs the trunk; a head that reads its states finds its own weights there until after the
+    # backward pass, for what is in no layer stays gathered
+    for name in ("states", "next_logits"):
+        register_fsdp_forward_method(model, name)
+
+
+@torch.no_grad()
+def fill_from_rank_0(model, whole):
+    """
+    A collective: give a sharded model the weights of `whole`, which rank 0 alone has, a tensor at a
+    time; None on the other ranks.
+    """
+    own = [*model.hf.parameters(), *model.hf.buffers()]
+    theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
+    for t, source in zip(own, theirs, strict=True):
+        if source is None:
+            sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.wire())
+        else:
+            sent = source.to(parallel.wire(), t.dtype).contiguous()
+        parallel.broadcast(sent)  # COLLECTIVE
+        fill(t, sent)
+    model.new_head = whole is not None and whole.new_head
+    model.new_head = bool(parallel.all_reduce_max(  # COLLECTIVE
+        torch.tensor(float(model.new_head), device=parallel.wire())))
 
 
 def allocate_large_tensors_apart(device):
@@ -332,16 +412,14 @@ def allocate_large_tensors_apart(device):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
-def compile_layers(model, on, device):
+def check_compiler(device):
     """
-    The key compile, for a Transformer. torch.compile writes code and calls a compiler, in the first
-    forward: what it would miss then is said now. Raises BadConfig.
+    torch.compile writes code and calls a compiler, in the first forward: what it would miss then is
+    said now. Raises BadConfig.
     """
-    if on:
-        lacking = lacking_to_compile(device)
-        if lacking:
-            raise BadConfig(f"compile = True needs {lacking}; install it, or leave compile out")
-        model.compile_layers()
+    lacking = lacking_to_compile(device)
+    if lacking:
+        raise BadConfig(f"compile = True needs {lacking}; install it, or leave compile out")
 
 
 def lacking_to_compile(device):
@@ -368,13 +446,13 @@ def lacking_to_compile(device):
 
 
 def trunk_of(model):
-    """The Transformer on which a model stands: itself, or the one under its adapters and heads."""
-    return trunk_of(model.base) if isinstance(model, Adapted) else model
+    """The Model on whose trunk a model stands: itself, or the one under its adapters and heads."""
+    return model.owner() if isinstance(model, Adapted) else model
 
 
 def sharded(model):
     """Whether a rank holds only a part of this model's weights."""
-    return any(is_shard(p) for p in trunk_of(model).parameters())
+    return any(map(is_shard, trunk_of(model).parameters()))
 
 
 def in_memory(**models):
@@ -389,8 +467,8 @@ def in_memory(**models):
     first = {id(model): name for name, model in reversed(models.items())}
     models = {name: model for name, model in models.items() if first[id(model)] == name}
     for name, model in list(models.items()):
-        if isinstance(model, Adapted) and not any(model.base is m for m in models.values()):
-            models[f"{name}'s trunk"] = model.base
+        if isinstance(model, Adapted) and not any(model.owner() is m for m in models.values()):
+            models[f"{name}'s trunk"] = model.owner()
     return models
 
 
@@ -412,126 +490,107 @@ def no_grad_forwards(models, device):
     after an error in it, the layers that the forwards have gathered are freed: FSDP by itself frees
     them only in a backward pass.
     """
-    trunks = [trunk_of(model) for model in models if model is not None]
-    trunks = list(dict.fromkeys(trunks))  # each once, however many models stand on it
+    models = [trunk_of(model) for model in models if model is not None]
+    models = list(dict.fromkeys(models))  # each trunk once, however many models stand on it
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
-            for trunk in trunks:
-                stack.enter_context(on_device(trunk, device))
+            for model in models:
+                stack.enter_context(on_device(model, device))
             yield
     finally:
-        for trunk in trunks:
-            reshard(trunk)
+        for model in models:
+            reshard(model)
 
 
 @contextlib.contextmanager
-def on_device(trunk, device):
-    """In this block, a frozen trunk that lives in the CPU's memory is on the device."""
-    if not getattr(trunk, "offloaded", False):  # load sets it
+def on_device(model, device):
+    """In this block, a frozen model that lives in the CPU's memory is on the device."""
+    if not model.offloaded:
         yield
         return
-    parameters = list(trunk.parameters())
-    homes = [p.data for p in parameters]
-    for p in parameters:
-        p.data = p.data.to(device, non_blocking=True)  # in order with the kernels that read it
+    tensors = [*model.parameters(), *model.buffers()]
+    homes = [t.data for t in tensors]
+    for t in tensors:
+        t.data = t.data.to(device, non_blocking=True)  # in order with the kernels that read it
     try:
         yield
     finally:
-        for p, home in zip(parameters, homes, strict=True):
-            p.data = home  # nothing is copied back, because a frozen model has not changed
+        for t, home in zip(tensors, homes, strict=True):
+            t.data = home  # nothing is copied back, because a frozen model has not changed
 
 
-def reshard(trunk):
-    """Free the gathered layers of a sharded trunk; parameters() are the shards again."""
-    for module in trunk.modules():
-        if hasattr(module, "reshard"):  # FSDP's modules have it
-            module.reshard()
+def fsdp_modules(model):
+    """Those modules of a model that FSDP gathers, each as a whole."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
 
 
-def decoding_copy(policy, matrices, device, ranks=ALONE):
+def reshard(model):
+    """Free the gathered layers of a sharded model; parameters() are the shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+@contextlib.contextmanager
+def decoding_copy(policy, matrices, device, tp=1):
     """
-    The model that the rollout decodes with. All ranks call this. It is the policy itself, unless
-    one of these makes a copy, which is to be deleted after the rollout:
-
-    - the weights are sharded: the copy has them whole;
-    - autocast would round the matrices to the dtype `matrices` at every token: the copy has them in
-      that dtype;
-    - on this CPU a product is faster with a packed matrix, see kernels.pack_weight. Then matrices
-      that read the same are one, too, see Layer.join.
-
-    ranks: the Neighbours that decode together (generate_tp). Each gets its part of the model: a
-    sharded policy is gathered tensor by tensor, and only the part is kept. It is not packed.
+    The block in which the policy decodes, and the model that does it. All ranks come to it
+    together. It is the policy itself, unless autocast would round its matrices to the dtype
+    `matrices` at every token: then it is a copy that has them in that dtype, for this block only.
+    A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
+    have a copy together, see engine/tensor_parallel.py.
     """
+    if tp > 1:
+        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
+        return
     trunk = trunk_of(policy)
-    matrix, split = trunk.layers[0].q.weight, ranks.n > 1
-    packs = not split and device.type == "cpu" and packing_pays(matrices or matrix.dtype)
-
-    def to_cast(name, p):
-        return (matrices is not None and p.dim() == 2 and p.dtype != matrices
-                and not trunk.config.stays_wide(name))
-
-    casts = any(to_cast(name, p) for name, p in trunk.named_parameters())
-    if not split and not packs and not sharded(policy) and not casts:
-        return policy
-    # a packed matrix cannot be the embedding's table, too: so the head gets one of its own
-    c = dataclasses.replace(trunk.config, tied=False) if packs else trunk.config
-    with torch.device("meta"):  # no memory yet
-        model = SplitTransformer(c, ranks) if split else Transformer(c, trunk.head)
-    freeze(model)
-
-    def put(name, t):
-        name, _, kind = name.rpartition(".")  # "layers.0.q", "weight"
-        module = model.get_submodule(name)
-        setattr(module, kind, nn.Parameter(t, requires_grad=False))
-
-    for name, p in trunk.named_parameters():
-        t = my_part(p.detach())
-        if split and not is_shard(p):
-            t = model.part_of(name, t)
-        t = t.to(device)
-        if to_cast(name, p):
-            t = t.to(matrices)
-        if is_shard(p):
-            t = gather(t, p)
-            if split:
-                t = model.part_of(name, t).clone()  # the rest of it is freed
-        put(name, t)
-        if name == "embed.weight" and trunk.config.tied and packs and trunk.head == "lm":
-            put("lm_head.weight", t)
-    if packs:
-        for layer in model.layers:
-            layer.join(pack_weight)
-        if trunk.head == "lm":
-            head = model.lm_head.weight
-            # with fp32_head a head in 16 bits is made wide each time that it is read
-            made_wide = trunk.config.fp32_head and head.dtype.itemsize == 2
-            if packing_pays(head.dtype) and not made_wide:
-                put("lm_head.weight", pack_weight(head))
-    if not isinstance(policy, Adapted):
-        return model
-    if split:
-        twin = Adapted(model)
-        twin.layers = model.parts_of_adapters(policy.layers)
-        return twin
-    twin = copy.copy(policy)  # it has the policy's own adapters, on the copy of the trunk
-    twin.stand_on(model)
-    return twin
+    modules = fsdp_modules(trunk)
+    if modules:
+        trunk.set_reshard_after_forward(False)
+        for module in modules:
+            module.unshard()  # COLLECTIVE
+        try:
+            yield policy
+        finally:
+            reshard(trunk)
+            trunk.set_reshard_after_forward(trunk.by_layer)
+            trunk.set_reshard_after_forward(False, recurse=False)
+        return
+    if matrices is None or policy.hf.dtype == matrices or isinstance(policy, Adapted):
+        # an adapter's trunk is frozen, and has its matrices in that dtype already
+        yield policy
+        return
+    # deepcopy takes from `memo` what is there already, and copies the rest: modules and buffers
+    memo = {}
+    for p in policy.parameters():
+        t = p.detach().to(matrices if p.dim() >= 2 else p.dtype)
+        memo[id(p)] = nn.Parameter(t, requires_grad=False)
+    yield copy.deepcopy(policy, memo)
 
 
 # --------------------------------------------------------------------------------------------------
 # whole tensors of sharded models
 
 
-def gather(t, p):
+def refill(model, folder):
     """
-    The whole tensor, on every rank. Each rank has a part t of it; the tensor is split as the
-    sharded parameter p is. A collective.
+    A collective if the model is sharded: give it the weights that are in a folder. Raises BadInput
+    where they are another model's.
     """
-    from torch.distributed.tensor import DTensor
+    whole = []
 
-    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
-                           shape=p.shape, stride=p.stride())
-    return parallel.collective(t.full_tensor)
+    def read():
+        whole.append(load_model(folder, model.head, model.hf.dtype))
+        saved, here = ([p.shape for p in m.hf.parameters()] for m in (whole[0], model))
+        if saved != here:
+            raise BadInput(f"{folder}: its tensors are not those of the model trained here; "
+                           "resume with the model that saved it")
+
+    if any(map(is_shard, model.hf.parameters())):
+        alone(read)  # COLLECTIVE
+        fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
+    else:
+        read()
+        copy_weights(whole[0], model)
 
 
 def copy_weights(source, target):
@@ -539,5 +598,5 @@ def copy_weights(source, target):
     A collective: give a model the weights of another one of the same architecture. Either may be
     sharded, and their dtypes may differ: a tensor at a time is put together and split again.
     """
-    for p, q in zip(source.parameters(), target.parameters(), strict=True):
+    for p, q in zip(source.hf.parameters(), target.hf.parameters(), strict=True):
         fill(q, gather(my_part(p.detach()), p) if is_shard(p) else p.detach())

@@ -5,8 +5,6 @@ transformers do (class Reader): prompt and response are a dialogue in its own ch
 score is read at the last token that is not its pad_token_id.
 """
 from data import naming
-from engine.hf_config import pad_token_id
-from engine.hf_files import find_folder, is_adapter
 from engine.tokenizers import Tokenizer, check_tokenizer_fits
 from errors import BadInput, warn
 from formats import where_is
@@ -25,22 +23,18 @@ def reader_of(reward_model, tokenizer, reward_format, path):
     if reward_model.new_head:
         raise BadInput(f"{path!r} has no score head, it is a plain language model; "
                        "train one with rm.py")
-    config = reward_model.config
-    if config.hf.get("auto_map"):
+    config = reward_model.hf.config
+    if getattr(config, "auto_map", None):
         warn(f"{path}: its config.json names code of its own (auto_map), which is not run: if that "
-             f"computes another score than a {config.family} with one label, this one is wrong. "
-             "tools/score.py compares, but without that code, too")
-    ours = "score_shift" in config.hf  # rm.py writes it
+             f"computes another score than a {config.model_type} with one label, this is wrong")
+    ours = hasattr(config, "score_shift")  # rm.py writes it
     if reward_format == "auto" and ours:
         return tokenizer, None
     if reward_format == "chat" and not tokenizer.template:
         raise BadInput(f"reward_format = 'chat', but the tokenizer of {path} has no chat template; "
                        "type --reward_format=plain")
     chat = bool(tokenizer.template) and reward_format != "plain"
-    skipped_id = pad_token_id(config.hf)
-    if skipped_id is None and is_adapter(find_folder(path)):
-        # an adapter, whose trainer has set it in the base model's config and in the tokenizer
-        skipped_id = getattr(getattr(tokenizer, "backend", None), "pad_token_id", None)
+    skipped_id = config.pad_token_id
     reader = Reader(tokenizer, chat, skipped_id)
     whose = "" if ours else "not trained by rm.py; "
     how = "as plain text, with EOS behind it"
@@ -69,7 +63,7 @@ def ids_read(reader, rows, path, fields, model):
     the token at which its score is read. reader: from reader_of. path: of the rows, for messages.
     Raises BadInput, also where a text does not fit into the model's context.
     """
-    found, longest = [], model.config.max_positions
+    found, longest = [], model.max_positions
     for number, row in enumerate(rows):
         with naming(*where_is(rows, path, number)):
             found.append([ids_of(reader, row["prompt"], row[field]) for field in fields])

@@ -11,8 +11,6 @@ import time
 
 import torch
 
-from engine.adapters import Adapted
-from engine.limits import product_rate
 from loss import importance_weights, masked_sum
 
 # --------------------------------------------------------------------------------------------------
@@ -198,29 +196,33 @@ def measured_flops(dtype, device):
     The operations a second of a product of two square matrices: the fastest of those that fit into
     20 ms. All ranks measure at the same time, as they compute.
     """
-    # enough to keep all cores busy; up to 256 MB on a GPU, 2 MB on a CPU
-    rate = product_rate(4096 if device.type == "cuda" else 384, dtype, device, seconds=0.02)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    n = 4096 if on_gpu else 384  # keeps all cores busy; up to 256 MB on a GPU, 2 MB on a CPU
+    matrix, times = torch.ones(n, n, dtype=dtype, device=device), []
+    end = time.perf_counter() + 0.02
+    while len(times) < 4 or time.perf_counter() < end:
+        began = time.perf_counter()
+        matrix @ matrix
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)  # the peak that is logged is that of training
-    return rate
+    return 2 * n**3 / min(times[1:])  # the first one warms up: it starts threads and loads kernels
 
 
 def flops_a_token(model, trained=False):
     """
     The floating-point operations of a model for one token: 2 N in a forward pass. Trained: 2 N more
-    for the gradients of activations, and 2 for each weight that has a gradient; so 6 N without
-    LoRA, and hardly more than 4 N with it. N is the number of its parameters, its trunk's included,
-    without the embeddings, which are looked up. Attention's own operations are not counted.
+    for the gradients of activations, and 2 for each weight that has a gradient, so 6 N. N is the
+    number of its parameters without the embeddings, which are looked up, unless they are the LM
+    head, too. Of a mixture of experts all are counted. Attention's own operations are not.
     """
-    head, tied = model.head, model.config.tied
-    skipped = {"positions.weight"} | ({"lm_head.weight"} if head != "lm" else set())
-    if head != "lm" or not tied:  # a tied embedding is the LM head, which multiplies
-        skipped.add("embed.weight")
-    parameters = []
-    while model is not None:  # an Adapted, and then what it stands on
-        parameters += [p for name, p in model.named_parameters() if name not in skipped]
-        alone = model.shared_trunk and model.head == "scalar"  # the policy runs the trunk for it
-        model = None if alone else getattr(model, "base", None)
+    looked_up = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding)
+                 for p in m.parameters()}
+    head = model.hf.get_output_embeddings() if model.head == "lm" else None
+    looked_up -= {id(p) for p in head.parameters()} if head else set()
+    parameters = [p for p in model.parameters() if id(p) not in looked_up]
     forward = 2 * sum(p.numel() for p in parameters)
     with_gradient = sum(p.numel() for p in parameters if p.requires_grad)
     return 2 * forward + 2 * with_gradient if trained else forward
@@ -247,16 +249,11 @@ def speed_words(record):
 
 
 def print_models(models):
-    """A line for each of {name: model}: its size, whether it is trained, on whose trunk it is."""
+    """A line for each of {name: model}: its size, and whether it is trained."""
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
         trained = any(p.requires_grad for p in model.parameters())
         line = f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}"
-        if isinstance(model, Adapted):
-            parts = ["an adapter"] if model.layers else []
-            parts += ["a head"] if model.head == "scalar" else []
-            trunk = next(other for other, m in models.items() if m is model.base)
-            line += f": {' and '.join(parts)} on {trunk}"
         print(line)
 
 

@@ -21,7 +21,6 @@ from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.judging import judged_by_reference
-from engine.planner import predicted_mib
 from engine.optimizers import overflowed
 from engine.placement import copy_weights, held, sharded
 from engine.report import (flops_a_token, importance_of, peak_flops, print_models, print_samples,
@@ -38,7 +37,7 @@ from loss import gap, gap_limit
 MUST_MATCH = ("seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim",
               "ref_path", "staleness")
 # with staleness > 0 also these: the checkpoint has batches that were sampled with them
-MUST_MATCH_AHEAD = ("max_new_tokens", "top_k", "top_p", "min_p")
+MUST_MATCH_AHEAD = ("max_new_tokens",)
 
 
 def ranks_agree(config, models, tokenizers):
@@ -151,13 +150,7 @@ class Run:
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
-        reward_models = [m for name, m in models.items() if name.startswith("reward_model")
-                         and not name.endswith("'s trunk")]
-        self.predicted = predicted_mib(
-            config, models["policy"], reward_models, tokenizer, *prompts, self.world_size, device,
-            ptx[1], models.get("judge"), "train" if launch.crew else "")
-        # of the first one, also where other ranks hold it
-        self.reward_config = reward_models[0].config if reward_models else None
+        self.reward_model = models.get("reward_model")  # also where other ranks hold it
         self.peak = peak_flops(config, device)
         self.forward_flops = {name: flops_a_token(model) for name, model in self.models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
@@ -182,7 +175,6 @@ class Run:
         if launch.crew:
             ranks = f"ranks with roles ({self.config['roles']})"
         print(f"{ranks} on {self.device.type}, {self.config['dtype']}, "
-              f"{self.predicted:.0f} MiB of tensors each at most; "
               f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
               f"on {batch_size // minibatches} of them")
         if self.checkpoint:
@@ -349,8 +341,7 @@ class Run:
                 print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
                       f"training forward by {worst:.2g} nats a token (rounding is mostly below "
                       f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
-                      "corrects for it, --fp32_head=True makes it smaller, and "
-                      "--sampler_gap_limit=... would stop the run",
+                      "corrects for it, and --sampler_gap_limit=... would stop the run",
                       flush=True)
         return worst
 
@@ -359,15 +350,14 @@ class Run:
         A collective: add what the models say of each response token to the batch. columns: {name:
         (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
         log-probs must be the same, and where the reference is the policy as it is now (in iteration
-        0, and after a reset), the reference's, too (not with top_k, top_p or min_p, which truncate
-        the policy alone); returns the sampler's gap, in nats.
+        0, and after a reset), the reference's, too; returns the sampler's gap, in nats.
         """
         batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
         check_finite({name: batch[name] for name in columns}, self.iteration)
         if "old_logprobs" not in columns:
             return None
         others = dict(sampler_logprobs="the sampler")
-        if self.ref_is_policy and "ref_logprobs" in batch and "kept" not in batch:
+        if self.ref_is_policy and "ref_logprobs" in batch:
             others["ref_logprobs"] = "the reference"
         gaps = [self.must_agree(  # COLLECTIVE
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
@@ -433,14 +423,13 @@ class Run:
         if batch:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, record["policy/steps"])
-            record["mem/predicted_mib"] = self.predicted
             if self.config["staleness"]:
                 record["policy/staleness"] = self.age
             if launch.crew:
                 record |= launch.crew.shares()
             record |= importance_of(batch, self.config["importance_cap"])
-            if self.reward_config:
-                record["objective/score_shift"] = self.reward_config.score_shift
+            if self.reward_model:
+                record["objective/score_shift"] = self.reward_model.score_shift
         write_log(self.out_dir, record)  # COLLECTIVE
         if batch and self.rank == 0:
             done, max_iters = self.iteration + 1, self.config["max_iters"]
@@ -470,7 +459,7 @@ class Run:
         sampled, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
         passes = steps / self.config["num_minibatches"]
         readers = sum(flops for name, flops in self.forward_flops.items()
-                      if not name.endswith("'s trunk") and (name != "policy" or self.policy_reads))
+                      if name != "policy" or self.policy_reads)
         work = dict(rollout=(sampled, read * self.forward_flops["policy"]),  # tokens, operations
                     score=(read, read * readers),
                     update=(passes * read, passes * read * self.training_flops

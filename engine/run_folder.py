@@ -27,8 +27,8 @@ import parallel
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
 from engine.disk import SEEN_WAIT, put_back, sha256, write_json
-from engine.hf_files import is_adapter, model_folders, read_json, several_paths
-from engine.placement import sharded, trunk_of
+from folders import model_folders, read_json, several_paths
+from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, from_rank, name_ranks, ranks_where
@@ -316,18 +316,13 @@ def content_hash(path):
     several = several_paths(path, "the model folders")
     if len(several) > 1:
         return hashlib.sha256("".join(map(content_hash, several)).encode()).hexdigest()
-    folders = [path]
-    if not os.path.isdir(path):
+    folders = [path]  # a tokenizer's folder has no config.json
+    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, "adapter_config.json")):
         folders = model_folders(path)
-    elif is_adapter(path):
-        # with share_base the base is policy_path, wherever it is
-        with contextlib.suppress(BadInput):
-            folders = model_folders(path)
-    kinds = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-    listed = ""
-    for folder in folders:
-        files = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
-        listed += "".join(f"{name} {sha256(os.path.join(folder, name))}\n" for name in files)
+    kinds = (".json", ".safetensors", ".txt", ".model", ".jinja")
+    files = [os.path.join(folder, name) for folder in folders
+             for name in sorted(os.listdir(folder)) if name.endswith(kinds)]
+    listed = "".join(f"{os.path.basename(file)} {sha256(file)}\n" for file in files)
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
@@ -374,5 +369,5 @@ def fingerprint(model):
     the checksums of its tensors; of a sharded model, of which no rank has all, its files' hash.
     """
     if sharded(model):
-        return content_hash(trunk_of(model).path)
+        return content_hash(model.path)
     return checksums({"": model}).tolist()

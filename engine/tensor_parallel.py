@@ -1,243 +1,86 @@
 """
-Tensor-parallel decoding, the key generate_tp: while the policy samples, n neighbouring ranks hold
-one copy of it together, each an n-th. They decode the same rows in step, and each ends with the
-same tokens. So a policy can be sampled that is too large for one GPU.
+Tensor-parallel generation, the key generate_tp: to sample, n neighbouring ranks hold the policy
+together. Each has some heads of every attention, and some of the width of every MLP; how that goes
+in a family, transformers knows (the model's tp_plan). They decode the same responses in step, and
+exchange numbers in every layer.
 
-Each pair of matrices is cut where they meet, as in Megatron-LM (arXiv 1909.08053, section 3): the
-first by its rows, the second by its columns. What lies between them, heads of attention or a part
-of the MLP's width, is then one rank's business, and the results need only be added up:
-
-    of                           a rank holds                      all_reduce, all_gather
-    embed (V, d)                 the rows of its tokens            its output (n, d)
-    q, k, v (heads hd, d)        the rows of its heads
-    attention and its KV cache   its heads
-    o (d, H hd)                  the columns of its heads          its output (n, d)
-    gate, up (ff, d)             ff / n rows
-    down (d, ff)                 ff / n columns                    its output (n, d)
-    lm_head (V, d)               V / n rows                        its logits (n, V / n)
-    norms, positions             all
-
-That is two all_reduces a layer. All ranks sample from the same gathered logits, so from the same
-bits, and choose the same tokens.
-
-Fewer heads of keys and values than ranks: each of them is on several ranks, next to each other,
-whose queries are those that this head serves.
-
-V vocabulary, d width, H heads with hd coordinates each, ff the MLP's width.
+The copy that decodes is split and stays in memory, of which a rank has 1 / n. Before each rollout
+it gets the policy's new weights, a tensor at a time, so no rank ever needs memory for all of them.
 """
-import dataclasses
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 
 import parallel
-from engine import together
-from engine.adapters import LoRA
-from errors import BadConfig
-from model import Layer, RMSNorm, Transformer, at_least_float32
-from parallel import collective, rank_and_size, share, wire
-
-# --------------------------------------------------------------------------------------------------
-# the ranks that hold a policy together
+from engine.adapters import Adapted
+from errors import BadConfig, first_line
+from model import Model, auto_class, freeze
+from parallel import fill, gather, is_shard, my_part
 
 
-class Neighbours:
-    """n ranks next to each other; this one has the number 0, 1, ... n - 1 among them."""
-
-    def __init__(self, n, number=0, group=None):
-        self.n, self.number, self.group = n, number, group
-        self.asked = 0
-
-    def sum(self, t):
-        """A collective of the neighbours: t, added up in its own memory."""
-        if self.n > 1:
-            collective(dist.all_reduce, t, group=self.group)
-        return t
-
-    def gather(self, t):
-        """A collective of the neighbours: [number 0's t, number 1's t, ...]."""
-        if self.n == 1:
-            return [t]
-        parts = [torch.empty_like(t) for _ in range(self.n)]
-        collective(dist.all_gather, parts, t.contiguous(), group=self.group)
-        return parts
-
-    def any(self, flag, every=1):
-        """
-        A collective of the neighbours: whether the flag is true on any of them. every: they only
-        ask each other at each so-manieth call, and the others say no.
-        """
-        if self.n == 1:
-            return flag
-        self.asked += 1
-        if self.asked % every:
-            return False
-        return bool(self.sum(torch.tensor(float(flag), device=wire())))
+def check_split(n, roles):
+    """Raise BadConfig where the ranks cannot sample in groups of n."""
+    size = parallel.rank_and_size()[1]
+    if roles:
+        raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
+                        "one of the two out")
+    if size % n:
+        raise BadConfig(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
+                        f"--generate_tp=1, or start a multiple of {n}")
 
 
-ALONE = Neighbours(1)
-
-
-@functools.cache
-def neighbours(n):
-    """A collective at its first call: the Neighbours of this rank, n of them with itself."""
-    if n == 1:
-        return ALONE
-    rank, size = rank_and_size()
-    if parallel.group:  # ranks with roles: those of other roles do not make these groups
-        begin = parallel.first + rank // n * n
-        group = collective(dist.new_group, list(range(begin, begin + n)), together.usual_wait,
-                           use_local_synchronization=True)
-        return Neighbours(n, rank % n, group)
-    groups = [collective(dist.new_group, list(range(first, first + n)), together.usual_wait)
-              for first in range(0, size, n)]
-    return Neighbours(n, rank % n, groups[rank // n])
-
-
-# --------------------------------------------------------------------------------------------------
-# which part of a tensor is whose
-
-
-def check_split(c, n, of="the policy"):
-    """Raise BadConfig unless the heads of a model (its ModelConfig) can be dealt to n ranks."""
-    def can(n):
-        return c.n_heads % n == 0 and (c.n_kv_heads % n == 0 or n % c.n_kv_heads == 0)
-
-    if not can(n):
-        kinds = f"{c.n_heads} attention heads"
-        if c.n_kv_heads != c.n_heads:
-            kinds += f" and {c.n_kv_heads} heads of keys and values"
-        possible = ", ".join(str(m) for m in range(1, c.n_heads + 1) if can(m))
-        raise BadConfig(f"generate_tp = {n}: {of} has {kinds}, which so many ranks cannot share; "
-                        f"possible are {possible}")
-
-
-def places(c, number, n):
+def split_copy(policy, dtype, device, n):
     """
-    {module: slice}: which rows of its tensors the rank of this number holds; of o and down, which
-    columns. A module that is not named is held whole.
+    A collective: the split copy of a policy, with the weights that this has now. It is made at the
+    first call, and kept with the policy. dtype: of its matrices; None: the policy's.
     """
-    kv = share(c.n_kv_heads, number, n)
-    if n > c.n_kv_heads:  # a head of keys and values is on n / n_kv_heads ranks
-        first = number * c.n_kv_heads // n
-        kv = range(first, first + 1)
-    q, kv = ([heads.start * c.head_dim, heads.stop * c.head_dim]
-             for heads in (share(c.n_heads, number, n), kv))
-    ff, V = ([part.start, part.stop] for part in (share(c.d_ff, number, n),
-                                                  share(c.vocab_size, number, n)))
-    held = dict(embed=V, q=q, k=kv, v=kv, o=q, gate=ff, up=ff, down=ff, lm_head=V)
-    if c.qk_norm == "width":
-        held |= dict(q_norm=q, k_norm=kv)
-    return {module: slice(*bounds) for module, bounds in held.items()}
+    if "split" not in policy.__dict__:  # not an attribute that nn.Module would register
+        policy.__dict__["split"] = make_split(policy, dtype or policy.hf.dtype, device, n)
+    copy_weights_into(policy.__dict__["split"], policy)  # COLLECTIVE
+    return policy.__dict__["split"]
 
 
-def part_config(c, number, n):
-    """The ModelConfig of the part that the rank of this number holds."""
-    sizes = {module: s.stop - s.start for module, s in places(c, number, n).items()}
-    return dataclasses.replace(
-        c, vocab_size=sizes["embed"], n_heads=sizes["q"] // c.head_dim,
-        n_kv_heads=sizes["k"] // c.head_dim, d_ff=sizes["up"])
+def make_split(policy, dtype, device, n):
+    """
+    A collective: a Model of the policy's architecture, of which each of n neighbouring ranks has
+    its part, without weights. Raises BadConfig where transformers cannot split the model.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    config = policy.hf.config
+    heads = getattr(config.get_text_config(), "num_key_value_heads", None)
+    if heads is not None and heads % n:
+        raise BadConfig(f"generate_tp = {n} does not divide the {heads} heads of keys and values "
+                        f"of {policy.path}; take a divisor")
+    with torch.device("meta"):  # no memory yet
+        hf = auto_class("lm").from_config(config, dtype=dtype)
+    tables = [m for m in hf.modules() if isinstance(m, nn.Embedding)]
+    for p in [p for p in hf.parameters() if p.dim() < 2] + [m.weight for m in tables]:
+        p.data = p.data.to(policy.hf.dtype)  # autocast does not round these
+    rank, size = parallel.rank_and_size()
+    groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
+    mesh = DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
+    try:
+        plan, *_ = hf._resolve_parallel_plans(DistributedConfig(tp_size=n))
+        apply_tensor_parallelism(hf, mesh, plan)
+    except (ValueError, RuntimeError, AttributeError, KeyError) as e:
+        raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so many "
+                        f"ranks: {first_line(e)}; leave generate_tp out") from e
+    hf.to_empty(device=device)
+    hf.tie_weights()  # to_empty makes two tensors of a tied one
+    for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
+        mine.copy_(theirs)
+    return freeze(Model(hf, path=policy.path))
 
 
-# --------------------------------------------------------------------------------------------------
-# a rank's part of a model
-
-
-class SplitLayer(Layer):
-    """A layer with some of the heads and of the MLP's width. The results of all are added up."""
-
-    def __init__(self, c, index, ranks):
-        super().__init__(c, index)
-        self.ranks = ranks
-        if c.qk_norm == "width":
-            self.q_norm = SplitNorm(c, c.n_heads * c.head_dim, ranks)
-            self.k_norm = SplitNorm(c, c.n_kv_heads * c.head_dim, ranks)
-
-    def linear(self, name, x, adapter):
-        y = super().linear(name, x, adapter)
-        return self.ranks.sum(y) if name == "o" else y
-
-    def mlp(self, x, adapter):
-        return self.ranks.sum(super().mlp(x, adapter))
-
-
-class SplitNorm(RMSNorm):
-    """OLMo 2's norm of all heads together: the mean of squares is over those of all ranks."""
-
-    def __init__(self, c, dim, ranks):
-        super().__init__(c, dim)
-        self.ranks = ranks
-
-    def forward(self, x):
-        wide = at_least_float32(x)
-        squares = self.ranks.sum(wide.square().sum(-1, keepdim=True))  # (B, T, 1)
-        # keys that are on several ranks are counted several times, all of them equally often
-        mean = squares / (self.ranks.n * x.shape[-1])
-        return (wide * (mean + self.eps).rsqrt() * self.weight).to(x.dtype)
-
-
-class SplitEmbedding(nn.Embedding):
-    """The rows of some tokens: those of the others are 0 here, and come from another rank."""
-
-    def __init__(self, rows, d_model, ranks):
-        super().__init__(rows.stop - rows.start, d_model)
-        self.rows, self.ranks = rows, ranks
-
-    def forward(self, tokens):
-        elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)  # (B, T)
-        x = super().forward((tokens - self.rows.start).masked_fill(elsewhere, 0))  # (B, T, d)
-        return self.ranks.sum(x.masked_fill_(elsewhere[..., None], 0))
-
-
-class SplitTransformer(Transformer):
-    """What one of several ranks holds of a Transformer with an LM head. For decoding alone."""
-
-    def __init__(self, c, ranks):
-        """c: the ModelConfig of the whole. Parameters without values, see `part_of`."""
-        part = part_config(c, ranks.number, ranks.n)
-        super().__init__(part)
-        # its logits are those of all tokens
-        self.config, self.ranks = dataclasses.replace(part, vocab_size=c.vocab_size), ranks
-        self.places = places(c, ranks.number, ranks.n)
-        self.embed = SplitEmbedding(self.places["embed"], c.d_model, ranks)
-        self.layers = nn.ModuleList(SplitLayer(part, i, ranks) for i in range(c.n_layers))
-
-    def output(self, x):
-        """The head, on the trunk's states (..., d) -> the logits of all tokens (..., V)."""
-        logits = super().output(x)  # (..., V / n)
-        sizes = [len(share(self.config.vocab_size, i, self.ranks.n)) for i in range(self.ranks.n)]
-        logits = F.pad(logits, (0, max(sizes) - logits.shape[-1]))  # all_gather wants one shape
-        parts = self.ranks.gather(logits)
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
-
-    def part_of(self, name, t):
-        """What this rank holds of a whole tensor: a view of it. name: as "layers.0.o.weight"."""
-        module, kind = name.split(".")[-2:]
-        place = self.places.get(module)
-        if module not in ("o", "down"):
-            return t if place is None else t[place]
-        if kind == "bias":  # is added once, and not by each rank
-            return t if self.ranks.number == 0 else torch.zeros_like(t)
-        return t[:, place]
-
-    def parts_of_adapters(self, layers):
-        """
-        What this rank holds of an Adapted's adapters. B has the rows of its matrix, and A its
-        columns: so of q, k, v, gate and up B is cut, of o and down A. They are not merged into the
-        matrices: in 16 bits those would lose most of what an adapter changes.
-        """
-        split = nn.ModuleList()
-        for adapters in layers:
-            split.append(nn.ModuleDict())
-            for name, a in adapters.items():
-                A, B = a.A.detach(), a.B.detach()  # (r, in), (out, r)
-                if name in ("o", "down"):
-                    A = A[:, self.places[name]]
-                else:
-                    B = B[self.places[name]]
-                A, B = (nn.Parameter(t, requires_grad=False) for t in (A, B))
-                split[-1][name] = LoRA(A, B, a.scale)
-        return split
+@torch.no_grad()
+def copy_weights_into(split, policy):
+    """A collective: give the split copy the policy's weights, a tensor at a time."""
+    pairs = zip(policy.hf.named_parameters(), split.hf.parameters(), strict=True)
+    for (name, p), part in pairs:
+        W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
+        if isinstance(policy, Adapted):
+            W = policy.merged(name, W)
+        fill(part, W.to(part.dtype))

@@ -16,7 +16,7 @@ import os
 import re
 
 from engine.chats import CHAT_KEYS, MARK, ChatTemplate, attempt, common_prefix, content_of
-from engine.hf_files import read_file, read_json, read_text, tokenizer_folders
+from folders import model_folders, read_file, read_json, read_text
 from engine.text_ends import text_ends_of
 from errors import BadInput, first_line, shorten, warn
 from rows import is_surrogate
@@ -30,6 +30,9 @@ JSON_FILES = ("config.json", "generation_config.json", "tiktoken.json", "tokeniz
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
+TOKENIZERS = ("tiktoken.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+
+
 def load_tokenizer(path, config=None):
     """
     The tokenizer of a model folder or hub name. Its eos_ids are all ends that its own files, its
@@ -41,8 +44,12 @@ def load_tokenizer(path, config=None):
     are for chats; any of them may be absent.
     """
     config = dict.fromkeys(CHAT_KEYS, "") | (config or {})
-    folder, model_folder = tokenizer_folders(path)  # two, where an adapter has a tokenizer
-    files = {name: os.path.join(model_folder if name in MODEL_FILES else folder, name)
+    alone = os.path.isfile(os.path.join(path, "tiktoken.json"))  # perhaps without a model
+    # of an adapter: its own tokenizer if it has one, else its base model's
+    folders = [path] if alone else model_folders(path, weights=False)
+    folder = next((f for f in folders if any(os.path.isfile(os.path.join(f, name))
+                                             for name in TOKENIZERS)), folders[-1])
+    files = {name: os.path.join(folders[-1] if name in MODEL_FILES else folder, name)
              for name in JSON_FILES}
     settings = {name: read_json(file) for name, file in files.items() if os.path.isfile(file)}
     family = settings.get("config.json", {}).get("model_type")

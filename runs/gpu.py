@@ -3,7 +3,7 @@ One command that proves it on a GPU: `bash runs/gpu.sh`. It runs each check belo
 its own, with a time limit, whatever came of the others, and writes gpu_report.md and .json.
 
     python runs/gpu.py                   # all checks
-    python runs/gpu.py tests memory      # only these
+    python runs/gpu.py tests toy         # only these
     python runs/gpu.py --dry-run         # what it would run
     python runs/gpu.py --page            # docs/gpu.md, from docs/gpu.json
     python runs/gpu.py --page=gpu_report.json    # that report becomes docs/gpu.json first
@@ -52,7 +52,7 @@ def bench(name, what, seconds, **settings):
 
 
 def read_bench(file, name):
-    """The numbers of tools/bench.py's --json, as figures: "small, ppo real, update", ..."""
+    """The numbers of tools/bench.py's --json, as figures: "small, ppo, update", ..."""
     with open(os.path.join(ROOT, file), encoding="utf-8") as f:
         tables = json.load(f)
     return [figure(f"{name}, {row}, {column}", value) for row, columns in tables.items()
@@ -76,10 +76,7 @@ ADDITION = "data/arithmetic"  # the built-in task
 OUT = "out/gpu"
 CHECKS = {
     "tests": Check("the tests that need a GPU", 170, [
-        ["-m", "pytest", "-q", "-m", "gpu", "-k", "not peak", "--durations=5",
-         "tests/test_gpu.py"]]),
-    "memory": Check("a rank's peak against engine/memory.py, ten configurations", 90, [
-        ["-m", "pytest", "-q", "-m", "gpu", "-k", "peak", "tests/test_gpu.py"]]),
+        ["-m", "pytest", "-q", "-m", "gpu", "--durations=5", "tests/test_gpu.py"]]),
     "toy": Check("the built-in task, from the data to GRPO, shortened", 90, [
         [f"{ADDITION}/prepare.py"],
         ["sft.py", "config/arithmetic_sft.py", *keys(out_dir=f"{OUT}/sft", device_type="cuda")],
@@ -104,10 +101,8 @@ FIGURES = {  # name -> what it is, what is wanted
     "gap float16": ("the same in float16", "below 0.02 nats"),
     "gap float32": ("the same in float32, largest", "below 1e-4 nats"),
     "ratio gap bfloat16": ("the first step's ratio, distance from 1", "0"),
-    "cuda_graphs": ("how much faster it makes sampling, 125M parameters, 64 responses", "2 times"),
     "cost of deterministic": ("seconds of a training step, against those without", "-"),
     "impossible tokens": ("of 10^8 draws at vocabularies of 32k to 152k", "0"),
-    "peak against memory.py": ("largest deviation of ten configurations", "within 10 %"),
     "toy accuracy before": ("held-out problems, the SFT model", "about 30 %"),
     "toy accuracy after": ("the same after 20 iterations of GRPO", "above 80 %"),
 }

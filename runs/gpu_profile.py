@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 import errors  # noqa: E402
 from engine import run  # noqa: E402
 from engine.checkpoint import save_model  # noqa: E402
-from engine.pretrained import from_scratch  # noqa: E402
 from engine.tokenizers import ByteTokenizer  # noqa: E402
+from model import from_scratch  # noqa: E402
 
 LOOKED_AT = 2  # the number of the iteration that is profiled; those before it warm up
 
@@ -34,7 +34,8 @@ def model_of_125m(folder):
     shape = dict(model_type="llama", vocab_size=32000, hidden_size=768, intermediate_size=2048,
                  num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
                  max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
-                 eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+                 eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
+                 initializer_range=768**-0.5)
     for name, head in (("policy", "lm"), ("reward_model", "scalar")):
         save_model(os.path.join(folder, name), from_scratch(shape, head), tokenizer)
     with open(os.path.join(folder, "prompts.jsonl"), "w", encoding="utf-8") as f:

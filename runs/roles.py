@@ -25,8 +25,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
-from engine import stand_ins  # noqa: E402
 from errors import Stop  # noqa: E402
+from tools.bench import make_models  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 d_model = 384  # width of the Llama [>= 2]
@@ -77,7 +77,7 @@ def median(records, key):
 with tempfile.TemporaryDirectory() as folder:
     sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                  num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_head)
-    stand_ins.make(folder, sizes, prompt_length, max_new_tokens, end_share=0.0)
+    make_models(folder, sizes, prompt_length, max_new_tokens, end_share=0.0)
     with open(os.path.join(folder, "rule.py"), "w", encoding="utf-8") as f:
         f.write("def score(batch):\n"
                 "    return [sum(map(ord, text)) % 7 / 7 for text in batch['completions']]\n")

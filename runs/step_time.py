@@ -22,8 +22,8 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from data import my_micro_batches  # noqa: E402
-from engine.pretrained import from_scratch  # noqa: E402
 from loss import masked_sum, response_logprobs, response_values  # noqa: E402
+from model import from_scratch  # noqa: E402
 from parallel import flatten_gradients, zero_gradients  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 # Two pytests beside one another where there are two cores. Each takes the next file that the other
 # has not taken (tests/conftest.py), the longest files first. What the second one says is printed
 # when both are done.
-longest=(knobs roles reliability tensor_parallel by_hand two_machines zero planner ppo grpo
-         campaign compile sandbox sft_rm saving judge scores packing reward_models model
+longest=(knobs roles reliability lora by_hand families two_machines zero tensor_parallel ppo grpo
+         campaign compile sandbox sft_rm saving judge scores reward_models model
          chats reference device off_policy tools explain seeing parallel readme)
 files=("${longest[@]/#/tests/test_}")
 files=("${files[@]/%/.py}")

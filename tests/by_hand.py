@@ -164,33 +164,15 @@ def parameters_of(model):
     return dict(model.named_parameters())
 
 
-def may_be_sampled(c, probabilities):
+def logprobs_of(model, prompt, response, temperature):
     """
-    The ids that top_k, top_p and min_p leave, one after the other, as transformers has them: each
-    of the three sees the probabilities that the one before has left, scaled to 1.
-    """
-    ids = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[:c.top_k or None]
-    total, reached, nucleus = sum(probabilities[i] for i in ids), 0.0, []
-    for i in ids:
-        if reached < c.top_p * total:
-            nucleus.append(i)
-        reached += probabilities[i]
-    return [i for i in nucleus if probabilities[i] >= c.min_p * probabilities[ids[0]]]
-
-
-def logprobs_of(model, prompt, response, temperature, sets=None):
-    """
-    Log-prob of each token of a response, and the entropy of the distribution it came from. sets: the
-    ids that each token could be when it was sampled; None: any.
+    Log-prob of each token of a response, and the entropy of the distribution it came from.
     """
     logits = model(torch.tensor([prompt + response])).logits[0, :, :TOKENS] / temperature  # (T, V)
     logprobs, entropies = [], []
     for t, token in enumerate(response):
         # the logits that chose a token are one column before it
         column = logits[len(prompt) + t - 1]
-        if sets:
-            ids = sorted(sets[t])
-            column, token = column[ids], ids.index(token)
         distribution = torch.log_softmax(column, 0)
         logprobs.append(distribution[token])
         entropies.append(-(distribution.exp() * distribution).sum())
@@ -331,32 +313,29 @@ def sample(c, policy, prompt, purpose, iteration, slot, which):
     that each of its tokens could be.
     """
     noise = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
-    response, sets = [], []
+    response = []
     for uniform in torch.rand(c.max_new_tokens, generator=noise, dtype=torch.float64).tolist():
         logits = policy(torch.tensor([prompt + response])).logits[0, -1, :TOKENS]
         probabilities = torch.softmax(logits / c.temperature, 0).tolist()
-        sets.append(may_be_sampled(c, probabilities))
-        probabilities = [p if i in sets[-1] else 0.0 for i, p in enumerate(probabilities)]
         heights = list(itertools.accumulate(probabilities))
         response.append(bisect.bisect_right(heights, uniform * heights[-1]))
         if response[-1] in ENDS:
             break
-    return response, sets
+    return response
 
 
 @torch.no_grad()
 def respond(c, models, row, purpose, iteration, slot, which=0):
     """A response to a data row, with all that the models and rules say of it."""
     prompt = encode(row["prompt"], MARKERS["tokenizer"])
-    response, sets = sample(c, models.policy, prompt, purpose, iteration, slot, which)
-    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={},
-                        sets=sets)
+    response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
+    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
     r.text = decode(response, MARKERS["tokenizer"])
     for _, name in c.mix:
         learned = name == "reward_model"
         r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
     r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
-    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, sets)
+    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature)
     r.old = r.sampled = [x.item() for x in logprobs]
     r.counts = [1.0] * len(r.old)
     if models.reference:
@@ -576,7 +555,7 @@ def read_again(c, models, batch):
     """
     for r in batch:
         if c.importance_cap:
-            now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
+            now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
             r.old = [x.item() for x in now]
             r.counts = [min(math.exp(p - q), c.importance_cap)
                         for p, q in zip(r.old, r.sampled, strict=True)]
@@ -658,7 +637,7 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     Add the gradients of a response's losses to the models'. tokens: how many the whole step has,
     by which the losses are divided. Returns figures of each of the response's tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
     values = scalars(models.value, r.prompt + r.response)
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
@@ -829,7 +808,7 @@ def grpo_losses(c, models, r, weight, seen):
     Add the gradient of a response's loss to the policy's; each of its tokens counts `weight`.
     Returns figures of each of its tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.sets)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []

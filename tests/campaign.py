@@ -56,7 +56,9 @@ import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process impo
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402, F401
 import torch.distributed.optim  # noqa: E402, F401
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
+from transformers import (  # noqa: E402, F401
+    AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification, GPT2LMHeadModel, GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification, PreTrainedTokenizerFast, Qwen3ForCausalLM, modeling_utils)
 
 import configurator  # noqa: E402
 import errors  # noqa: E402
@@ -240,7 +242,7 @@ def inject(points):
                  "reduce", "gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor",
                  "barrier", "monitored_barrier", "isend", "irecv", "new_group", "init_process_group", "destroy_process_group"):
         wrap(dist, name, "collective")
-    for owner, name in ((model.Transformer, "trunk"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")):
+    for owner, name in ((model.Model, "states"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")):
         wrap(owner, name, "compute")
     # rmtree and makedirs call these, one by one
     for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "truncate", "link", "symlink"):
@@ -272,6 +274,7 @@ def inject(points):
     put(builtins, "open", opened)
     put(os, "open", os_opened)
     put(safetensors.torch, "save_file", saved)
+    put(modeling_utils, "safe_save_file", saved)
 
 
 def warm():

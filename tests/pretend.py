@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -180,59 +180,3 @@ def gpu():
             yield seen
     finally:
         checks["default"] = before
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# CUDA graphs
-
-
-class Tape(TorchDispatchMode):
-    """
-    What a CUDA graph does, on a CPU: it records operations with the very tensors that they are given, and repeats them. Python
-    is not run again: what it would decide, or put into the place of a tensor, is as it was.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        results = operation(*args, **kwargs or {})
-        assert operation.overloadpacket not in WAITS, f"{operation} waits for the GPU, so it cannot be recorded"
-        self.operations.append((operation, args, kwargs or {}, results))
-        return results
-
-    def replay(self, result):
-        """Repeat all; returns what is now in the place of `result`, one of the results."""
-        now = {}
-
-        def replaced(things):
-            return tree_map(lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, things)
-
-        for operation, args, kwargs, results in self.operations:
-            again = operation(*replaced(args), **replaced(kwargs))
-            for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor):
-                    now[id(old)] = new
-        return now[id(result)]
-
-
-class Graph:
-    """A Tape with the methods of torch.cuda.CUDAGraph, for one function of one tensor. See record."""
-
-    def __init__(self, function, argument):
-        self.tape = Tape()
-        function(argument)  # to warm up, as engine/graphs.py does it
-        with self.tape:
-            self.result = function(argument)
-        self.memory = self.result.clone()
-
-    def replay(self):
-        self.memory.copy_(self.tape.replay(self.result))
-
-
-def record(replayed, x):
-    """In the place of Replayed.record."""
-    argument = x.clone()
-    graph = Graph(replayed.function, argument)
-    return argument, graph.memory, graph

@@ -23,14 +23,15 @@ def measure(folder, times):
     """On each rank: build, then save and look through what was saved. Rank 0 prints the seconds."""
     import torch
 
-    from engine import checkpoint, disk, launch, optimizers, placement, pretrained, together
+    from engine import checkpoint, disk, launch, optimizers, placement, together
     from engine.tokenizers import ByteTokenizer
+    from model import from_scratch
 
     rank, ranks, device = launch.init("cpu", 300)
     os.chdir(folder)
     tokenizer = ByteTokenizer(dict(markers=[], eos="<eos>", pad="<pad>"))
     place = placement.Place(stage=3)
-    model = pretrained.from_scratch(SHAPE)
+    model = from_scratch(SHAPE)
     placement.shard(model, place, device)
     optimizer = optimizers.make_optimizer(model, place, 1e-3, (0.9, 0.95), 1e-8, 0.0)
     for p in model.parameters():
@@ -51,7 +52,7 @@ def measure(folder, times):
 
         setattr(owner, name, call)
 
-    for owner in (disk, pretrained):
+    for owner in (disk, checkpoint):
         timed(owner, "whole_on", "put together")
     for name, what in (("save_file", "write"), ("sync", "write"), ("sha256", "hash")):
         timed(disk, name, what)

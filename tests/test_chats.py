@@ -523,13 +523,13 @@ def test_the_date_is_fixed(folders):
 def test_ends_and_generation_config_of_a_saved_policy(folders, tmp_path):
     """The makers' settings stay; the template's end of turn joins the ends. The tokenizer's files are the source's."""
     from engine.checkpoint import save_model
-    from engine.pretrained import from_pretrained
+    from model import load_model
 
     qwen = ["<|endoftext|>", "<|im_end|>"]
     for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("qwen3", qwen),
                        ("mistral", ["</s>"]), ("pythia", ["<|endoftext|>"]), ("gpt2", ["<|endoftext|>"])):
         ours, saved = load_tokenizer(folders[name]), str(tmp_path / name)
-        save_model(saved, from_pretrained(folders[name]), ours)
+        save_model(saved, load_model(folders[name]), ours)
         theirs = AutoTokenizer.from_pretrained(saved)
         wanted = sorted(theirs.convert_tokens_to_ids(ends))
         assert sorted(ours.eos_ids) == wanted and load_tokenizer(saved).eos_ids == ours.eos_ids

@@ -508,7 +508,7 @@ def script_of(config):
 
 def test_the_scripts_are_found():
     assert set(SCRIPTS) == {*TRAINING, "tools/bench.py", "tools/eval.py", "tools/page.py", "tools/plot.py",
-                            "tools/push.py", "tools/sample.py", "tools/score.py"}
+                            "tools/sample.py", "tools/score.py"}
     assert CONFIGS
 
 

@@ -1,4 +1,5 @@
-"""data.py: which rows a batch holds; and the three tokenizers against transformers."""
+"""data.py: which rows a batch holds, and micro-batches; and the three tokenizers against transformers."""
+import itertools
 import json
 import random
 import shutil
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from data import (batch_rows, encode_for_all, encode_prompts, micro_batch, my_micro_batches, other_row, permutation,
+from data import (batch_rows, encode_for_all, encode_prompts, left_aligned, micro_batch, my_micro_batches, other_row, permutation,
                   replace_rows, right_pad, say_special_tokens)
 from engine.tokenizers import BYTE_LEVEL, ByteTokenizer, GPT2Tokenizer, HFTokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
@@ -105,11 +106,55 @@ def test_the_examples_of_the_docstrings():
 
     three = batch([[5, 6, 7, 8, 9], [0, 0, 1, 2, 0], [0, 3, 4, 5, 0]], 3)
     first, second = my_micro_batches(three, torch.arange(3), dict(micro_batch_size=2, micro_batch_tokens=0))
-    assert first["tokens"].tolist() == [[5, 6, 7, 8, 9]] and first["scores"].tolist() == [0]
-    assert second["tokens"].tolist() == [[3, 4, 5], [0, 1, 2]] and second["scores"].tolist() == [2, 1]
-    assert second["response_mask"].tolist() == [[True], [True]]
-    none = micro_batch(three, torch.tensor([], dtype=torch.int64))
-    assert none["tokens"].shape == (0, 2) and none["response_mask"].shape == (0, 1)  # no rows, two columns
+    assert first["tokens"][0].tolist() == [5, 6, 7, 8, 9] and first["tokens"][1, :3].tolist() == [3, 4, 5]
+    assert first["scores"].tolist() == [0, 2] and first["response_mask"].tolist() == [[True, True], [True, False]]
+    assert first["chosen"].tolist() == [[False] * 3 + [True] * 2, [False, False, True, False, False]]
+    assert second["tokens"].tolist() == [[1, 2]] and second["chosen"].tolist() == [[False, True]]
+    assert second["scores"].tolist() == [1] and second["response_mask"].tolist() == [[True]]
+
+    padded = torch.tensor([[0, 0, 1, 2, 0], [0, 3, 4, 5, 0]])
+    assert left_aligned(padded, padded > 0).tolist() == [[1, 2, 2], [3, 4, 5]]
+
+
+def test_micro_batches_by_enumeration():
+    """Every row of a random batch, on every rank: its own tokens from the first on, its response chosen, its columns."""
+    P, R, B = 7, 5, 23
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = (torch.randint(1, most + 1, (B,), generator=generator) for most in (P, R))
+    column = torch.arange(P + R)
+    mask = (column >= P - prompts[:, None]) & (column < P + responses[:, None])
+    tokens = torch.randint(0, 9, (B, P + R), generator=generator)  # padding is no special id
+    batch = dict(tokens=tokens, attention_mask=mask, response_mask=mask[:, P:], index=torch.arange(B),
+                 logprobs=torch.randn(B, R, generator=generator))
+    wanted = torch.tensor([4, 22, 0, *range(7, 20)])
+    for ranks, size, most in itertools.product((1, 2, 3, 20), (1, 4, 50), (0, 1, 25)):
+        seen, counts = [], []
+        for rank in range(ranks):
+            parts = list(my_micro_batches(batch, wanted, dict(micro_batch_size=size, micro_batch_tokens=most), (rank, ranks)))
+            counts.append(len(parts))
+            for mb in parts:
+                assert mb["tokens"].shape == mb["chosen"].shape and not mb["chosen"][:, 0].any()
+                assert mb["response_mask"].shape == mb["logprobs"].shape and "attention_mask" not in mb
+                if len(mb["index"]) == 0:
+                    assert mb["tokens"].shape == (1, 2) and not mb["chosen"].any() and mb["logprobs"].shape == (0, 1)
+                    continue
+                for i, row in enumerate(mb["index"].tolist()):
+                    p, r = prompts[row].item(), responses[row].item()
+                    assert mb["tokens"][i, :p + r].tolist() == tokens[row, mask[row]].tolist()
+                    assert mb["chosen"][i].nonzero().flatten().tolist() == list(range(p, p + r))
+                    assert mb["response_mask"][i].sum() == r and torch.equal(mb["logprobs"][i, :r], batch["logprobs"][row, :r])
+                lengths = mask[mb["index"]].sum(1)
+                assert mb["tokens"].shape[1] == lengths.max() and mb["logprobs"].shape[1] == responses[mb["index"]].max()
+                seen += mb["index"].tolist()
+        assert sorted(seen) == sorted(wanted.tolist()) and len(set(counts)) == 1
+
+
+def test_micro_batches_of_no_rows():
+    batch = dict(tokens=torch.zeros(2, 6, dtype=torch.int64), attention_mask=torch.ones(2, 6, dtype=torch.bool),
+                 response_mask=torch.ones(2, 3, dtype=torch.bool), scores=torch.zeros(2))
+    mb = micro_batch(batch, torch.tensor([], dtype=torch.int64))
+    assert mb["tokens"].shape == mb["chosen"].shape == (1, 2) and not mb["chosen"].any()
+    assert mb["response_mask"].shape == (0, 1) and mb["scores"].shape == (0,)
 
 
 def test_right_pad():
@@ -443,7 +488,7 @@ def test_special_tokens_in_strings_are_said_once(hf_base, bytes_folder, gpt2_fol
     chat = [dict(role="user", content="<|end|>")]
     rows = [dict(prompt=p) for p in ("hi", "<|start|>user\nhi<|end|>", "a<|start|>b<|start|>c",
                                      chat, "<|start|>", "<s>", "</s>")]
-    tokenizer, model = load_tokenizer(str(hf_base)), SimpleNamespace(config=SimpleNamespace(max_positions=110))
+    tokenizer, model = load_tokenizer(str(hf_base)), SimpleNamespace(max_positions=110)
     ids = encode_for_all(rows, "some/file", 10, dict(policy=model), tokenizer, tokenizer)
     assert not set(ids[1][1:]) & set(range(5))
     said = capsys.readouterr().out

@@ -42,7 +42,11 @@ class Usage:
 
 resource.getrusage = lambda who: Usage
 
-def no_library(*args):
+library = ctypes.CDLL
+
+def no_library(*args, **kwargs):
+    if kwargs:  # a package of others, which knows what it may call there
+        return library(*args, **kwargs)
     raise OSError("there is no such call")
 
 ctypes.CDLL = no_library
@@ -66,7 +70,9 @@ def test_a_mac_runs_everything_but_the_sandbox(tmp_path):
     keys = dict(reward_functions=f"{world.rule('letters')},reward_model", max_iters=1)
     done = tiny.run("ppo.py", *world.ppo(f"{tmp_path}/out", **keys), wrapper=tiny.wrap(tmp_path / "mac.py", MAC + CODE_REWARD),
                     env=dict(TORCHELASTIC_RUN_ID="none"))
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    # torch says there that torchrun cannot redirect what ranks print
+    said = "".join(line for line in done.stderr.splitlines(True) if "Redirects are currently not" not in line)
+    assert done.returncode == 0 and said == "", said
     assert tiny.read_log(f"{tmp_path}/out")[0]["mem/peak_mib"] == 300
     assert re.search(r"^refused: .*bwrap, which needs Linux; run it in docker", done.stdout, re.M), done.stdout
 

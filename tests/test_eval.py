@@ -258,7 +258,7 @@ def test_without_answers(done):
     own="is called 'scores', and so is the sum", out="cannot be written",
     none="prompts_path is empty", task="needs the field 'numbers'",
     long="row 1: the prompt has 7 tokens; from 1 to 1 fit",
-    no_weights="no_weights_policy: no model.safetensors here", no_head="tensor 'lm_head.weight' is missing",
+    no_weights="no_weights_policy: no weights as safetensors in this folder", no_head="tensor 'lm_head.weight' is missing",
     short="tokens; from 1 to 4 fit beside max_new_tokens", gone="nowhere: no such model folder").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]

@@ -25,9 +25,9 @@ from tiny import forked, one_run
 
 TOOL = os.path.join(ROOT, "tools", "explain.py")
 DONE = 2  # iterations that the copies of the runs have done
-SEED = 6  # with which the responses looked at have 5 and 8 tokens
+SEED = 1  # with which the response of PPO that is looked at has 5 tokens
 BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, missing_eos="replace",
-             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean", top_k=0, top_p=1.0, min_p=0.0)
+             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean")
 PPO = SimpleNamespace(**BATCH | dict(
     batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
     kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))
@@ -299,7 +299,7 @@ def test_the_prompt_is_what_is_answered(runs, explained, letters):
     policy = by_hand.language_model(os.path.join(runs, "ppo", "out", "checkpoint-000004", "policy"))
     c = SimpleNamespace(**BATCH | dict(seed=1))
     prompt = by_hand.encode("12+34=", by_hand.MARKERS["tokenizer"])
-    response, _ = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
+    response = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
     logprobs, _ = by_hand.logprobs_of(policy, prompt, response, c.temperature)
     assert close(table(printed(explained, "ppo_over"), 13)[0], [x.item() for x in logprobs])
 

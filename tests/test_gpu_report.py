@@ -43,7 +43,7 @@ def test_a_dry_run_lists_what_it_would_do():
         assert words in done.stdout
     assert [line.partition(":")[0] for line in done.stdout.splitlines() if not line.startswith(" ")] == list(gpu.CHECKS)
     refused = command("everything")
-    assert refused.returncode == 2 and "'everything' is no check; they are tests, memory" in refused.stderr
+    assert refused.returncode == 2 and "'everything' is no check; they are tests, toy" in refused.stderr
 
 
 def test_what_is_missing_is_said_in_a_line(monkeypatch):

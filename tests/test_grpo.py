@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_reliability import OPEN, contents, forked, is_one_line, one_run
 
-from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
+from model import load_model
 
 import tiny
 from conftest import ROOT
@@ -130,7 +130,8 @@ def test_transformers_loads_what_it_leaves(real, world):
 
     policy, tokens = f"{real[0]}/out/policy", torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(policy).eval()(tokens).logits
-    assert theirs.std() > 0.1 and (theirs - from_pretrained(policy)(tokens)).abs().max() < 1e-4
+    ours = load_model(policy)
+    assert theirs.std() > 0.1 and (theirs - ours.logits(ours.states(tokens))).abs().max() < 1e-4
     assert tiny.distance(world.policy, policy) > 1e-3
     assert hf.AutoTokenizer.from_pretrained(policy)("<think>1")["input_ids"] == [256, 49]
 
@@ -220,13 +221,13 @@ def test_bfloat16_stays_on_policy(ranks):
 def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     """"other" has a reward model whose markers have each other's ids: each text, tokenized anew and alone, has the same score."""
     ours, theirs = load_tokenizer(world.policy), load_tokenizer(world.other_reward)
-    model = from_pretrained(world.other_reward, head="scalar", dtype=torch.float64)
+    model = load_model(world.other_reward, head="scalar", dtype=torch.float64)
     batch = dumped(ranks[0], "other-2")[1]
     assert len(batch["scores"]) == 15
     for (prompt, response), finished, score in zip(texts(batch, ours), batch["finished"], batch["reward/reward_model"],
                                                    strict=True):
         ids = theirs.encode(prompt) + theirs.encode(response) + [theirs.eos_id] * int(finished)
-        assert model(torch.tensor([ids]))[0, -1].item() + 0.25 == pytest.approx(score.item(), abs=1e-12)
+        assert model.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1])).item() == pytest.approx(score.item(), abs=1e-12)
     assert (batch["scores"] == batch["reward/letters"] + 0.5 * batch["reward/reward_model"]).all()
 
 
@@ -276,29 +277,29 @@ rollout.generate_in_parts = cut
 REFILLED = dict(dtype="float64", max_refills=2, max_iters=2)
 # Rounding that depends on how many tokens the micro-batch has, as it does on a GPU, but larger.
 UNEVEN = """
-import loss, relatives
-exact = loss.logprobs_and_entropy
-def uneven(hidden, *rest, **more):
-    logprobs, entropy = exact(hidden, *rest, **more)
-    return logprobs + 2e-3 * (len(hidden) % 7), entropy
-loss.logprobs_and_entropy = uneven
+import model
+exact = model.Model.logprobs
+def uneven(self, *args, **more):
+    logprobs, entropy = exact(self, *args, **more)
+    return logprobs + 2e-3 * (len(logprobs) % 7), entropy
+model.Model.logprobs = uneven
 """
 # Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
 # and checks that the tokens of responses have logits, and nothing else has.
 FORWARDS = """
-import json, loss, parallel, torch
+import json, loss, model, parallel, torch
 original = loss.response_logprobs
-def noted(model, mb, *rest, **more):
+def noted(policy, mb, *rest, **more):
     with open("forwards.jsonl", "a") as f:
-        trained = any(p.requires_grad for p in model.parameters())
+        trained = any(p.requires_grad for p in policy.parameters())
         print(json.dumps([parallel.phase, trained, torch.is_grad_enabled(), len(mb["tokens"])]), file=f)
     mask[0] = mb["response_mask"]
-    return original(model, mb, *rest, **more)
-head, mask = loss.logprobs_and_entropy, [None]
-def only_responses(hidden, *rest, **more):
-    assert len(hidden) == mask[0].sum()
-    return head(hidden, *rest, **more)
-loss.response_logprobs, loss.logprobs_and_entropy = noted, only_responses
+    return original(policy, mb, *rest, **more)
+head, mask = model.Model.logits, [None]
+def only_responses(self, states):
+    assert mask[0] is None or len(states) == mask[0].sum()
+    return head(self, states)
+loss.response_logprobs, model.Model.logits = noted, only_responses
 """
 STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_high=4e-4, learning_rate=1e-30, num_iterations=1,
              num_minibatches=4, micro_batch_size=3, kl_coef=0)
@@ -567,13 +568,13 @@ original = parallel.broadcast_parameters
 def broadcast(models):
     models = list(models)
     original(models)
-    models[1].lm_head.weight.data[5] += 0.1
+    models[1].hf.lm_head.weight.data[5] += 0.1
 parallel.broadcast_parameters = broadcast
 """, r"iteration 0: before any update, the log-probs of the reference differ"),
     "forward": ("""
-import loss, torch
-head = loss.logprobs_and_entropy
-loss.logprobs_and_entropy = lambda hidden, *rest, **k: head(hidden * (1.01 if torch.is_grad_enabled() else 1), *rest, **k)
+import model, torch
+head = model.Model.logits
+model.Model.logits = lambda self, states: head(self, states * (1.01 if torch.is_grad_enabled() else 1))
 """, r"iteration 0: before any update, the log-probs of the training forward differ"),
     "gradient": ("""
 import loss
@@ -589,9 +590,9 @@ loss.response_logprobs = spoilt
 # With one minibatch the policy does not read: its first step's forward is compared with the sampler, and with the reference.
 SABOTAGE |= {"forward, in one minibatch": (SABOTAGE["forward"][0], SABOTAGE["sampler"][1]),
              "reference, in one minibatch": SABOTAGE["reference"], "policy, in one minibatch": ("""
-import loss
-head = loss.logprobs_and_entropy
-loss.logprobs_and_entropy = lambda hidden, *rest, **k: head(hidden * (float("nan") if hidden.requires_grad else 1), *rest, **k)
+import model
+head = model.Model.logits
+model.Model.logits = lambda self, states: head(self, states * (float("nan") if states.requires_grad else 1))
 """, r"iteration 0: old_logprobs is not finite \(first in response 0 of the batch\); stopped before the step")}
 TOO_LONG = """
 import errors, rewards

@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.hf_files import several_paths
+from folders import several_paths
 from engine.judging import TEMPLATES, Judge, judged_by_reference, log_odds
-from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from formats import Rows
-from model import freeze
+from model import freeze, load_model
 from rewards import judge_scores
 
 import models_of_the_world as world
@@ -47,7 +46,7 @@ def tiny_world(tmp_path_factory):
 
 
 def judge_of(folder, template="yes_no", principles="", format="auto", responses=("response",)):
-    model, tokenizer = freeze(from_pretrained(folder)), load_tokenizer(folder)
+    model, tokenizer = freeze(load_model(folder)), load_tokenizer(folder)
     return Judge(model, tokenizer, folder, str(template), str(principles), format, responses)
 
 
@@ -348,7 +347,7 @@ def test_any_number_of_ranks(script, runs):
 def test_scores_of_a_run_by_hand(runs, tiny_world):
     """Every response of two runs, one text at a time: bytes, and two markers whose ids are not the policy's."""
     w = tiny_world
-    model, tokenizer = freeze(from_pretrained(w.judge, dtype=torch.float64)), load_tokenizer(w.judge)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(w.judge, dtype=torch.float64).eval(), load_tokenizer(w.judge)
     answers = {row["prompt"]: row["answer"] for path in (w.rl_train, w.rl_val) for row in map(json.loads, open(path))}
     for script in ("grpo", "ppo", "eval"):
         folder, result = succeeded(runs, f"{script}-1")
@@ -361,7 +360,7 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
                 if script == "ppo":
                     text = f"{principle}: {response}, to {prompt} ({answers[prompt]})"
                 with torch.no_grad():
-                    p = model(torch.tensor([tokenizer.encode(text)]))[0, -1].softmax(-1)
+                    p = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1].softmax(-1)
                 y, n = (p[ord(c)] for c in "yn")
                 one, half, no = (p[ord(c)] for c in "123")
                 odds.append((y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log())
@@ -375,7 +374,7 @@ def test_best_of_n_by_a_judge(which, runs, tiny_world):
     that has the best sum of judge and reward model. Each score of the judge by hand, a text alone.
     """
     w = tiny_world
-    model, tokenizer = freeze(from_pretrained(w.judge, dtype=torch.float64)), load_tokenizer(w.judge)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(w.judge, dtype=torch.float64).eval(), load_tokenizer(w.judge)
     folder, _ = succeeded(runs, f"best-eval{which}")
     samples = {}
     for record in map(json.loads, open(f"{folder}/eval.jsonl")):
@@ -383,7 +382,7 @@ def test_best_of_n_by_a_judge(which, runs, tiny_world):
         for principle in ("brief", "kind"):
             ids = tokenizer.encode(f"Good by {principle}? {record['prompt']}{record['text']}")
             with torch.no_grad():
-                logits = model(torch.tensor([ids]))[0, -1]
+                logits = model(torch.tensor([ids])).logits[0, -1]
             odds.append((logits[ord("y")] - logits[ord("n")]).item())
         score = sum(odds) / 2
         assert record["scores"]["judge"] == pytest.approx(score, abs=1e-9)

@@ -15,8 +15,8 @@ import torch
 
 from configurator import read_keys
 from engine.checkpoint import save_model
-from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
+from model import load_model
 
 import tiny
 from tiny import alike, in_a_row, measured, one_run
@@ -42,20 +42,19 @@ PPO = {
     "adaptive": (dict(kl_estimator="k3", kl_coef=0.5, kl_coef_target=5.0, kl_horizon=50,
                       reward_clip=0.1, lr_decay="cosine", value_lr_decay="constant",
                       whiten_rewards="keep-mean", critic_warmup_iters=1,
-                      max_iters=3, lora="policy=2,value=2:8:q+k+v"), {}),
+                      max_iters=3, lora="policy=2,value=2:8:c_attn"), {}),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, learning_rate=1e-3,
                   value_learning_rate=1e-3, warmup_iters=2, value_warmup_iters=2, grad_clip=0.05,
                   value_init="policy", gamma=0.8, lam=0.5, ref_reset_iters=1), SAVED),
     "stale": (dict(staleness=1), dict(max_iters=3)),
     "judge": (dict(judge_path="OTHER", judge_template="OTHER", judge_principles="OTHER"),
                dict(reward_functions="judge,length", value_init="policy") | JUDGED),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS, stop_strings=LETTERS),
-                  dict(max_new_tokens=12)),
+    "ends": (dict(extra_eos_ids=THIRDS, stop_strings=LETTERS), dict(max_new_tokens=12)),
     "ptx": (dict(ptx_path="TEXTS", ptx_coef=3.0, ptx_batch_size=5, ptx_max_tokens=6,
                  subtract_demonstration=True), dict(too_long="cut", prompts_path="TEXTS", eval_path="")),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
-    "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
+    "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
 }
 GRPO = {
     "world": (dict(policy_path="OTHER", prompts_path="OTHER", seed=2, batch_size=18, max_new_tokens=9,
@@ -71,8 +70,7 @@ GRPO = {
                 dict(reward_functions="ODD,reward_model")),
     "sequence": (dict(importance="sequence", cliprange=0.02, cliprange_high=0.02, dual_clip=1.01,
                       kl_correction=True), dict(num_iterations=4, learning_rate=1e-2)),
-    "truncated": (dict(top_k=60, top_p=0.9, min_p=0.02, extra_eos_ids=THIRDS, stop_strings=LETTERS),
-                  dict(max_new_tokens=12)),
+    "ends": (dict(extra_eos_ids=THIRDS, stop_strings=LETTERS), dict(max_new_tokens=12)),
     "penalty": (dict(kl_in="reward", reward_clip=0.1, target_kl=0.001, lr_decay="cosine", max_iters=3,
                      lora="4", missing_eos="subtract"), dict(missing_eos_penalty=0.05)),
     "adam": (dict(weight_decay=0.1, beta1=0.5, beta2=0.9, adam_eps=1e-2, warmup_iters=2,
@@ -82,17 +80,17 @@ GRPO = {
               dict(reward_functions="judge,0.1*length") | JUDGED),
     "optim": (dict(optim="adafactor"), SAVED),
     "dtype": (dict(dtype="float32"), SAVED),
-    "16 bits": (dict(master_weights=False, fp32_head=True), SAVED | dict(dtype="bfloat16")),
+    "16 bits": (dict(master_weights=False), SAVED | dict(dtype="bfloat16")),
 }
 # Only memory, files or prints depend on these. The first eleven may change a rounding.
 UNMOVING = {
     "zero_stage": "3", "offload": "policy=optimizer,ref=params,reward=params", "share_base": False,
     "ema_decay": 0.5, "micro_batch_size": 7, "micro_batch_tokens": 1, "rollout_batch_size": 3, "head_chunk": 5,
-    "cuda_graphs": True, "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
+    "gradient_checkpointing": True, "device_type": "auto", "timeout": 61, "reward_timeout": 61,
     "out_dir": None, "eval_interval": 1, "eval_size": 0, "eval_path": "OTHER", "too_long": "drop",
     "checkpoint_interval": 1, "keep_checkpoints": 2, "keep_best": True, "sync_check_interval": 1,
     "save_dtype": "auto", "deterministic": True, "samples_to_log": 3, "report_to": None, "peak_tflops": 2.0,
-    "generate_tp": 1,  # it needs two ranks: SPLIT turns it
+    "generate_tp": 1,  # refused so far
     # in float64 these two change a rounding, or nothing: test_off_policy.py turns them
     "importance_cap": 0.0, "sampler_gap_limit": 0.0,
     "code_seconds": 6, "code_memory_mib": 300, "code_output_kib": 32,  # test_sandbox.py turns these
@@ -101,8 +99,7 @@ UNMOVING = {
     # this world has no chats: test_chats.py and test_judge.py turn these
     "chat_template": "", "template_kwargs": "", "system_prompt": "", "chat_date": "2026-01-31",
     "judge_format": "plain"}
-ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "cuda_graphs",
-            "gradient_checkpointing")
+ROUNDING = ("micro_batch_size", "micro_batch_tokens", "rollout_batch_size", "head_chunk", "gradient_checkpointing")
 GROUPS = [("ppo.py", name) for name in PPO] + [("grpo.py", name) for name in GRPO]
 KEYS = [(script, name, key) for script, name in GROUPS
         for key in {"ppo.py": PPO, "grpo.py": GRPO}[script][name][0]]
@@ -114,31 +111,31 @@ VALUE = ("value_init", "cliprange_value", "vf_coef", "value_learning_rate", "val
          "value_lr_decay")
 
 # How the two ranks hold a group's models: stage, offload, micro_batch_size, gradient_checkpointing,
-# head_chunk, generate_tp. Every two of these meet in every combination. (Stage 1 has tests in test_zero.py.)
+# head_chunk. Every two of these meet in every combination. (Stage 1 has tests in test_zero.py.)
 SPLIT = {
-    ("ppo.py", "world"): (3, "none", 1, False, 0, 1),
-    ("ppo.py", "scores"): (3, "params", 2, True, 0, 2),
-    ("ppo.py", "ensemble"): (3, "params", 2, False, 0, 1),
-    ("ppo.py", "adaptive"): (2, "none", 64, False, 0, 2),
-    ("ppo.py", "adam"): (2, "params", 1, False, 5, 1),
-    ("ppo.py", "stale"): (3, "params", 1, True, 5, 2),
-    ("ppo.py", "truncated"): (3, "none", 2, False, 5, 2),
-    ("ppo.py", "ptx"): (3, "none", 2, False, 5, 1),
-    ("ppo.py", "optim"): (1, "none", 64, False, 0, 1),
-    ("ppo.py", "16 bits"): (3, "none", 64, False, 0, 2),
-    ("ppo.py", "judge"): (3, "params", 2, True, 0, 2),
-    ("grpo.py", "judge"): (2, "none", 64, False, 0, 1),
-    ("grpo.py", "world"): (2, "optimizer", 1, True, 0, 2),
-    ("grpo.py", "scores"): (2, "params", 64, False, 0, 1),
-    ("grpo.py", "ensemble"): (3, "none", 1, False, 0, 1),
-    ("grpo.py", "refills"): (2, "none", 64, True, 5, 1),
-    ("grpo.py", "sequence"): (2, "none", 2, False, 0, 1),
-    ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5, 1),
-    ("grpo.py", "truncated"): (2, "none", 2, False, 5, 1),
-    ("grpo.py", "stale"): (2, "none", 2, False, 0, 1),
-    ("grpo.py", "adam"): (3, "optimizer", 64, False, 5, 2),
-    ("grpo.py", "optim"): (1, "none", 64, False, 0, 1),
-    ("grpo.py", "16 bits"): (2, "none", 64, False, 0, 1),
+    ("ppo.py", "world"): (3, "none", 1, False, 0),
+    ("ppo.py", "scores"): (3, "params", 2, True, 0),
+    ("ppo.py", "ensemble"): (3, "params", 2, False, 0),
+    ("ppo.py", "adaptive"): (2, "none", 64, False, 0),
+    ("ppo.py", "adam"): (2, "params", 1, False, 5),
+    ("ppo.py", "stale"): (3, "params", 1, True, 5),
+    ("ppo.py", "ends"): (3, "none", 2, False, 5),
+    ("ppo.py", "ptx"): (3, "none", 2, False, 5),
+    ("ppo.py", "optim"): (1, "none", 64, False, 0),
+    ("ppo.py", "16 bits"): (3, "none", 64, False, 0),
+    ("ppo.py", "judge"): (3, "params", 2, True, 0),
+    ("grpo.py", "judge"): (2, "none", 64, False, 0),
+    ("grpo.py", "world"): (2, "optimizer", 1, True, 0),
+    ("grpo.py", "scores"): (2, "params", 64, False, 0),
+    ("grpo.py", "ensemble"): (3, "none", 1, False, 0),
+    ("grpo.py", "refills"): (2, "none", 64, True, 5),
+    ("grpo.py", "sequence"): (2, "none", 2, False, 0),
+    ("grpo.py", "penalty"): (2, "optimizer", 2, False, 5),
+    ("grpo.py", "ends"): (2, "none", 2, False, 5),
+    ("grpo.py", "stale"): (2, "none", 2, False, 0),
+    ("grpo.py", "adam"): (3, "optimizer", 64, False, 5),
+    ("grpo.py", "optim"): (1, "none", 64, False, 0),
+    ("grpo.py", "16 bits"): (2, "none", 64, False, 0),
 }  # but for "dtype": all others are run in float64, and "16 bits" in another dtype
 # These have in their checkpoints what those of other groups have: they run through.
 THROUGH = {("ppo.py", "world"), ("grpo.py", "world"), ("grpo.py", "scores"), ("grpo.py", "sequence"),
@@ -157,7 +154,7 @@ def test_splits_have_all_pairs():
     """And both scripts meet all stages."""
     assert set(GROUPS) - SPLIT.keys() == {("ppo.py", "dtype"), ("grpo.py", "dtype")}
     rows = [split for (_, name), split in SPLIT.items() if name not in ("optim", "16 bits")]
-    for a, b in itertools.combinations(range(6), 2):
+    for a, b in itertools.combinations(range(5), 2):
         values = [{row[i] for row in rows} for i in (a, b)]
         assert {(row[a], row[b]) for row in rows} == set(itertools.product(*values)), (a, b)
     for script in MODELS:
@@ -166,12 +163,12 @@ def test_splits_have_all_pairs():
 
 def split(script, group):
     """The keys of SPLIT."""
-    stage, offload, micro, again, chunk, together = SPLIT[script, group]
+    stage, offload, micro, again, chunk = SPLIT[script, group]
     trained = ("policy", "value") if script == "ppo.py" else ("policy",)
     models = {"none": (), "optimizer": trained, "params": (*trained, "ref", "reward", "judge")}[offload]
     return dict(zero_stage=str(stage), offload=",".join(f"{model}={offload}" for model in models),
                 micro_batch_size=micro, gradient_checkpointing=again, head_chunk=chunk,
-                rollout_batch_size=3, generate_tp=together)
+                rollout_batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +183,9 @@ def turned(world, tmp_path_factory):
     "SCRIPT plain", "SCRIPT unevaluated", "SCRIPT unmoving"; and {name: what came of it on each rank}.
     """
     folder = str(tmp_path_factory.mktemp("knobs"))
-    policy = from_pretrained(world.policy)
+    policy = load_model(world.policy)
     with torch.no_grad():
-        policy.lm_head.weight.mul_(1.1)
+        policy.hf.lm_head.weight.mul_(1.1)
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
     texts = dict(ptx_path=world.texts, prompts_path=world.sft_train)
     others = dict(policy_path=f"{folder}/other_policy", ref_path=world.policy, reward_path=world.other_reward,
@@ -222,12 +219,13 @@ def turned(world, tmp_path_factory):
             jobs[f"{script} {name} stopped"] = run(script, both, 2, tiny.stops(1, 1)) | dict(folder=f"{script} {name} split")
         jobs[f"{script} {name} split"] = run(script, both, 2)
     for script in MODELS:
-        jobs[f"{script} plain"] = run(script, HELD)
-        jobs[f"{script} unevaluated"] = run(script, HELD | dict(eval_path=""))
-        jobs[f"{script} unmoving"] = run(script, HELD | {
+        held = HELD | dict(missing_eos_penalty=0.0)  # so that the shaped score is the one that is logged
+        jobs[f"{script} plain"] = run(script, held)
+        jobs[f"{script} unevaluated"] = run(script, held | dict(eval_path=""))
+        jobs[f"{script} unmoving"] = run(script, held | {
             key: value for key, value in UNMOVING.items() if value and key not in ROUNDING})
     for i, keys in enumerate((dict(max_iters=1, kl_coef=0.0), dict(kl_coef=0.7), dict(kl_coef=0.7, keep_best=True))):
-        job = run("ppo.py", HELD | dict(checkpoint_interval=1) | keys)
+        job = run("ppo.py", HELD | dict(checkpoint_interval=1, missing_eos_penalty=0.0) | keys)
         jobs[f"ppo.py, part {i}"] = job | dict(folder="ppo.py in parts")
     fixed, adapted = dict(kl_coef=0.05, scale_scores="running"), dict(kl_coef=0.5, kl_coef_target=3.0, kl_horizon=50)
     for i, keys in enumerate((fixed | dict(max_iters=1), adapted | dict(max_iters=2), adapted | dict(max_iters=3))):
@@ -287,8 +285,10 @@ def test_the_best_policy_is_kept(turned, script):
     with open(f"{out}/checkpoint-000002/state.json", encoding="utf-8") as f:
         assert len(scores) == 3 and json.load(f)["best_score"] == max(scores)
     best = scores.index(max(scores))
-    assert best in (1, 2), "the tiny run should improve, or this shows nothing"
-    assert tiny.distance(f"{out}/checkpoint-00000{best}/policy", f"{out}/best_policy") == 0
+    if best == 0:  # the policy that it began with, of which there is no checkpoint: neither of the later ones
+        assert min(tiny.distance(f"{out}/checkpoint-00000{k}/policy", f"{out}/best_policy") for k in (1, 2)) > 0
+    else:
+        assert tiny.distance(f"{out}/checkpoint-00000{best}/policy", f"{out}/best_policy") == 0
     assert not os.path.exists(f"{turned[0]}/{script} plain/out/best_policy")
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.pretrained import from_pretrained
 from engine.tokenizers import load_tokenizer
+from model import load_model
 from rollout import decode_responses, generate, response_uniforms
 
 import tiny
@@ -28,7 +28,7 @@ def keys_of(world, **keys):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    for name, text in (("compare", "answers: a b\n{prompt}{first}|{second}~"), ("grade", "answers: A B\n{prompt}{response}?"),
+    for name, text in (("compare", "answers: a b\n{prompt}{first}|{second}"), ("grade", "answers: A B\n{prompt}{response}?"),
                        ("half", "{prompt}{first}")):
         with open(f"{world.root}/{name}.txt", "w") as f:
             f.write(text)
@@ -40,7 +40,7 @@ def runs(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("runs"))
     cases = dict(
         compare={}, again={}, other_batches=dict(batch_size=48, micro_batch_size=64), parts=dict(pairs=5, held_out=2),
-        grade=dict(judge_template=f"{world.root}/grade.txt"), sure=dict(min_confidence=0.55),
+        grade=dict(judge_template=f"{world.root}/grade.txt"), sure=dict(min_confidence=0.8),
         chain=dict(min_confidence=0.5), odd=dict(samples=3), nobody=dict(judge_path=""),
         half=dict(judge_template=f"{world.root}/half.txt"),
         two={}, nothing=dict(min_confidence=1.0), folder=dict(out="/proc/labels.jsonl"), long=dict(judge_template="compare"))
@@ -67,7 +67,7 @@ def read(path):
 def by_hand(world):
     """[(prompt, one answer, the other one, log-odds that the first is better: one first, other first)], and the answers' ends."""
     tokenizer, theirs = load_tokenizer(world.policy), load_tokenizer(world.judge)
-    policy = from_pretrained(world.policy, dtype=torch.float64).eval()
+    policy = load_model(world.policy, dtype=torch.float64)
     judge = AutoModelForCausalLM.from_pretrained(world.judge, dtype=torch.float64).eval()
 
     def odds(text, a, b):
@@ -87,8 +87,8 @@ def by_hand(world):
             elif one == other:
                 left_out["same"] += 1
             else:
-                found.append((row["prompt"], one, other, odds(f"{row['prompt']}{one}|{other}~", "a", "b"),
-                              odds(f"{row['prompt']}{other}|{one}~", "a", "b"), odds(f"{row['prompt']}{one}?", "A", "B"),
+                found.append((row["prompt"], one, other, odds(f"{row['prompt']}{one}|{other}", "a", "b"),
+                              odds(f"{row['prompt']}{other}|{one}", "a", "b"), odds(f"{row['prompt']}{one}?", "A", "B"),
                               odds(f"{row['prompt']}{other}?", "A", "B")))
     return found, left_out
 
@@ -137,7 +137,7 @@ def test_the_same_command_writes_the_same(runs):
     other = read(f"{folder}/other_batches/labels.jsonl")
     assert [row["chosen"] for row in other] == [row["chosen"] for row in whole]
     assert read(f"{folder}/parts/labels.jsonl") == whole[:5] and read(f"{folder}/parts/labels_val.jsonl") == whole[5:7]
-    sure = [row for row in whole if row["confidence"] >= 0.55]
+    sure = [row for row in whole if row["confidence"] >= 0.8]
     assert read(f"{folder}/sure/labels.jsonl") == sure and 0 < len(sure) < len(whole)
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (adapt_kl_coef, centring_loss, entropy_from_logprobs, gap_limit, kl_estimate, learning_rate_at,
-                  logprobs_from_logits, masked_mean, masked_sum, masked_whiten,
-                  preference_loss, scaled_logits, soft_preference_loss, standard_deviation, update_moments)
-from model import at_least_float32
+from loss import (adapt_kl_coef, centring_loss, gap_limit, in_rows, kl_estimate, learning_rate_at, masked_mean, masked_sum,
+                  masked_whiten, preference_loss, soft_preference_loss, standard_deviation, update_moments)
+from model import at_least_float32, entropy_of, scaled_logits
 from relatives import clipped_loss
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
@@ -26,21 +25,12 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def logprobs_of(logits, tokens):
+    """Log-probs (...) of tokens (...), of logits (..., V) in at least float32."""
+    return scaled_logits(logits).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
 # log-probs and entropy
-
-
-def test_all_sequences_have_probability_one():
-    """A table model: logits depend on position and previous token. The 4^5 sequences' probabilities are exact and sum to 1."""
-    V, L = 4, 5
-    table = 2 * randn(L, V, V)
-    sequences = torch.tensor(list(itertools.product(range(V), repeat=L)))  # (V^L, L)
-    previous = torch.cat([torch.zeros(len(sequences), 1, dtype=torch.int64), sequences[:, :-1]], 1)
-    logits = table[torch.arange(L), previous]  # (V^L, L, V): logits[:, t] choose token t
-    logprobs = logprobs_from_logits(logits, sequences)
-    assert logprobs.shape == sequences.shape
-    assert abs(logprobs.sum(1).exp().sum().item() - 1) < 1e-12
-    exact = log_softmax(table)[np.arange(L), previous.numpy(), sequences.numpy()]
-    assert np.abs(logprobs.numpy() - exact).max() < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,11 +39,11 @@ def test_half_precision_logits_give_float32(dtype):
     tokens = torch.arange(21).view(3, 7)
     exact = log_softmax(logits.double().numpy())
     want = np.take_along_axis(exact, tokens.numpy()[..., None], -1)[..., 0]
-    got = logprobs_from_logits(logits, tokens)
+    got = logprobs_of(logits, tokens)
     assert got.dtype == torch.float32
     assert np.abs(got.numpy() - want).max() < 4e-6
     assert np.abs(logits.log_softmax(-1).double().numpy() - exact).max() > 1e-3  # what half precision would have given
-    entropy = entropy_from_logprobs(scaled_logits(logits).log_softmax(-1))
+    entropy = entropy_of(scaled_logits(logits).log_softmax(-1))
     assert entropy.dtype == torch.float32
     assert np.abs(entropy.numpy() + (np.exp(exact) * exact).sum(-1)).max() < 4e-6
     assert at_least_float32(logits).dtype == scaled_logits(logits).dtype == torch.float32
@@ -63,7 +53,7 @@ def test_half_precision_logits_give_float32(dtype):
 def test_logprobs_of_large_logits():
     """No overflow, and the gradient is one-hot minus softmax."""
     logits = torch.tensor([[[1e4, 0.0, 1e4]]], dtype=torch.float64, requires_grad=True)
-    logprob = logprobs_from_logits(logits, torch.tensor([[2]]))
+    logprob = logprobs_of(logits, torch.tensor([[2]]))
     assert logprob.item() == pytest.approx(-np.log(2), abs=1e-12)
     logprob.sum().backward()
     assert torch.allclose(logits.grad, torch.tensor([[[-0.5, 0.0, 0.5]]], dtype=torch.float64), atol=1e-12)
@@ -73,7 +63,7 @@ def test_entropy():
     inf = float("inf")
     logits = torch.tensor([[0.0, 0, 0, 0], [7, 7, 7, -inf], [3, -inf, -inf, -inf], [0, np.log(3), -inf, -inf]],
                           dtype=torch.float64, requires_grad=True)
-    entropy = entropy_from_logprobs(scaled_logits(logits).log_softmax(-1))
+    entropy = entropy_of(scaled_logits(logits).log_softmax(-1))
     want = [np.log(4), np.log(3), 0.0, np.log(4) - 0.75 * np.log(3)]
     assert np.abs(entropy.detach().numpy() - want).max() < 1e-14
     entropy.sum().backward()
@@ -84,7 +74,7 @@ def test_entropy():
     assert (logits.grad[:, 2:][logits.detach()[:, 2:] == -inf] == 0).all()
     x = randn(5, 6, 11)
     exact = log_softmax(x.numpy())
-    assert np.abs(entropy_from_logprobs(scaled_logits(x).log_softmax(-1)).numpy() + (np.exp(exact) * exact).sum(-1)).max() < 1e-14
+    assert np.abs(entropy_of(scaled_logits(x).log_softmax(-1)).numpy() + (np.exp(exact) * exact).sum(-1)).max() < 1e-14
 
 
 def test_scaled_logits():
@@ -101,7 +91,16 @@ def test_scaled_logits():
     # the padding takes no probability from the rest
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
     want = np.take_along_axis(log_softmax(2 * kept[..., :5].numpy()), tokens.numpy()[..., None], -1)[..., 0]
-    assert np.abs(logprobs_from_logits(scaled, tokens).numpy() - want).max() < 1e-14
+    assert np.abs(logprobs_of(scaled, tokens).numpy() - want).max() < 1e-14
+
+
+def test_in_rows():
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    got = in_rows(x, mask)
+    assert got.tolist() == [[1.0, 2.0, 0.0], [0.0] * 3, [3.0, 0.0, 0.0]]
+    (got * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert x.grad.tolist() == [0.0, 1.0, 6.0]
 
 
 # masked reductions
@@ -262,7 +261,7 @@ def test_every_split_into_micro_batches_has_the_same_gradient():
     def gradient(parts, mean_of_means):
         leaf = weights.clone().requires_grad_()
         for rows in parts:
-            logprobs = logprobs_from_logits(features[rows] @ leaf, tokens[rows])
+            logprobs = logprobs_of(features[rows] @ leaf, tokens[rows])
             losses, _ = clipped_loss(logprobs, old[rows], advantages[rows], mask[rows], 0.2)
             if mean_of_means:
                 loss = masked_mean(losses, mask[rows]) / len(parts)
@@ -382,5 +381,5 @@ def test_cold_logits_round_no_further_than_the_limit(T):
     logits = 10 * torch.randn(50, 200, generator=generator)
     other = (logits.double() * (1 + 4e-7 * torch.randn(50, 200, generator=generator, dtype=torch.float64))).float()
     tokens = torch.randint(0, 200, (50,), generator=generator)
-    a, b, hot = (logprobs_from_logits(x / t, tokens) for x, t in ((logits, T), (other, T), (logits, 1.01 * T)))
+    a, b, hot = (logprobs_of(x / t, tokens) for x, t in ((logits, T), (other, T), (logits, 1.01 * T)))
     assert (a - b).abs().max() < gap_limit("float32", T) < (a - hot).abs().max()

@@ -321,8 +321,8 @@ import asyncio
 import os
 import urllib.error
 
-def sometimes(prompts, completions, **columns):  # a response of an even length, and every prompt that begins with 1, has no score
-    return [None if len(text) % 2 == 0 or prompt[0] == "1" else len(text) / 8 for prompt, text in zip(prompts, completions)]
+def sometimes(prompts, completions, **columns):  # every third length, and every prompt that begins with 1, has no score
+    return [None if len(text) % 3 == 0 or prompt[0] == "1" else len(text) / 8 for prompt, text in zip(prompts, completions)]
 
 async def grader(completions, answer, **columns):
     await asyncio.sleep(0)

@@ -50,43 +50,42 @@ def test_my_share_covers_everything_once(monkeypatch):
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def total(group):
-    return sum(group)  # here a row is the number of its tokens
+def all_parts(lengths, ranks, *limits):
+    return [parallel.my_micro_batches(lengths, *limits, whose=(rank, ranks)) for rank in range(ranks)]
 
 
-def test_deal_by_hand():
-    def deal(groups, *rest, **more):
-        return parallel.deal(groups, total, *rest, **more)
-
-    assert deal([[5], [4], [3], [3], [1]], 2) == [[[5], [3]], [[4], [3], [1]]]  # the docstring's
-    assert deal([[2], [2], [2]], 3) == [[[2]], [[2]], [[2]]] and deal([], 2) == [[], []]
-    assert deal([[1], [9], [2], [3]], 2, 2) == [[[9], [1]], [[3], [2]]]  # the lighter bin is full
-    assert deal([[3, 3], [4], [1]], 2, 2) == [[[3, 3]], [[4], [1]]]  # a group stays together
-    assert deal([[3, 3, 3], [1]], 2, 2) == [[[3], [1]], [[3, 3]]]  # or is cut in two
-    assert deal([[5], [4], [3], [20]], 1, most_tokens=8) == [[[20]], [[5]], [[4], [3]]]  # new bins; one row is too long
-    assert deal([[3, 3, 3], [2]], 2, most_tokens=6) == [[[3], [2]], [[3, 3]]]
+def test_micro_batches_by_hand():
+    assert all_parts([5, 2, 3, 4], 2, 2) == [[[0, 2]], [[3, 1]]]  # the docstring's
+    assert all_parts([2, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]] and all_parts([], 2, 8) == [[], []]
+    assert all_parts([1, 9, 2], 2, 1) == [[[1], [0]], [[2], []]]  # rank 1 has as many
+    assert all_parts([5, 4, 3, 2, 1], 1, 2) == [[[0, 1], [2, 3], [4]]]
+    assert all_parts([300, 44, 43, 40], 1, 9) == [[[0, 1], [2, 3]]]  # 300 - 44 is PADDING, with 43 it would be more
+    assert all_parts([5, 4, 3, 20], 1, 99, 8) == [[[3], [0], [1, 2]]]  # 20 is too long; 5 and 4 are, with padding, 10
+    assert all_parts([6, 1, 1, 1], 1, 1, 6) == [[[0], [1, 2, 3]]]
 
 
 def test_micro_batches_of_all_ranks(monkeypatch):
-    """Each row is in one, they are not too large, there are as many on every rank, and all ranks have like numbers of tokens."""
+    """Each row is in one; they keep the limits; there are as many on every rank, and all ranks have like numbers of tokens."""
     lengths = torch.randint(1, 100, (61,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = list(enumerate(lengths))
-    for groups in ([[row] for row in rows], [rows[i:i + 4] for i in range(0, 61, 4)], [rows]):
-        for ranks, size, most in itertools.product((1, 2, 3, 7, 100), (1, 5, 64), (0, 1, 150)):
-            parts = []
-            for rank in range(ranks):
-                monkeypatch.setattr(parallel, "rank_and_size", lambda r=rank, n=ranks: (r, n))
-                parts.append(parallel.my_micro_batches(groups, lambda group: sum(n for _, n in group), size, most))
-            flat = [sum(part, []) for part in parts]
-            assert sorted(sum(flat, [])) == rows and len({len(part) for part in parts}) == 1
-            assert max(map(len, flat)) <= -(-61 // ranks)
-            for mb in sum(parts, []):
-                assert len(mb) <= size if not most else len(mb) <= 1 or sum(n for _, n in mb) <= most
-            if not most:
-                assert len(parts[0]) == parallel.most_micro_batches(61, size)
-            if ranks <= 3 and len(groups) == 61:
-                tokens = [sum(n for _, n in part) for part in flat]
-                assert max(tokens) - min(tokens) < 50
+    for ranks, size, most in itertools.product((1, 2, 3, 7, 100), (1, 5, 64), (0, 1, 150)):
+        parts = all_parts(lengths, ranks, size, most)
+        if not most:  # with any padding, as many as could be
+            tight = [parallel.my_micro_batches(lengths, size, whose=(r, ranks), padding=math.inf) for r in range(ranks)]
+            monkeypatch.setattr(parallel, "rank_and_size", lambda n=ranks: (0, n))
+            assert {len(part) for part in tight} == {parallel.most_micro_batches(61, size)}
+        monkeypatch.setattr(parallel, "rank_and_size", lambda n=ranks: (n - 1, n))
+        assert parallel.my_micro_batches(lengths, size, most) == parts[-1]
+        flat = [sum(part, []) for part in parts]
+        assert sorted(sum(flat, [])) == list(range(61)) and len({len(part) for part in parts}) == 1
+        assert max(map(len, flat)) - min(map(len, flat)) <= 1
+        for mine in flat:  # the longest first
+            assert [lengths[i] for i in mine] == sorted((lengths[i] for i in mine), reverse=True)
+        for mb in sum(parts, []):
+            assert len(mb) <= size if not most else len(mb) <= 1 or max(lengths[i] for i in mb) * len(mb) <= most
+            held = [lengths[i] for i in mb]
+            assert len(mb) * max(held, default=0) - sum(held) <= parallel.PADDING
+        tokens = [sum(lengths[i] for i in mine) for mine in flat]
+        assert max(tokens) - min(tokens) <= max(lengths)  # dealt like cards
 
 
 def test_more_ranks_than_gpus_is_said_by_all(monkeypatch):

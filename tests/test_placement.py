@@ -1,6 +1,6 @@
 """
-engine/placement.py on one rank: the block around forwards that have no backward pass. (What the ranks hold of sharded models,
-and that runs with them come to the same numbers, is in test_zero.py.)
+engine/placement.py on one rank: the block around forwards that have no backward pass, precisions, what is held. (What the
+ranks hold of sharded models, and that runs with them come to the same numbers, is in test_zero.py.)
 """
 import contextlib
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine import placement
-from engine.adapters import Adapted
 from engine.placement import no_grad_forwards
-from engine.pretrained import from_scratch
+from errors import BadConfig
+from engine.adapters import Adapted
+from model import from_scratch
 
 TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=12, max_position_embeddings=16)
@@ -24,7 +25,7 @@ def watched(monkeypatch):
     def watch(name):
         model = from_scratch(TINY)
         model.reshard = lambda: calls.append(f"reshard {name}")
-        model.layers[1].reshard = lambda: calls.append(f"reshard {name}'s layer")
+        model.layers()[1].reshard = lambda: calls.append(f"reshard {name}'s layer")
         model.name = name
         return model
 
@@ -42,7 +43,7 @@ def test_forwards_record_no_gradients_and_free_what_they_have_gathered(watched):
     watch, calls = watched
     policy, ref = watch("policy"), watch("ref")
     with no_grad_forwards([policy, None, ref], "cuda:0"):
-        assert not policy(torch.tensor([[1, 2, 3]])).requires_grad
+        assert not policy.states(torch.tensor([[1, 2, 3]])).requires_grad
         assert calls == ["policy to cuda:0", "ref to cuda:0"]
     assert torch.is_grad_enabled()
     assert calls[2:4] == ["ref back", "policy back"]
@@ -57,11 +58,34 @@ def test_an_error_in_the_block_frees_them_too(watched):
     assert calls[-2:] == ["reshard policy", "reshard policy's layer"]
 
 
-def test_models_on_one_trunk_move_it_once(watched):
+def test_a_head_on_a_trunk_moves_the_trunk_once(watched):
     """Moved a second time, its home would be the device."""
     watch, calls = watched
     trunk = watch("trunk")
-    with no_grad_forwards([Adapted(trunk, rank=2), Adapted(trunk, "scalar", rank=2), trunk], "cpu"):
+    head = Adapted(trunk, "scalar")
+    head.__dict__["name"] = "head"
+    with no_grad_forwards([head, trunk, None, trunk], "cpu"):
         pass
     assert [call for call in calls if "trunk to" in call or "trunk back" in call] == ["trunk to cpu", "trunk back"]
-    assert "reshard trunk" in calls
+    assert calls.count("reshard trunk") == 1
+
+
+def test_precisions():
+    """Autocast rounds trained weights when they are used, frozen ones are stored so; or all weights are of 16 bits."""
+    cpu = torch.device("cpu")
+    for dtype, master, want in (("float64", True, (torch.float64, None)), ("float32", True, (torch.float32, None)),
+                                ("bfloat16", True, (torch.float32, torch.bfloat16)),
+                                ("bfloat16", False, (torch.bfloat16, None))):
+        autocast, *found = placement.precisions(dtype, master, cpu)
+        assert tuple(found) == want
+        with autocast:
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype == (want[1] or torch.float32)
+    with pytest.raises(BadConfig, match="only works in bfloat16, not in float16"):
+        placement.precisions("float16", False, cpu)
+
+
+def test_what_is_held():
+    one, two, shapes = from_scratch(TINY), from_scratch(TINY), from_scratch(TINY, device="meta")
+    assert placement.in_memory(policy=one, ref=None, reward=[two, one], judge=two) == {"policy": one, "reward": two}
+    assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}

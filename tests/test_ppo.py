@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.pretrained import from_pretrained
+from model import load_model
 
 import tiny
 from tiny import alike, forked, in_a_row, measured, one_run
@@ -73,8 +73,8 @@ def test_sft_and_rm_leave_models_and_logs(chain):
     log = tiny.read_log(f"{chain}/rm")
     assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= log[0].keys()
     assert {"eval/loss", "eval/accuracy"} <= log[-1].keys() and log[-1]["iteration"] == 3
-    reward_model = from_pretrained(f"{chain}/rm/reward_model", head="scalar")
-    assert not reward_model.new_head and reward_model.config.score_shift != 0
+    reward_model = load_model(f"{chain}/rm/reward_model", head="scalar")
+    assert not reward_model.new_head and reward_model.score_shift != 0
 
 
 def test_ppo_logs_every_phase(chain):
@@ -99,12 +99,12 @@ def test_transformers_loads_what_ppo_leaves(chain, world):
 
     tokens = torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
     theirs = hf.AutoModelForCausalLM.from_pretrained(f"{chain}/ppo/policy").eval()(tokens).logits
-    ours = from_pretrained(f"{chain}/ppo/policy")
-    assert theirs.std() > 0.1 and (theirs - ours(tokens)).abs().max() < 1e-4
+    ours = load_model(f"{chain}/ppo/policy")
+    assert theirs.std() > 0.1 and (theirs - ours.logits(ours.states(tokens))).abs().max() < 1e-4
     values = hf.AutoModelForSequenceClassification.from_pretrained(f"{chain}/ppo/value_model").eval()
     theirs = values.score(values.base_model(tokens).last_hidden_state)[..., 0]
-    ours = from_pretrained(f"{chain}/ppo/value_model", head="scalar")
-    assert (theirs - ours(tokens)).abs().max() < 1e-4
+    ours = load_model(f"{chain}/ppo/value_model", head="scalar")
+    assert (theirs + ours.score_shift - ours.scalars(ours.states(tokens))).abs().max() < 1e-4
     backend = hf.AutoTokenizer.from_pretrained(f"{chain}/ppo/policy")
     assert backend("<think>1</think>2=é")["input_ids"] == [256, 49, 257, 50, 61, 0xC3, 0xA9]
 
@@ -249,15 +249,15 @@ def test_bfloat16_stays_on_policy(ranks):
 
 SABOTAGE = """
 import json, torch
-import data, loss, parallel, rewards, rollout
+import data, loss, model, parallel, rewards, rollout
 case, now, held, steps = os.environ.get("CASE"), -1, {}, 0
 
 def patch(owner, name, change):
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
-def hurt(model):
-    held[model].get_parameter("layers.0.up.weight").data[1, 2] += 0.25
+def hurt(name):
+    held[name].get_parameter("hf.transformer.h.0.mlp.c_fc.weight").data[1, 2] += 0.25
 
 def broadcast(original, models):
     models = list(models)
@@ -298,8 +298,8 @@ def spoil(name):
 def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
     return original(policy, prompts, n, temperature * (1.2 if case == "sampler" else 1), *rest, **kwargs)
 
-def logprobs(original, hidden, *rest, **kwargs):
-    return original(hidden * (1.01 if case == "forward" and torch.is_grad_enabled() else 1), *rest, **kwargs)
+def logits(original, self, states):
+    return original(self, states * (1.01 if case == "forward" and torch.is_grad_enabled() else 1))
 
 patch(data, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
@@ -307,7 +307,7 @@ patch(rewards, "reward_model_scores", scores)
 patch(loss, "response_logprobs", spoil("policy"))
 patch(loss, "response_values", spoil("value_model"))
 patch(rollout, "generate_in_parts", generate)
-patch(loss, "logprobs_and_entropy", logprobs)
+patch(model.Model, "logits", logits)
 patch(torch.optim.AdamW, "step", step)
 """
 
@@ -328,8 +328,10 @@ patch(runpy, "run_path", run_path)
 
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
 CASES = {  # case -> what is said, optimizer steps before
-    "reward_model on rank 1": (r"iteration 3: .*: reward_model, parameter layers\.0\.up\.weight, differs on .*rank 1", 3 * STEPS),
-    "ref_policy on all ranks": (r"iteration 3: the frozen ref_policy has changed: parameter layers\.0\.up\.weight", 3 * STEPS),
+    "reward_model on rank 1": (
+        r"iteration 3: .*: reward_model, parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight, differs on .*rank 1", 3 * STEPS),
+    "ref_policy on all ranks": (
+        r"iteration 3: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 3 * STEPS),
     "NaN score": (r"iteration 2: reward/reward_model is not finite \(first in response 3 ", 2 * STEPS),
     "NaN policy": (r"iteration 2: the gradient of policy's \w\S+ is not finite; stopped before the step", 2 * STEPS),
     "NaN value_model": (r"iteration 2: the gradient of value_model's \w\S+ is not finite; stopped before the step", 2 * STEPS),

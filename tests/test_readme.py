@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 
 import tiny
+from configurator import read_arguments, read_keys
 from tiny import forked, one_run
-from tools import memory
 
 
 def read(path):
@@ -146,10 +146,7 @@ def check_command(words):
     if script.endswith(".sh") or arguments == ["--help"]:
         return
     if "configure(globals()" in source:
-        memory.read_config(script.removesuffix(".py"), arguments)
-    elif script == "tools/memory.py":
-        options, rest = memory.split_arguments(arguments)
-        memory.read_config(memory.which_script(rest, options["script"]), rest)
+        read_arguments(read_keys(script), arguments)
     else:
         options = set(re.findall(r"add_argument\(\"(--[\w-]+)\"", source))
         for argument in arguments:
@@ -174,7 +171,7 @@ def test_commands_name_scripts_configs_and_keys(command):
 def test_commands_are_found_and_wrong_ones_refused():
     assert len(COMMANDS) > 25
     for wrong in ("python pppo.py", "python ppo.py config/none.py", "python ppo.py --rewards=code", "python grpo.py --scale_by=2",
-                  "python tools/memory.py config/llama.py --world=8", "python data/tldr/prepare.py --chatty"):
+                  "python data/tldr/prepare.py --chatty"):
         (words,) = commands(f"    {wrong}\n")
         with pytest.raises((AssertionError, OSError, ValueError)):
             check_command(words)
@@ -184,13 +181,12 @@ def keys_of(path):
     """The keys or options of a file, if it is a script."""
     source = read(path)
     if "configure(globals()" in source:
-        return memory.read_config(path.removesuffix(".py"), []).keys()
+        return read_keys(path).keys()
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
 KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.py",
                                        "runs/peers/*.py")))
-KEYS |= memory.OPTIONS.keys()
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from engine.checkpoint import save_model
-from engine.pretrained import from_scratch
 from engine.tokenizers import load_tokenizer
+from model import from_scratch
 
 import tiny
 from tiny import forked, measured, one_run
@@ -39,13 +39,10 @@ def runs(tmp_path_factory):
     cases = {
         "ppo on": [one_run("ppo.py", world.ppo("out", **went_on))],
         "grpo on": [one_run("grpo.py", world.grpo("out", **went_on))],
-        "lora on": [one_run("ppo.py", world.ppo("out", lora="4", **went_on))],
-        "trunk on": [one_run("grpo.py", world.grpo("out", lora="4", share_base=False, **went_on))],
         "deeper": [one_run("ppo.py", world.ppo("out", ref_path=f"{folder}/deeper"))],
         "swapped": [one_run("ppo.py", world.ppo("out", ref_path=f"{folder}/swapped"))],
         "no kl": [one_run("grpo.py", world.grpo("out", ref_path=world.policy, kl_coef=0.0))],
         "no kl reset": [one_run("ppo.py", world.ppo("out", ref_reset_iters=1, kl_coef=0.0))],
-        "lora reset": [one_run("ppo.py", world.ppo("out", ref_reset_iters=1, lora="4"))],
         "dropped": [one_run("ppo.py", world.ppo("out", **went_on | dict(max_iters=1))),
                     one_run("ppo.py", world.ppo("out", **went_on | dict(max_iters=1, ref_path="")))],
         "half reset": [one_run("ppo.py", world.ppo("out", dtype="bfloat16", ref_reset_iters=1))]}
@@ -66,7 +63,7 @@ def succeeded(run):
     return out
 
 
-@pytest.mark.parametrize("name", ["ppo on", "grpo on", "lora on", "trunk on"])
+@pytest.mark.parametrize("name", ["ppo on", "grpo on"])
 def test_a_run_goes_on_against_the_original_reference(runs, name):
     """What the first run measured last, the second one measures first: same policy, same noise."""
     before = tiny.read_log(succeeded(runs["first"]))[-1]["eval/kl"]
@@ -107,7 +104,6 @@ def test_in_16_bits_too(runs):
     ("swapped", "has another tokenizer than the policy"),
     ("no kl", "with kl_coef = 0: there is no reference then; type --kl_coef=0.05"),
     ("no kl reset", "ref_reset_iters = 1 with kl_coef = 0"),
-    ("lora reset", "ref_reset_iters: with LoRA the policy is an adapter"),
     ("dropped", "holds a run with ref_path = ")])
 def test_bad_keys_get_one_line(runs, name, said):
     result = runs[name][1][-1]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.answers import evaluate_arithmetic, same_answer
+from engine import reward_mix
 from engine.reward_mix import NEEDS, call_rewards, check_rows, collect, parse_rewards
 from errors import BadInput, Stop
 from rewards import RULES, accuracy, countdown, final_answer, format, length, soft_overlong, thinks
@@ -623,7 +624,8 @@ def test_collect_puts_the_parts_together_and_does_not_wait_for_ever():
         collect([threads.submit(call_rewards, [(1.0, "late", lambda batch: [1.0])], batches[0])], 60)
 
 
-def test_check_rows():
+def test_check_rows(monkeypatch):
+    monkeypatch.setattr(reward_mix, "check_sandbox", lambda: None)  # is for the code of responses
     rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests=[dict(stdin="", stdout="")]),
             dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
     rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]

@@ -1,29 +1,23 @@
-"""What a run leaves, and what it may start from: dtypes, shards, model cards, the hub, adapters as models; and a slow disk."""
+"""What a run leaves, and what it may start from: dtypes, shards, model cards, the hub; and a slow disk."""
 import json
 import os
 import re
-import runpy
 import signal
-import sys
 
 import pytest
 import torch
 import transformers as hf
 import yaml
-from safetensors import safe_open
 
-from engine import disk
-from engine.adapters import Adapted
-from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final, save_model, saved_dtype
-from engine.model_card import hub_name, model_card, public
-from engine.pretrained import from_pretrained, from_scratch, save_pretrained
+from engine.checkpoint import find_checkpoint, save_final, save_model, saved_dtype
+from engine.model_card import model_card, public
+from engine.placement import Place, load_placed
 from engine.tokenizers import load_tokenizer
-from errors import BadInput
+from model import load_model
 
 import tiny
-from conftest import ROOT
 from families import VARIANTS, make, padded
-from tiny import arguments, forked, one_run, read_weights
+from tiny import forked, one_run, read_weights
 
 DIES_SLOWLY = """
 import os, time
@@ -56,8 +50,8 @@ save = disk.save_file
 def elsewhere(tensors, file, *rest):
     save(tensors, file.replace("/", " ") if "checkpoint-000002" in file else file, *rest)
 disk.save_file, disk.sync = elsewhere, lambda path: None
-""", r"checkpoint-000002 cannot be written \(rank 1 has written model-00002-of-000\d\d.safetensors, but rank 0 does not see it: "
-     "out_dir must be the same folder on all hosts"),
+""", r"checkpoint-000002 cannot be written \(rank 1 has written policy_optimizer-00002-of-000\d\d.safetensors, but rank 0 does "
+     "not see it: out_dir must be the same folder on all hosts"),
     "read only": ("""
 def denied(path, *rest):
     raise OSError(30, "Read-only file system")
@@ -77,66 +71,26 @@ disk.save_file = dies
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """{name: results}: a chain of adapters as a user makes it, runs from a bfloat16 model, a rank 0 that dies as it saves."""
+    """{name: results}: the scripts one behind the other, runs from a bfloat16 model, a rank 0 that dies as it saves."""
     folder = str(tmp_path_factory.mktemp("saving"))
     world = tiny.build(folder)
-    short = from_pretrained(world.policy)
-    save_model(f"{folder}/in 16 bits", short, load_tokenizer(world.policy), dtype=torch.bfloat16)
-    adapters = dict(policy_path="out/sft/policy_adapter", reward_path="out/rm/reward_model_adapter")
+    save_model(f"{folder}/in 16 bits", load_model(world.policy), load_tokenizer(world.policy), dtype=torch.bfloat16)
+    made = dict(policy_path="out/sft/policy", reward_path="out/rm/reward_model")
     dies = world.sft("out", timeout=2)
     cases = {
-        "adapters": [
-            one_run("sft.py", world.sft("out/sft", init_from=world.policy, lora="2:4", report_to="")),
-            one_run("rm.py", world.rm("out/rm", init_from="out/sft/policy_adapter", lora="2:4")),
-            one_run("ppo.py", world.ppo("out/ppo", max_iters=1, keep_best=True, **adapters)),
-            one_run("grpo.py", world.grpo("out/grpo", max_iters=1, **adapters)),
-            one_run("tools/sample.py", arguments(dict(adapters, prompt="1+2=", max_new_tokens=4, device_type="cpu")))],
+        "chain": [
+            one_run("sft.py", world.sft("out/sft", init_from=world.policy, report_to="")),
+            one_run("rm.py", world.rm("out/rm", init_from="out/sft/policy")),
+            one_run("ppo.py", world.ppo("out/ppo", max_iters=1, keep_best=True, **made)),
+            one_run("grpo.py", world.grpo("out/grpo", max_iters=1, **made))],
         "short": [one_run("sft.py", world.sft("out/auto", init_from=f"{folder}/in 16 bits")),
                   one_run("sft.py", world.sft("out/long", init_from=f"{folder}/in 16 bits", save_dtype="float32")),
-                  one_run("sft.py", world.sft("out/lora", init_from=f"{folder}/in 16 bits", lora="2:4"))],
-        "dies": [one_run("sft.py", (dies, DIES_SLOWLY), dies)],
-        "sharded": [one_run("rm.py", *[world.rm(f"out/{lora}", max_iters=1, zero_stage="3", lora=lora)] * 2)
-                    for lora in ("", "2")]}
+                  one_run("sft.py", *[world.sft("out/sharded", init_from=f"{folder}/in 16 bits", zero_stage="3")] * 2)],
+        "dies": [one_run("sft.py", (dies, DIES_SLOWLY), dies)]}
     shards = world.sft("out", init_from=world.policy, zero_stage="3", checkpoint_interval=1, timeout=20)
     for name, (code, _) in FAILS.items():
         cases[f"fails: {name}"] = [one_run("sft.py", (shards, SMALL_FILES), (shards, SMALL_FILES + code))]
     return folder, forked(folder, cases, at_once=4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# adapters as models
-
-
-def test_adapters_are_models_for_every_script(runs):
-    """What is read of an adapter alone is the merged model beside it, to the rounding of the float32 in which that was saved."""
-    folder, results = runs
-    for result in results["adapters"]:
-        assert result["codes"] == [0], result
-    out = f"{folder}/adapters/out"
-    merged = read_weights(f"{out}/sft/policy")
-    here = os.getcwd()
-    os.chdir(f"{folder}/adapters")
-    try:
-        policy = from_pretrained("out/sft/policy_adapter")
-        save_pretrained(policy, "again")
-        reward = from_pretrained("out/rm/reward_model_adapter", "scalar")
-        tokenizer = load_tokenizer("out/sft/policy_adapter")
-    finally:
-        os.chdir(here)
-    again = read_weights(f"{folder}/adapters/again")
-    assert all((again[name] - t).abs().max() < 1e-6 for name, t in merged.items())
-    assert tokenizer.fingerprint == load_tokenizer(f"{folder}/policy").fingerprint  # the base's
-    whole = from_pretrained(f"{out}/rm/reward_model", "scalar")
-    tokens, mask = padded([9, 12, 5], left=False)
-    with torch.no_grad():
-        assert (reward(tokens, mask) - whole(tokens, mask))[mask].abs().max() < 1e-5
-    assert reward.config.score_shift == whole.config.score_shift == reward.config.hf["score_shift"] != 0
-    assert "(score " in results["adapters"][-1]["stdout"][0]
-
-
-def test_rm_trains_sharded_with_and_without_lora(runs):
-    for result in runs[1]["sharded"]:
-        assert result["codes"] == [0, 0], result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +100,8 @@ def test_rm_trains_sharded_with_and_without_lora(runs):
 def test_models_are_saved_as_their_source_was(runs):
     folder, results = runs
     for result in results["short"]:
-        assert result["codes"] == [0], result
-    for name, dtype in (("auto", "bfloat16"), ("long", "float32"), ("lora", "bfloat16")):
+        assert set(result["codes"]) == {0}, result
+    for name, dtype in (("auto", "bfloat16"), ("long", "float32"), ("sharded", "bfloat16")):
         saved = f"{folder}/short/out/{name}/policy"
         assert {str(t.dtype) for t in read_weights(saved).values()} == {f"torch.{dtype}"}
         assert hf.AutoConfig.from_pretrained(saved).dtype == getattr(torch, dtype)
@@ -160,73 +114,55 @@ def test_models_are_saved_as_their_source_was(runs):
     said = [result["stdout"][0] for result in results["short"]]
     line = "policy is saved in bfloat16: what training has changed by less than about 1/256 of a weight is rounded away; "
     assert line in said[0] and "--save_dtype=float32 keeps it\n" in said[0] and "is saved in" not in said[1]
-    assert "keeps it; policy_adapter beside it is the adapter alone\n" in said[2]
 
 
 def test_the_dtype_of_each_kind_of_model(tmp_path):
     make("llama").save_pretrained(tmp_path / "long")
     make("llama").bfloat16().save_pretrained(tmp_path / "short")
-    for source, dtype, matrices, lora, want in (
-            ("long", "float32", None, False, "float32"), ("short", "float32", None, False, "bfloat16"),
-            ("short", "float64", None, False, "float64"), ("long", "float64", None, True, "float64"),
-            ("long", "bfloat16", None, False, "bfloat16"),  # master_weights = False: nothing is lost
-            ("long", "float32", torch.bfloat16, True, "float32"), ("short", "float32", torch.bfloat16, True, "bfloat16")):
-        model = from_pretrained(str(tmp_path / source), dtype=dtype, matrices=matrices)
-        model = Adapted(model, "lm", 2) if lora else model
-        assert saved_dtype(model, "auto") == getattr(torch, want), (source, dtype, matrices, lora)
+    cpu = torch.device("cpu")
+    for source, dtype, matrices, want in (
+            ("long", "float32", None, "float32"), ("short", "float32", None, "bfloat16"), ("short", "float64", None, "float64"),
+            ("long", "bfloat16", None, "bfloat16"),  # master_weights = False: nothing is lost
+            ("long", "float32", torch.bfloat16, "float32"), ("short", "float32", torch.bfloat16, "bfloat16")):
+        model = load_placed(str(tmp_path / source), Place(), cpu, dtype=getattr(torch, dtype), matrices=matrices, trained=True)
+        assert saved_dtype(model, "auto") == getattr(torch, want), (source, dtype, matrices)
         assert saved_dtype(model, "float16") == torch.float16
-    old = from_pretrained(str(tmp_path / "long"))
-    del old.config.hf["dtype"]
-    old.config.hf["torch_dtype"] = "float16"  # as transformers 4 writes it
-    assert saved_dtype(old, "auto") == torch.float16
+    file = tmp_path / "long" / "config.json"
+    config = json.loads(file.read_text())
+    config["torch_dtype"] = "float16"  # as transformers 4 writes it
+    del config["dtype"]
+    file.write_text(json.dumps(config))
+    assert saved_dtype(load_model(str(tmp_path / "long")), "auto") == torch.float16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# shards
+# files
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "gemma3"])
-def test_large_models_are_saved_in_shards(variant, tmp_path, monkeypatch):
-    """As transformers reads them; each of at most the limit, but for a single tensor that is larger. Checkpoints, too."""
-    theirs = make(variant)
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_what_is_saved_transformers_loads(variant, head, tmp_path):
+    """Weights that were trained, in the names and with the settings of the folder that they came from; and we load it again."""
+    theirs = make(variant, head)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = from_pretrained(str(tmp_path / "theirs"))
-    save_pretrained(ours, tmp_path / "whole")
-    limit = 15_000
-    monkeypatch.setattr(disk, "FILE_BYTES", limit)
-    save_pretrained(ours, tmp_path / "shards")
-    files = sorted(f for f in os.listdir(tmp_path / "shards") if f.endswith(".safetensors"))
-    assert len(files) > 2 and files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
-    total, whole = 0, read_weights(tmp_path / "whole")
-    for file in files:
-        with safe_open(tmp_path / "shards" / file, framework="pt") as f:
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        assert size <= limit or len(tensors) == 1
-        assert tensors.keys() == {name for name, where in index["weight_map"].items() if where == file}
-        assert all(torch.equal(t, whole.pop(name)) for name, t in tensors.items())
-        total += size
-    assert not whole and index["metadata"]["total_size"] == total
-    tokens, _ = padded([12, 12], True)
-    with torch.no_grad():
-        back = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "shards").eval()
-        assert torch.equal(back(tokens).logits, theirs(tokens).logits)
-
-    out = tmp_path / "out"
-    out.mkdir()
-    for name, text in (("config.json", "{}"), ("log.jsonl", "")):
-        (out / name).write_text(text)
-    optimizer = torch.optim.AdamW(ours.parameters())
-    tokenizer = tiny_tokenizer(tmp_path)
-    save_checkpoint(str(out), 3, {"policy": ours}, {"policy": optimizer}, {}, tokenizer, 1)
-    assert (out / "checkpoint-000003" / "policy" / "model.safetensors.index.json").exists()
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.add_(1.0)
-    load_checkpoint(str(out / "checkpoint-000003"), {"policy": ours}, {"policy": optimizer})
-    with torch.no_grad():
-        assert torch.equal(ours(tokens), from_pretrained(str(tmp_path / "whole"))(tokens))
+    ours = load_model(str(tmp_path / "theirs"), head)
+    for p in (*ours.parameters(), *theirs.parameters()):
+        p.mul_(1.25)
+    ours.score_shift = -0.5
+    save_model(str(tmp_path / "ours"), ours, tiny_tokenizer(tmp_path))
+    kind = hf.AutoModelForCausalLM if head == "lm" else hf.AutoModelForSequenceClassification
+    back, found = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(back) is type(theirs) and not any(found.values())
+    tokens, _ = padded([12], False)
+    assert torch.equal(back(tokens).logits, theirs(tokens).logits)
+    assert {n: t.shape for n, t in read_weights(tmp_path / "ours").items()} == {
+        n: t.shape for n, t in read_weights(tmp_path / "theirs").items()}
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
+    assert after == before | (dict(score_shift=-0.5) if head == "scalar" else {})
+    again = load_model(str(tmp_path / "ours"), head)
+    assert again.score_shift == (-0.5 if head == "scalar" else 0.0) and not again.new_head
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), ours.parameters(), strict=True))
 
 
 # Saves a model of which ranks have parts, with optimizer and average, in small files; or goes on from such a checkpoint
@@ -248,7 +184,7 @@ rank, ranks, device = launch.init("cpu", 60)
 place = placement.Place(**keys)
 dtype = torch.bfloat16 if keys["optimizer"] == "bf16" else torch.float32
 place.optimizer = "adamw"
-model = placement.load(path, place, device, dtype=dtype, trained=True)
+model = placement.load_placed(path, place, device, dtype=dtype, trained=True)
 optimizer = optimizers.make_optimizer(model, place, 1e-3, (0.9, 0.95), 1e-8, 0.0)
 average = optimizers.MovingAverage(model, 0.5)
 os.makedirs(out, exist_ok=True)
@@ -263,8 +199,6 @@ else:
         f.write("{}")
     generator, states = torch.Generator().manual_seed(3), {}
     for name, p in model.named_parameters():
-        if place.lora:  # B, which begins as 0
-            p.data.normal_(generator=generator)
         states |= {f"{name}.{key}": torch.randn(p.shape, generator=generator) for key in ("exp_avg_sq", "exp_avg")}
         states[f"{name}.step"] = torch.tensor(3.0)
     optimizers.fill_optimizer(model, optimizer, states)
@@ -278,8 +212,7 @@ with open(f"written-{rank}.json", "w") as f:
 launch.finish()
 """
 KINDS = {"stage 3": dict(stage=3, optimizer="adamw"), "stage 1": dict(stage=1, optimizer="adamw"),
-         "16 bits": dict(stage=2, optimizer="bf16"), "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer"),
-         "adapters": dict(stage=3, optimizer="adamw", lora=dict(rank=2, alpha=4.0))}
+         "16 bits": dict(stage=2, optimizer="bf16"), "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer")}
 
 
 @pytest.fixture(scope="module")
@@ -287,17 +220,15 @@ def side_by_side(tmp_path_factory):
     """A folder with one named "KIND RANKS" for each of KINDS on 1, 2 and 3 ranks, saved, loaded on other ranks, saved again."""
     folder = str(tmp_path_factory.mktemp("side"))
     world = tiny.build(f"{folder}/world")
-    config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                  head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, vocab_size=263)
-    save_model(f"{folder}/qwen", from_scratch(config, seed=5), load_tokenizer(world.tokenizer))
+    tiny.add_qwen(world)
     with open(f"{folder}/save.py", "w", encoding="utf-8") as f:
         f.write(SAVE)
     cases = {}
     for kind, keys in KINDS.items():
-        path = world.policy if kind == "adapters" else f"{folder}/qwen"  # of GPT-2 q, k and v are one tensor on disk
         for ranks in (1, 2, 3):
-            calls = [(ranks, json.dumps([path, "out", False, keys])), (ranks % 3 + 1, json.dumps([path, "out", True, keys]))]
-            cases[f"{kind} {ranks}"] = [one_run(f"{folder}/save.py", *[[call]] * n) for n, call in calls[:1 + (ranks > 1)]]
+            goes_on = [(ranks, False), (ranks % 3 + 1, True)][:1 + (ranks > 1)]
+            cases[f"{kind} {ranks}"] = [one_run(f"{folder}/save.py", *[[json.dumps([world.qwen, "out", on, keys])]] * n)
+                                        for n, on in goes_on]
     results = forked(folder, cases, at_once=3)
     for name, each in results.items():
         for result in each:
@@ -316,11 +247,11 @@ def test_ranks_side_by_side_write_what_one_rank_writes(side_by_side, kind):
     one = {name: every_file(f"{side_by_side}/{kind} 1/out/{name}") for name in ("checkpoint-000001", "policy")}
     parts = [f for f in one["checkpoint-000001"] if re.search(r"policy_optimizer-\d+-of-\d+.safetensors$", f)]
     assert len(parts) > 2 and "policy_optimizer.safetensors.index.json" in one["checkpoint-000001"]
-    assert "model.safetensors.index.json" in one["policy"] and "README.md" in one["policy"]
+    assert {"model.safetensors", "README.md"} <= one["policy"].keys()
     for ranks in (2, 3):
         out = f"{side_by_side}/{kind} {ranks}/out"
         left = {"checkpoint-000001", "checkpoint-000002", "config.json", "log.jsonl", "policy"}
-        assert set(os.listdir(out)) == left | ({"policy_adapter"} if kind == "adapters" else set())
+        assert set(os.listdir(out)) == left
         for name, files in one.items():
             assert every_file(f"{out}/{name}") == files, (name, ranks)
         first, again = one["checkpoint-000001"], every_file(f"{out}/checkpoint-000002")
@@ -342,7 +273,7 @@ def test_each_rank_writes_files_of_its_own(side_by_side, kind, ranks):
                 assert size <= 3000 or tensors == 1
                 all_files[name] = found
     stems = {name.partition("-0")[0] for name, found in all_files.items() if found}
-    assert {stem.split("/")[-1] for stem in stems} == {"model", "policy_optimizer", "ema"}
+    assert {stem.split("/")[-1] for stem in stems} == {"policy_optimizer", "ema"}
     for stem in stems:
         numbers = sorted(int(found[1]) for name, found in all_files.items() if found and name.partition("-0")[0] == stem)
         assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
@@ -350,7 +281,7 @@ def test_each_rank_writes_files_of_its_own(side_by_side, kind, ranks):
 
 def tiny_tokenizer(folder):
     path = folder / "tokenizer"
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     (path / "tiktoken.json").write_text(json.dumps(dict(markers=[], eos="<eos>", pad="<pad>")))
     return load_tokenizer(str(path))
 
@@ -368,7 +299,7 @@ def card_of(folder):
 
 def test_model_cards_say_what_a_model_is(runs):
     folder, _ = runs
-    out = f"{folder}/adapters/out"
+    out = f"{folder}/chain/out"
     for run, name, tag in (("sft", "policy", "sft"), ("rm", "reward_model", "reward-model"), ("ppo", "policy", "ppo"),
                            ("ppo", "best_policy", "ppo"), ("ppo", "value_model", "ppo"), ("grpo", "policy", "grpo")):
         head, text = card_of(f"{out}/{run}/{name}")
@@ -377,122 +308,36 @@ def test_model_cards_say_what_a_model_is(runs):
                             pipeline_tag="text-classification" if scalar else "text-generation")
         with open(f"{out}/{run}/config.json", encoding="utf-8") as f:
             keys = json.load(f).keys() - {"sha256"}
-        assert keys and all(re.search(rf"^{key} = ", text, re.MULTILINE) for key in keys)
-        assert folder not in text and "from `out/" in text or run == "sft"
+        assert keys and all(re.search(rf"^    {key} = ", text, re.MULTILINE) for key in keys)
+        assert folder not in text and ("made from `out/" in text or run == "sft")
         record = tiny.read_log(f"{out}/{run}")[-1]
         metrics = [key for key in record if key.startswith("eval/")]
-        assert metrics and all((f"| {key} | {record[key]:.4g} |" in text) == (name != "best_policy") for key in metrics)
+        assert metrics and all((f"    {key} = {record[key]:.4g}\n" in text) == (name != "best_policy") for key in metrics)
         assert not os.path.exists(f"{out}/{run}/checkpoint-000001/{name}/README.md")
 
 
-def test_the_card_of_a_reward_model_scores_demonstrations_0(runs):
-    """Its code as it stands, on the demonstrations of the training: transformers' score + score_shift is 0 on average."""
-    folder, _ = runs
-    code = re.search(r"```python\n(.*?)```", card_of(f"{folder}/adapters/out/rm/reward_model")[1], re.DOTALL)[1]
-    code = code.replace('"out/rm', f'"{folder}/adapters/out/rm')
-    with open(f"{folder}/sft_val.jsonl", encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    scores, names = [], {}
-    for row in rows:
-        names["text"] = row["prompt"] + row["completion"] + "<eos>"
-        with torch.no_grad():
-            exec(code, names)
-        scores.append(names["score"].item())
-    assert abs(sum(scores) / len(scores)) < 1e-5 and max(map(abs, scores)) > 1e-3
-
-
-def test_cards_name_the_base_model_of_the_hub_and_nobodys_folders(tmp_path):
-    config = from_pretrained_config("llama")
+def test_a_card_names_nobodys_folders():
     settings = dict(n_layer=2, train_path="hf:openai/gsm8k:main:train", val_path="/home/me/x.jsonl",
                     reward_functions="0.5*/home/me/r.py:f,length")
-    text = model_card("policy", "out/x/policy", settings, "org/base-1B", config, 1, "float32", {})
-    head = yaml.safe_load(text.split("---\n")[1])
-    assert head["base_model"] == "org/base-1B" and head["datasets"] == ["openai/gsm8k"]
-    assert "/home" not in text and "`x.jsonl`" in text and "0.5*r.py:f,length" in text
-    (tmp_path / "README.md").write_text(text)
-    (tmp_path / "config.json").write_text("{}")
-    assert hub_name(str(tmp_path)) == "org/base-1B"  # the next run's card names it, too
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=str(tmp_path))))
-    assert hub_name(str(tmp_path / "adapter")) == "org/base-1B"
-    assert hub_name("/nowhere/x/y/z") == "" and public("/a/b") == "b" and public(3) == 3
-    head = yaml.safe_load(model_card("reward_model", "x", {}, "/gone/base", config, 1, "float32", {}).split("---\n")[1])
-    assert "base_model" not in head
+    text = model_card("policy", settings, "/home/me/base", "1M weights", {})
+    assert "/home" not in text and "'x.jsonl'" in text and "0.5*r.py:f,length" in text and "made from `base`" in text
+    assert "hf:openai/gsm8k:main:train" in text and public("/a/b") == "b" and public(3) == 3
+    assert "made from scratch" in model_card("policy", settings, "", "1M weights", {})
 
 
-def from_pretrained_config(variant):
-    from engine.hf_config import parse_config
-
-    family, kwargs = VARIANTS[variant]
-    return parse_config(getattr(hf, f"{family}Config")(**kwargs).to_dict())
-
-
-def test_the_card_of_an_adapter(runs):
-    """The reward model's is an adapter on an adapter: peft would put it on the bare base, and say nothing."""
-    out = f"{runs[0]}/adapters/out"
-    for run, name, code in (("sft", "policy", True), ("rm", "reward_model", False)):
-        head, text = card_of(f"{out}/{run}/{name}_adapter")
-        assert head["library_name"] == "peft" and "lora" in head["tags"] and f"# {name}_adapter" in text
-        assert (f'AutoPeftModelForCausalLM.from_pretrained("out/{run}/{name}_adapter")' in text) == code
-        assert (f"load `{name}` beside this folder" in text) != code
-    assert "in adapter_model.safetensors) is what quartet adds" in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tools/push.py
-
-
-class Api:
-    """A fake HfApi, which records what it is asked."""
-
-    calls, fails = [], None
-
-    def create_repo(self, repo, **how):
-        if Api.fails:
-            raise Api.fails
-        Api.calls.append((repo, how))
-        return f"https://huggingface.co/{repo}"
-
-    def upload_folder(self, **how):
-        Api.calls.append(how)
-
-
-def test_push(runs, monkeypatch, capsys):
-    import huggingface_hub
-
-    model = f"{runs[0]}/adapters/out/sft/policy"
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure sets it
-
-    def push(**keys):
-        monkeypatch.setattr(sys, "argv", ["push.py", *arguments(keys)])
-        runpy.run_path(os.path.join(ROOT, "tools", "push.py"), run_name="__main__")
-
-    for folder, private in ((model, True), (f"{model}_adapter", False)):
-        Api.calls.clear()
-        push(folder=folder, repo="me/model", private=private)
-        (repo, how), upload = Api.calls
-        assert repo == "me/model" and how == dict(private=True if private else None, exist_ok=True)
-        assert upload["repo_id"] == "me/model" and upload["folder_path"] == folder
-        said = capsys.readouterr().out
-        assert f"{folder} is at https://huggingface.co/me/model" in said
-        assert ("is a folder of this machine" in said) == folder.endswith("_adapter")
-    Api.calls.clear()
-    for keys, said in ((dict(folder=model, repo="model"), "wanted NAME/MODEL"),
-                       (dict(folder=os.path.dirname(model), repo="me/x"), "this is the folder of a run"),
-                       (dict(folder="nowhere", repo="me/x"), "no such folder")):
-        with pytest.raises(BadInput, match=said):
-            push(**keys)
-    Api.fails = OSError("cannot reach huggingface.co\nand more")
-    with pytest.raises(BadInput, match="me/x: the hub has not taken it: OSError: cannot reach huggingface.co$"):
-        push(folder=model, repo="me/x")
-    assert not Api.calls
-
-
-def test_push_without_a_token_is_one_line(runs, tmp_path):
-    done = tiny.run("tools/push.py", f"--folder={runs[0]}/policy", "--repo=me/x", env=dict(HF_HOME=str(tmp_path), HF_TOKEN=""))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "there is no token for the hub; type `hf auth" in done.stderr
+def test_a_reward_models_score_is_transformers_and_the_shift(runs):
+    """On the demonstrations of the training their sum is 0 on average, as the card says."""
+    folder, _ = runs
+    path = f"{folder}/chain/out/rm/reward_model"
+    assert "with it the average demonstration scores 0" in card_of(path)[1].replace("\n", " ")
+    model, tokenizer = hf.AutoModelForSequenceClassification.from_pretrained(path), hf.AutoTokenizer.from_pretrained(path)
+    scores = []
+    with open(f"{folder}/sft_val.jsonl", encoding="utf-8") as f:
+        for row in map(json.loads, f):
+            ids = tokenizer(row["prompt"] + row["completion"] + "<eos>", return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                scores.append(model(ids).logits.item() + model.config.score_shift)
+    assert abs(sum(scores) / len(scores)) < 1e-5 and max(map(abs, scores)) > 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -527,7 +372,7 @@ def test_a_rank_that_cannot_write_its_file_ends_all_with_one_line(runs, name):
 def test_a_full_disk_leaves_the_older_model(tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer(tmp_path)
     make("llama").save_pretrained(tmp_path / "base")
-    model = from_pretrained(str(tmp_path / "base"))
+    model = load_model(str(tmp_path / "base"))
     save_final(str(tmp_path), "policy", model, tokenizer)
     before = sorted(os.listdir(tmp_path / "policy"))
     assert "README.md" in before

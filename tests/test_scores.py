@@ -16,11 +16,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data import batch_rows, right_pad
 from engine.checkpoint import save_model
-from engine.pretrained import from_pretrained
+from engine.placement import Place, load_placed
 from engine.tokenizers import load_tokenizer
 from errors import BadInput, Stop
 from loss import masked_whiten
-from model import freeze
+from model import freeze, load_model
 from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences, zero_is_known
 from rollout import add_up
 from rows import demonstrated_row
@@ -55,10 +55,10 @@ def test_the_shift_is_of_the_responses_that_ended():
 
 def test_who_says_where_the_zero_is(tmp_path):
     world = tiny.build(str(tmp_path))
-    ours = from_pretrained(world.reward, "scalar")
+    ours = load_model(world.reward, "scalar")
     assert zero_is_known(ours, "auto") and not zero_is_known(ours, "always")
     forget_shift(world.reward, world.reward)
-    theirs = from_pretrained(world.reward, "scalar")
+    theirs = load_model(world.reward, "scalar")
     assert not zero_is_known(theirs, "auto") and zero_is_known(theirs, "never")
 
 
@@ -79,10 +79,11 @@ def test_rewards_are_whitened_with_and_without_their_mean():
 def test_the_scalar_head_is_in_float32_under_autocast(dtype, tmp_path):
     """As many different scores as in float32: rounded, there would be a fraction of them."""
     world = tiny.build(str(tmp_path))
-    reward_model = from_pretrained(world.reward, "scalar").eval()
-    with torch.no_grad():  # scores around 5
-        reward_model.norm.bias.add_(5 * reward_model.score.weight[0]
-                                    / reward_model.score.weight.square().sum())
+    reward_model = load_model(world.reward, "scalar")
+    head = reward_model.hf.score.weight[0]
+    with torch.no_grad():  # scores around 5, close together
+        head.mul_(0.4)
+        reward_model.hf.transformer.ln_f.bias.add_(5 * head / head.square().sum())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (160, 12), generator=generator)
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -94,19 +95,19 @@ def test_the_scalar_head_is_in_float32_under_autocast(dtype, tmp_path):
     if dtype == torch.bfloat16:
         assert len(under.to(dtype).unique()) < 80  # what a rounded head would leave
     assert (plain - under).abs().max() < 0.1
-    values = reward_model.trunk(tokens)  # the head alone: to the last bit
+    states = reward_model.states(tokens)[:, -1].detach()  # the head alone: to the last bit
     with torch.autocast("cpu", dtype):
-        assert torch.equal(reward_model.output(values), reward_model.output(values.float()))
-        assert reward_model.output(values).dtype == torch.float32
-    assert torch.allclose(reward_model.output(values), values @ reward_model.score.weight[0])
+        found = reward_model.scalars(states)
+    assert found.dtype == torch.float32 and torch.equal(found, reward_model.scalars(states))
+    assert torch.allclose(found, states @ head + reward_model.score_shift)
 
 
 def test_a_frozen_head_is_not_rounded(tmp_path):
     """Where frozen matrices are stored in 16 bits, the scalar head is not."""
     world = tiny.build(str(tmp_path))
-    model = from_pretrained(world.reward, "scalar", matrices=torch.bfloat16)
-    assert model.layers[0].up.weight.dtype == torch.bfloat16
-    assert torch.equal(model.score.weight, from_pretrained(world.reward, "scalar").score.weight)
+    model = load_placed(world.reward, Place(), torch.device("cpu"), "scalar", matrices=torch.bfloat16)
+    assert model.hf.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
+    assert torch.equal(model.hf.score.weight, load_model(world.reward, "scalar").hf.score.weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,10 +119,10 @@ def forget_shift(folder, to, by=0.0):
     Copy a reward model of rm.py to a folder, where it has no score_shift any more; its scores are
     those with the shift, moved by so much: the bias of the last norm does it.
     """
-    model, tokenizer = from_pretrained(folder, "scalar", torch.float64), load_tokenizer(folder)
-    head = model.score.weight[0]
+    model, tokenizer = load_model(folder, "scalar", torch.float64), load_tokenizer(folder)
+    head = model.hf.score.weight[0]
     with torch.no_grad():
-        model.norm.bias.add_((by + model.config.score_shift) * head / head.square().sum())
+        model.hf.transformer.ln_f.bias.add_((by + model.score_shift) * head / head.square().sum())
     save_model(to, model, tokenizer)
     config = os.path.join(to, "config.json")
     with open(config, encoding="utf-8") as f:
@@ -168,9 +169,7 @@ def runs(tmp_path_factory):
     add("grpo", "grpo.py", MOVES, **grpo)
     add("no eval", "ppo.py", value_init="reward", **SETTINGS | dict(eval_path="", keep_best=False))
     add("ranks", "ppo.py", ranks=3, value_init="reward", **SETTINGS)
-    # the one rank that trains, and finds the zero, is too few for a generate_tp of two
-    add("roles", "ppo.py", ranks=3, value_init="reward", roles="train=1,generate=2", generate_tp=2,
-        **SETTINGS)
+    add("roles", "ppo.py", ranks=3, value_init="reward", roles="train=1,generate=2", **SETTINGS)
     add("rules", "ppo.py", reward_functions=letters, value_init="policy", **SETTINGS)
     add("never", "ppo.py", (15.0,), center_scores="never", **SETTINGS)
     add("unmoved", "ppo.py", learning_rate=1e-12, value_learning_rate=1e-12, samples_to_log=9,
@@ -361,7 +360,7 @@ def test_scores_less_those_of_the_demonstrations(runs):
     less, plain = (tiny.read_log(succeeded(runs[name]))[0] for name in ("less", "not less"))
     assert less["objective/texts"] == plain["objective/texts"]
     world = runs["world"]
-    model = from_pretrained(world.reward, "scalar", torch.float64)
+    model = load_model(world.reward, "scalar", torch.float64)
     with open(world.sft_train, encoding="utf-8") as f:
         rows = [json.loads(line) for line in f]
     scores = []
@@ -369,7 +368,7 @@ def test_scores_less_those_of_the_demonstrations(runs):
         ids = [*rows[i]["prompt"].encode()]
         for piece in re.split("(</?think>)", rows[i]["completion"]):
             ids += {"<think>": [256], "</think>": [257]}.get(piece, [*piece.encode()])
-        scores.append(model(torch.tensor([ids + [258]]))[0, -1].item() + 0.25)
+        scores.append(model.scores(torch.tensor([ids + [258]]), torch.tensor([len(ids)])).item())
     mean = sum(scores) / len(scores)
     assert max(scores) - min(scores) > 0.1 and len(scores) == 7
     assert less["objective/reward/demonstration"] == pytest.approx(mean, abs=1e-9)
@@ -441,7 +440,7 @@ def test_a_demonstration_is_read_as_the_responses_are(tmp_path):
     with open(f"{folder}/config.json", "w", encoding="utf-8") as f:
         json.dump(config, f)
     policy, reward = load_tokenizer(folder, dict(system_prompt="Be brief.")), load_tokenizer(folder)
-    model = freeze(from_pretrained(folder, "scalar"))
+    model = freeze(load_model(folder, "scalar"))
     keys = dict(reward_timeout=9, code_seconds=1, code_memory_mib=64, code_output_kib=1, dtype="float32",
                 master_weights=True, micro_batch_size=2, micro_batch_tokens=0, subtract_demonstration=True,
                 reward_ensemble="mean", reward_ensemble_coef=1.0)

@@ -266,4 +266,4 @@ def test_every_shared_key_is_the_scripts_own_or_refused():
     shared = read_keys(os.path.join(tiny.ROOT, "ppo.py")).keys() & read_keys(os.path.join(tiny.ROOT, "grpo.py")).keys()
     shared &= read_keys(os.path.join(tiny.ROOT, "engine", "keys.py")).keys()
     assert shared == read_keys(os.path.join(tiny.ROOT, "sft.py")).keys() & shared
-    assert shared - read_keys(os.path.join(tiny.ROOT, "rm.py")).keys() == {"head_chunk", "fp32_head"}
+    assert shared - read_keys(os.path.join(tiny.ROOT, "rm.py")).keys() == {"head_chunk"}

@@ -15,11 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import models_of_the_world as models
 import tiny
 from engine.estimates import agreement, correlation
-from engine.pretrained import from_pretrained
 from engine.reading import ids_read, reader_of
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from model import freeze
+from model import freeze, load_model
 from rows import completions_of
 from tiny import forked, jsonl, one_run
 
@@ -91,6 +90,7 @@ def done(world, tmp_path_factory):
         "without": [run(**two), run(**two | dict(teacher=""))],
         "adapter": [run(**two | dict(lora="2"))],
         "responses": [run(**alone)],
+        "longer": [run(**two | dict(max_iters=30))],
         "scores alone": [run(**two | dict(preference_coef=0))],
     }
     cases |= {name: [run(**keys)] for name, (keys, _) in refused(world, folder).items()}
@@ -129,8 +129,8 @@ def test_shards_ranks_and_a_stop_change_nothing(done):
 
 
 def test_the_student_comes_nearer_to_its_teacher(done):
-    log = tiny.read_log(f"{done[0]}/whole/out")
-    assert log[-1]["eval/correlation"] > log[0]["eval/correlation"] and log[2]["loss/score"] < log[0]["loss/score"]
+    log = tiny.read_log(f"{done[0]}/longer/out")
+    assert log[-1]["eval/correlation"] > log[0]["eval/correlation"] and log[-2]["loss/score"] < log[0]["loss/score"]
     assert re.search(r"parameters, and the teacher .* times smaller; .* pairs a second", str(done[1]["whole"][0]["stdout"]))
     assert {"loss/preference", "eval/agreement"}.isdisjoint(set().union(*tiny.read_log(f"{done[0]}/responses/out")))
 
@@ -163,7 +163,7 @@ def test_a_teacher_of_others_is_read_as_transformers_reads_it(name, tmp_path):
     folder = models.make(tmp_path / name, name, head="scalar")
     rows = [dict(prompt=f"What is {i}?", completion="Paris is 1+2=3 " * (i + 1)) for i in range(4)]
     theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    own = freeze(from_pretrained(folder, "scalar"))
+    own = freeze(load_model(folder, "scalar"))
     reader, _ = reader_of(own, load_tokenizer(folder), "auto", folder)
     found = ids_read(reader, rows, "rows.jsonl", ["completion"], own)
     for row, (ids,) in zip(rows, found, strict=True):
@@ -174,7 +174,7 @@ def test_a_teacher_of_others_is_read_as_transformers_reads_it(name, tmp_path):
             whole = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
         with torch.no_grad():
             want = theirs(torch.tensor([whole])).logits[0, 0]
-            ours = own(torch.tensor([ids]))[0, -1]
+            ours = own.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1]))[0]
         assert abs(want - ours) < 1e-4 and whole[:len(ids)] == ids
     with pytest.raises(BadInput, match="^rows.jsonl, row 2: [0-9]+ tokens of a reward model whose context has"):
         ids_read(reader, [rows[0], rows[0] | dict(completion="Paris " * 10_000)], "rows.jsonl", ["completion"], own)

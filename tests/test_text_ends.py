@@ -5,12 +5,11 @@ import random
 import pytest
 import torch
 
-from engine.pretrained import from_pretrained
 from engine.reading import Reader
 from engine.text_ends import TextEnds, automaton, parse_stop_strings, read_pieces
 from engine.tokenizers import add_ends, load_tokenizer
 from errors import BadConfig, BadInput
-from model import freeze
+from model import freeze, load_model
 from rewards import reward_model_scores, score_sequences
 from rollout import decode_responses, generate
 
@@ -182,9 +181,9 @@ def test_a_loop_that_looks_after_each_token_finds_the_same(strings, temperature)
             lengths.append(n)
             finished.append(any(s.encode() in read for s in strings) or row[n - 1] in ids)
         assert temperature == 0 or len(set(lengths)) > 5
-        for batch_size, graphs in ((0, False), (1, False), (2, False), (7, False), (7, True)):
+        for batch_size in (0, 1, 2, 7):
             out = generate(TableModel(table), prompts, R, temperature, uniforms=u, batch_size=batch_size, text_ends=ends,
-                           eos_ids=ids, pad_id=7, cuda_graphs=graphs)
+                           eos_ids=ids, pad_id=7)
             assert out["response_mask"].sum(1).tolist() == lengths
             assert out["finished"].tolist() == finished
             mask = out["response_mask"]
@@ -243,7 +242,7 @@ def test_the_reward_model_reads_an_eos_behind_a_stop_string(world):
     """By its own tokens and by the text: a row with a stop string, one with EOS, one cut off, one that fills the context."""
     tokenizer = load_tokenizer(world.policy)
     add_ends(tokenizer, "33", "['ab', ';']", 8)  # "!" is an end, too
-    model = freeze(from_pretrained(world.reward, head="scalar", dtype="float64"))
+    model = freeze(load_model(world.reward, head="scalar", dtype=torch.float64))
     eos = tokenizer.eos_id
     said = [[*b"cab"], [*b"3", eos], [*b"12345678"], [*b"1234567;"], [*b"12!"], [eos]]
     finished = [True, True, False, True, True, True]
@@ -266,7 +265,7 @@ def test_the_reward_model_reads_an_eos_behind_a_stop_string(world):
     plain = reward_model_scores(batch, model, Reader(tokenizer, False, None), tokenizer, 2)
     read[4] = [*b"12!", eos]  # in the text every end becomes EOS
     assert (plain - scores(read)).abs().max() < 1e-12
-    model.config.max_positions = 12  # a response that fills it is read as it is
+    model.config.max_position_embeddings = 12  # a response that fills it is read as it is
     assert (reward_model_scores(batch, model, tokenizer, tokenizer, 2)[3] - scores([[*b"1234567;"]])[0]).abs() < 1e-12
     tokenizer.text_ends = None
     assert (reward_model_scores(batch, model, tokenizer, tokenizer, 2) - scores(said)).abs().max() < 1e-12
@@ -295,7 +294,7 @@ def done(tmp_path_factory, world):
                   **{key: value for key, value in world.judged().items() if key != "reward_functions"})
     runs = {f"{script}{ends}": [one_run(f"{script}.py", *[getattr(world, script)("out", **keys)] * ranks)]
             for script in ("ppo", "grpo")
-            for ends, keys, ranks in (("", more | dict(rollout_batch_size=5), 1), (" of two", more | dict(generate_tp=2), 2),
+            for ends, keys, ranks in (("", more | dict(rollout_batch_size=5), 1), (" of two", more, 2),
                                       (" with roles", more | dict(roles="train=1,generate=1"), 2))}
     for name, file, keys in (("sample", "tools/sample.py", sampled), ("eval", "tools/eval.py", judged),
                              ("label", "data/label.py", labels)):

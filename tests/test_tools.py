@@ -44,22 +44,19 @@ subprocess.run = run
 
 def test_bench_prints_one_page(tmp_path):
     keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4, group_size=2, prompt_length=6,
-                max_new_tokens=5, repeats=1, ppo_epochs=2, micro_batch_size=2, lengths="full", device_type="cpu",
+                max_new_tokens=5, repeats=1, ppo_epochs=2, micro_batch_size=2, device_type="cpu",
                 run_keys="rollout_batch_size=3,head_chunk=2", json=tmp_path / "figures.json")
     result, = forked(str(tmp_path), {"bench": [one_run("tools/bench.py", (arguments(keys), FORKS))]})["bench"]
     assert result["codes"] == [0], result
-    page = result["stdout"][0].partition("The machine: ")[2]
-    for line in (r"^float32 products \d+ GFLOP/s, memory [\d.]+ GB/s; cpu, ", r"^  quartet +[\d.]+ s .* share \d+%$",
-                 r"^  transformers +[\d.]+ s .* tokens/s$", r"^  quartet has [\d.]+ times their tokens/s",
-                 r"^  ppo.py, full, seconds( +[\d.]+){4}   5 tokens each, peak \d+ MiB$",
-                 r"^  grpo.py, full, seconds( +[\d.]+){4}", r"^  limit, seconds( +[\d.]+){4}$",
-                 r"^  share of the limit( +\d+%){4}$", r"^  tokens/s( +\d+){4}$"):
+    page = result["stdout"][0]
+    for line in (r"^  quartet +[\d.]+ s .* tokens/s$", r"^  transformers +[\d.]+ s .* tokens/s$",
+                 r"^  ppo.py( +[\d.]+){4} +\d+ +5$", r"^  grpo.py( +[\d.]+){4} +\d+ +5$"):
         assert re.search(line, page, re.MULTILINE), (line, page)
-    assert len(page.splitlines()) <= 30 and max(map(len, page.splitlines())) <= 100
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["ppo full"]["tokens"] == dict(rollout=20, score=44, update=88, iteration=20)
-    assert figures["grpo full"]["tokens"]["update"] == 44 and figures["grpo full"]["peak_mib"] > 50
-    assert figures["decode full"]["quartet"]["tokens"] == figures["decode full"]["transformers"]["tokens"] == 20
+    for name in ("quartet", "transformers"):  # four responses of five tokens, timed once
+        took = figures[f"sampling, {name}"]
+        assert took["tokens_per_second"] * took["seconds"] == pytest.approx(20)
+    assert figures["ppo"]["length"] == figures["grpo"]["length"] == 5 and figures["grpo"]["peak_mib"] > 50
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +109,7 @@ def test_shell_scripts_parse(script):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["tools/sample.py", "tools/score.py", "tools/bench.py", "tools/growth.py", "data/label.py"])
+@pytest.mark.parametrize("script", ["tools/sample.py", "tools/score.py", "tools/bench.py", "data/label.py"])
 def test_a_gpu_that_is_not_there(script, run_here):
     with pytest.raises(BadConfig, match="torch sees no GPU here; type --device_type=cpu"):
         run_here(os.path.join(ROOT, script), "--device_type=cuda", *["--judge_path=x"] * (script == "data/label.py"))

@@ -12,10 +12,9 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
 from trl import RewardConfig, RewardTrainer  # noqa: E402
 
-from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
-from model import freeze  # noqa: E402
+from model import freeze, load_model  # noqa: E402
 from rewards import reward_model_scores  # noqa: E402
 
 import models_of_the_world as world  # noqa: E402
@@ -47,7 +46,7 @@ def test_trained_by_trl(name, pad, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     want = padded_scores(theirs, tokenizer, texts_of(tokenizer, PAIRS))  # (2 * pairs,)
 
-    reward_model, own = freeze(from_pretrained(folder, "scalar")), load_tokenizer(folder)
+    reward_model, own = freeze(load_model(folder, "scalar")), load_tokenizer(folder)
     reader, said = reader_of(reward_model, own, "auto", folder)
     assert "not trained by rm.py" in said
     got = reward_model_scores(batch_of(PAIRS), reward_model, reader, own, 5)
@@ -80,7 +79,7 @@ def test_trl_evaluates_what_rm_py_leaves(name, tmp_path):
                             processing_class=tokenizer)
     found = trainer.evaluate()
     assert model.config.pad_token_id == before != tokenizer.eos_token_id
-    reward_model, own = freeze(from_pretrained(folder, "scalar")), load_tokenizer(folder)
+    reward_model, own = freeze(load_model(folder, "scalar")), load_tokenizer(folder)
     reader, _ = reader_of(reward_model, own, "auto", folder)
     got = reward_model_scores(batch_of(PAIRS, chat), reward_model, Other(reader), own, 5)
     margins = got[::2] - got[1::2]
@@ -113,34 +112,3 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
     want = think_format_reward([[dict(role="assistant", content=text)] for text in texts])
     assert given["think_format_reward"].tolist() == want and len(set(want)) == 2
     assert given["overlong"].tolist() == [0, -0.5, -1]
-
-
-@pytest.mark.parametrize("name", ["qwen2.5", "gpt2"])
-def test_an_adapter_trained_by_trl(name, tmp_path):
-    """LoRA and a head on a base that has no pad_token_id: the trainer's is in the tokenizer that it saved."""
-    peft = pytest.importorskip("peft")
-    policy = world.make(tmp_path / "policy", name)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    rows = [as_chat(row) if tokenizer.chat_template else row for row in PAIRS]
-    arguments = RewardConfig(str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=4, learning_rate=3e-3,
-                             report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
-                             disable_tqdm=True, max_length=None)
-    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
-    lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, modules_to_save=["score"],
-                           target_modules="all-linear" if name != "gpt2" else None)
-    trainer = RewardTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora)
-    trainer.train()
-    folder = str(tmp_path / "reward")
-    trainer.save_model(folder)
-    theirs = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    theirs.config.pad_token_id = tokenizer.pad_token_id
-    want = padded_scores(theirs, tokenizer, texts_of(tokenizer, PAIRS))
-    reward_model, own = freeze(from_pretrained(folder, "scalar")), load_tokenizer(folder)
-    reader, said = reader_of(reward_model, own, "auto", folder)
-    got = reward_model_scores(batch_of(PAIRS), reward_model, reader, own, 5)
-    assert (got - want).abs().max() < 1e-4 and want.std() > 0.01 and "not trained by rm.py" in said
-
-    jsonl(tmp_path / "pairs.jsonl", PAIRS)
-    done = run("tools/score.py", f"--reward_path={folder}", f"--pairs={tmp_path}/pairs.jsonl")
-    assert done.returncode == 0 and "they agree" in done.stdout, done.stdout + done.stderr

@@ -166,8 +166,8 @@ def build(folder):
     import torch
 
     from engine.checkpoint import save_model
-    from engine.pretrained import from_scratch
     from engine.tokenizers import load_tokenizer
+    from model import from_scratch
 
     tokenizers = {}
     for name, markers in (("tokenizer", MARKERS), ("other_tokenizer", MARKERS[::-1])):
@@ -179,17 +179,17 @@ def build(folder):
     # four embeddings more than tokens: they must never be sampled, nor counted in a probability
     config = dict(model_type="gpt2", n_embd=32, n_layer=1, n_head=2, n_inner=64, n_positions=32, tie_word_embeddings=False,
                   vocab_size=tokenizer.vocab_size + 4, bos_token_id=None, eos_token_id=tokenizer.eos_id,
-                  pad_token_id=tokenizer.pad_id)
+                  pad_token_id=tokenizer.pad_id, initializer_range=32**-0.5)
     policy = from_scratch(config, seed=1)
     with torch.no_grad():  # about one token in six is the EOS: responses of all lengths, some of them cut off
-        direction = policy.lm_head.weight[tokenizer.eos_id]
-        policy.norm.bias.copy_(4.0 * direction / direction.square().sum())
+        direction = policy.hf.lm_head.weight[tokenizer.eos_id]
+        policy.hf.transformer.ln_f.bias.copy_(4.0 * direction / direction.square().sum())
     save_model(os.path.join(folder, "policy"), policy, tokenizer)
     for name, tokenizer_name, context, seed in (
             ("reward", "tokenizer", 32, 2), ("other_reward", "other_tokenizer", 32, 2), ("short_reward", "tokenizer", 10, 2),
             ("second_reward", "tokenizer", 32, 3)):
         model = from_scratch(config | dict(n_positions=context), head="scalar", seed=seed)
-        model.config.score_shift = 0.25
+        model.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
 
     for name, seed in (("judge", 3), ("other_judge", 4)):  # with a tokenizer of its own, and room for a question
@@ -219,13 +219,14 @@ def build(folder):
 def add_qwen(world):
     """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides. Returns its tokenizer."""
     from engine.checkpoint import save_model
-    from engine.pretrained import from_scratch
     from engine.tokenizers import load_tokenizer
+    from model import from_scratch
 
     tokenizer = load_tokenizer(world.tokenizer)
     config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                   head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None,
-                  vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+                  vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
+                  initializer_range=20**-0.5)
     save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
     return tokenizer
 

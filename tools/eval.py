@@ -35,16 +35,13 @@ from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
-from engine.placement import decoding_copy, in_memory, precisions  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
+from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.run_folder import today  # noqa: E402
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
 from formats import check_writable, sources_of  # noqa: E402
-from model import freeze  # noqa: E402
 from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
-from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
-                     truncation_of)
+from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,21 +150,29 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0, policy_path="", fp32_head=False) | config
+                micro_batch_tokens=0, policy_path="") | config
 reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
 judge = build.load_judge(settings, device, None, None, terms)
 if judge:
     judge.check_rows(rows, prompts_path, max_new_tokens)
-# all policies are checked before the first one answers: their files, without the weights, and the
-# ids of the prompts
+
+
+def load(path):
+    """A policy, frozen."""
+    return load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
+
+
+# all policies are checked before the first one answers: several are loaded for that alone, for an
+# error of the last one would otherwise come hours later
 checked = []  # (name, path, its tokenizer, that of the reward model, ids of the prompts)
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
-    outline = from_pretrained(path, outline=True)
-    check_tokenizer_fits(tokenizer, outline, path)
+    policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
+    check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reader if reward_models else tokenizer
-    models = in_memory(policy=outline, reward_model=reward_models)
+    models = in_memory(policy=policy, reward_model=reward_models)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
+    del policy, models  # before the next one is loaded
 together.agree(config | {"the prompts": rows})
 
 # --------------------------------------------------------------------------------------------------
@@ -175,10 +180,10 @@ together.agree(config | {"the prompts": rows})
 # into batches; each rank takes every world_size-th of them
 
 threads = ThreadPoolExecutor(1)  # for the rules
+truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
-    policy = freeze(from_pretrained(path, dtype=weights_dtype, device=device, matrices=matrices))
-    decoder = decoding_copy(policy, None, device)
+    policy = load(path)
     scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
                     judge)
     for mode, heat, count in modes:
@@ -193,10 +198,10 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             uniforms = response_uniforms(seed, "sample", 0, where, max_new_tokens,
                                          [sample for _, sample in mine])
             with autocast:
-                batch = generate(decoder, [ids[i] for i in where], max_new_tokens, heat,
+                batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, stop=launch.stop_asked,
-                                 truncation=truncation_of(config) if heat else None,
+                                 truncation=truncation if heat else None,
                                  text_ends=tokenizer.text_ends)
             if launch.stop_agreed():
                 if rank == 0:
@@ -229,7 +234,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                 left = (said - began) / done * (len(picks) - done)
                 print(f"{name}, {mode}: {done} of {len(picks)} responses, eta {left:.0f}s",
                       flush=True)
-    del policy, decoder  # before the next one is loaded
+    del policy  # before the next one is loaded
 
 # everyone's responses, in one order
 records = [record for source in range(world_size)

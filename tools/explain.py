@@ -38,7 +38,7 @@ from data import batch_rows, prompt_text  # noqa: E402
 from engine import build, encoded, launch, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture  # noqa: E402
-from engine.hf_files import read_json  # noqa: E402
+from folders import read_json  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402

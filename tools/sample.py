@@ -1,5 +1,5 @@
 r"""
-Talk to a model: one that these scripts have saved, or one of the hub whose family model.py knows.
+Talk to a model: one that these scripts have saved, or a language model of the hub.
 
 python tools/sample.py --policy_path=out/arithmetic_ppo/policy    # type a prompt, get a response
 python tools/sample.py --policy_path=out/arithmetic_ppo/policy --prompt="123+456=" --samples=4
@@ -12,7 +12,6 @@ python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
 Each line that you type is a new conversation: the model does not see the earlier ones. A model with
 a chat template answers it as a chat message; another model continues it as plain text.
 """
-import contextlib
 import os
 import sys
 
@@ -26,17 +25,14 @@ from data import encode_for_all  # noqa: E402
 from engine.estimates import kl_of_best_of  # noqa: E402
 from engine.judging import Judge  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import decoding_copy  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
+from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.reading import reader_of  # noqa: E402
 from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from formats import read_rows  # noqa: E402
 from rows import check_text, prompt_row  # noqa: E402
-from model import freeze  # noqa: E402
 from rewards import judge_scores, reward_model_scores  # noqa: E402
-from rollout import (decode_responses, generate, response_uniforms,  # noqa: E402
-                     truncation_of)
+from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,22 +75,25 @@ if best_of > 1 and not (reward_path or judge_path):
 if best_of > 1:
     print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a "
           "response from the policy")
-device = torch.device(choose_device(device_type)).type
-precision = contextlib.nullcontext()
-if dtype == "bfloat16":
-    precision = torch.autocast(device, torch.bfloat16)
-weights_dtype = torch.float64 if dtype == "float64" else torch.float32
+device = torch.device(choose_device(device_type))
+autocast, weights_dtype, matrices = precisions(dtype, True, device)
+truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p) if temperature else None
+
+
+def load(path, head="lm"):
+    """A frozen model."""
+    return load_placed(path, Place(), device, head, weights_dtype, matrices)
+
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, config)
 add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
-policy = freeze(from_pretrained(policy_path, dtype=weights_dtype, device=device))
-decoder = decoding_copy(policy, None, torch.device(device))
+policy = load(policy_path)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_path:
     scorer_tokenizer = load_tokenizer(reward_path, {"chat_date": chat_date})
-    scorer = freeze(from_pretrained(reward_path, head="scalar", dtype=weights_dtype, device=device))
+    scorer = load(reward_path, "scalar")
     scorer_tokenizer, said = reader_of(scorer, scorer_tokenizer, reward_format, reward_path)
     if said:
         print(said)
@@ -102,7 +101,7 @@ if reward_path:
 judge = None
 if judge_path:
     judge_tokenizer = load_tokenizer(judge_path, {"chat_date": chat_date})
-    model = freeze(from_pretrained(judge_path, dtype=weights_dtype, device=device))
+    model = load(judge_path)
     check_tokenizer_fits(judge_tokenizer, model, judge_path)
     judge = Judge(model, judge_tokenizer, judge_path, judge_template, judge_principles,
                   judge_format)
@@ -134,11 +133,10 @@ def respond(picks):
     """
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
-    with precision:
-        batch = generate(decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids,
+    with torch.no_grad(), autocast:
+        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                         truncation=truncation_of(config) if temperature else None,
-                         text_ends=tokenizer.text_ends)
+                         truncation=truncation, text_ends=tokenizer.text_ends)
         texts = decode_responses(tokenizer, batch)
         batch |= dict(rows=rows, completions=texts)
         scores = torch.zeros(len(rows), device=device)

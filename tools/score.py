@@ -21,9 +21,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from data import naming, right_pad  # noqa: E402
-from engine.hf_files import model_folders, tokenizer_folders  # noqa: E402
+from folders import find_folder  # noqa: E402
+from engine.adapters import load_whole  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
 from engine.reading import Reader, as_dialogue, reader_of  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput, first_line, one_line  # noqa: E402
@@ -52,11 +52,11 @@ ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05}[dtype]
 rows = read_rows(pairs, preference_row, fields)
 rows = rows[:limit or len(rows)]
 tokenizer = load_tokenizer(reward_path)
-reward_model = freeze(from_pretrained(reward_path, "scalar", weights_dtype, device))
+reward_model = freeze(load_whole(reward_path, "scalar", weights_dtype, device))
 reader, said = reader_of(reward_model, tokenizer, reward_format, reward_path)
 print(said or f"reward model {reward_path}: trained by rm.py; its score is read at the end of the "
-              f"response, and score_shift = {reward_model.config.score_shift:g} is added")
-longest = reward_model.config.max_positions
+              f"response, and score_shift = {reward_model.score_shift:g} is added")
+longest = reward_model.max_positions
 
 
 def encode(row, field):
@@ -98,27 +98,16 @@ for n, field in texts:
 tokens, mask = right_pad(sequences, tokenizer.pad_id)
 scores = score_sequences(reward_model, tokens.to(device), mask.to(device), batch_size,
                          skipped_id=reader.skipped_id).double().cpu()  # (2 * pairs,)
-shift = reward_model.config.score_shift
+shift = reward_model.score_shift
 del reward_model
 
 # transformers
-folders = model_folders(reward_path)  # of an adapter: its own, and its base model's
-if len(folders) > 2:
-    raise BadInput(f"{reward_path} is an adapter on an adapter, and peft reads only one of them; "
-                   "give the whole model, which rm.py has saved beside it")
+folder = find_folder(reward_path, weights=True)
 try:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(tokenizer_folders(reward_path)[0])
-    if len(folders) == 1:
-        model = AutoModelForSequenceClassification.from_pretrained(folders[0], dtype=weights_dtype)
-    else:
-        from peft import AutoPeftModelForSequenceClassification
-
-        model = AutoPeftModelForSequenceClassification.from_pretrained(
-            folders[0], num_labels=1, dtype=weights_dtype)
-        if reader.skipped_id is not None:  # as in training, see reader_of; the base has no padding
-            model.config.pad_token_id = theirs.pad_token_id
+    theirs = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=weights_dtype)
     model = model.eval().to(device)
     encoded = [encode_as_transformers(rows[n], field) for n, field in texts]
 except ImportError as e:

@@ -4,8 +4,8 @@ scores are higher by a constant. Which of two answers scores higher does not cha
 
     python data/arithmetic/move_zero.py --by=-15
 
-For models whose last norm has a bias, such as the toy's: the bias carries score_shift and the
-constant. runs/zero.sh trains on such models.
+For models of the family gpt2, such as the toy's: the bias of the last norm carries score_shift and
+the constant. runs/zero.sh trains on such models.
 """
 import json
 import os
@@ -18,9 +18,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
+from engine.adapters import load_whole  # noqa: E402
 from engine.checkpoint import save_model  # noqa: E402
 from engine.disk import write_json  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
 from formats import check_kept  # noqa: E402
@@ -31,13 +31,14 @@ by = 15.0  # how much higher all scores become
 configure(globals())
 
 check_kept(out, "out", [reward_path])
-reward_model, tokenizer = from_pretrained(reward_path, "scalar"), load_tokenizer(reward_path)
-if getattr(reward_model.norm, "bias", None) is None:
-    raise BadInput(f"reward_path {reward_path!r}: the last norm of this model has no bias to move "
-                   "its zero with; give a model of the family gpt2 or gpt_neox")
-head = reward_model.score.weight[0]  # (d,)
+reward_model, tokenizer = load_whole(reward_path, "scalar"), load_tokenizer(reward_path)
+norm = getattr(reward_model.hf.base_model, "ln_f", None)
+if norm is None:
+    raise BadInput(f"reward_path {reward_path!r}: there is no last norm ln_f with a bias to move "
+                   "its zero with; give a model of the family gpt2")
+head = reward_model.hf.score.weight[0]  # (d,)
 with torch.no_grad():  # a score is head * (normalised state + bias)
-    reward_model.norm.bias += (reward_model.config.score_shift + by) * head / head.square().sum()
+    norm.bias += (reward_model.score_shift + by) * head / head.square().sum()
 save_model(out, reward_model, tokenizer)
 file = os.path.join(out, "config.json")
 with open(file, encoding="utf-8") as f:

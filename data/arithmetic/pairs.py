@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
 from data import batch_rows  # noqa: E402
-from engine.pretrained import from_pretrained  # noqa: E402
+from engine.adapters import load_whole  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
 from formats import read_rows  # noqa: E402
@@ -37,7 +37,7 @@ seed = 1  # decides problems and answers [>= 0]
 config = configure(globals())
 
 tokenizer = load_tokenizer(policy_path)
-model = freeze(from_pretrained(policy_path))
+model = freeze(load_whole(policy_path))
 problems = read_rows(os.path.join(HERE, "rl_train.jsonl"), prompt_row)
 wanted = pairs + pairs // 10
 found = []

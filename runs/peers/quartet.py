@@ -25,20 +25,16 @@ def decode(folder, steps):
     """Sample PROMPTS responses of NEW tokens."""
     import torch
 
-    from engine.placement import decoding_copy
-    from engine.pretrained import from_pretrained
-    from model import freeze
+    from model import freeze, load_model
     from rollout import generate
 
-    policy = freeze(from_pretrained(os.path.join(folder, "policy")))
+    policy = freeze(load_model(os.path.join(folder, "policy")))
     prompts = torch.randint(0, policy.config.vocab_size - 2, (PROMPTS, 32),
                             generator=torch.Generator().manual_seed(0)).tolist()
     watch = Stopwatch()
     watch.click()
     for _ in range(WARM_UP + steps):
-        # each rollout of a run makes this copy, too
-        decoder = decoding_copy(policy, None, torch.device("cpu"))
-        out = generate(decoder, prompts, NEW)
+        out = generate(policy, prompts, NEW)
         watch.click()
     watch.report(WARM_UP, length=out["response_mask"].sum(1).double().mean().item())
 

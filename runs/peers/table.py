@@ -21,8 +21,9 @@ sys.path.insert(0, ROOT)
 import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from engine import limits, stand_ins  # noqa: E402
+from engine.report import measured_flops  # noqa: E402
 from errors import BadConfig  # noqa: E402
+from tools.bench import make_models  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 folder = "out/peers"  # for the models and the results
@@ -112,12 +113,11 @@ def main():
     root = os.path.join(os.path.abspath(folder), "models")
     models = {kind: os.path.join(root, kind) for kind in ("full", "real")}
     for kind, path in models.items():
-        stand_ins.make(path, llama, 32, 128, 2 / 128 if kind == "real" else 0.0)
-    machine, threads = limits.measure("cpu", torch.float32), torch.get_num_threads()
+        make_models(path, llama, 32, 128, 2 / 128 if kind == "real" else 0.0)
+    products, threads = measured_flops(torch.float32, torch.device("cpu")), torch.get_num_threads()
     today = time.strftime("%Y-%m-%d")
     lines = [f"{processor()}, {threads} threads, torch {torch.__version__}, {today}:",
-             f"float32 products {machine.products / 1e9:.0f} GFLOP/s, memory "
-             f"{machine.memory / 1e9:.0f} GB/s.", "", *HEADER]
+             f"float32 products {products / 1e9:.0f} GFLOP/s.", "", *HEADER]
     print("\n".join(lines), flush=True)
     kept, results = os.path.join(folder, "results.json"), {}  # of earlier rows, too
     if os.path.exists(kept):

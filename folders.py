@@ -1,0 +1,114 @@
+"""
+The folders of models: one here, or the hub's copy of a name. And files that are read from them;
+what is broken raises BadInput.
+"""
+import json
+import os
+import re
+
+from errors import BadInput
+
+
+def several_paths(spec, key):
+    """
+    The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"].
+    Raises BadInput where one is empty or there twice.
+    """
+    if os.path.exists(spec):
+        return [spec]  # one folder, even if there is a comma in its name
+    paths = [path.strip() for path in spec.split(",")]
+    if not all(paths):
+        raise BadInput(f"{key} = {spec!r}: a name between two commas is missing; wanted one "
+                       "folder, or several such as A,B,C")
+    for number, path in enumerate(paths):
+        if any(same_folder(path, other) for other in paths[:number]):
+            raise BadInput(f"{key}: {path!r} is given twice; keep one")
+    return paths
+
+
+def same_folder(path, other):
+    """Whether two paths or hub names are the same: x and ./x are, and a link and where it leads."""
+    if os.path.isdir(path) and os.path.isdir(other):
+        return os.path.realpath(path) == os.path.realpath(other)
+    return path == other
+
+
+def find_folder(path, weights=False):
+    """
+    A model's local folder: the path itself, or the hub's copy of that name, with its weights only
+    where they are wanted. Raises BadInput.
+    """
+    if os.path.isdir(path):
+        for product in ("policy", "reward_model"):
+            if os.path.isfile(os.path.join(path, product, "config.json")):
+                raise BadInput(f"{path}: this is the folder of a run, not of a model; type "
+                               f"{os.path.join(path, product)}")
+        if not any(os.path.isfile(os.path.join(path, name)) for name in CONFIGS):
+            raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
+        return path
+    could_be_hub_name = re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path)
+    if os.path.exists(path) or not could_be_hub_name:
+        raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as "
+                       "EleutherAI/pythia-1b")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
+    try:
+        # files in folders of their own are other formats of the same weights
+        return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*"])
+    except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
+        raise BadInput(f"{path}: no such folder here, and the hub did not give it: "
+                       f"{str(e).splitlines()[0]}") from e
+
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adapter
+
+
+def model_folders(path, weights=True):
+    """
+    The folders that make a model, for a path or hub name: [folder] of a whole one; of an adapter
+    its folder, and then its base model's, which may be an adapter as well. Raises BadInput.
+    """
+    folders = [find_folder(path, weights)]
+    while not os.path.isfile(os.path.join(folders[-1], "config.json")):
+        file = os.path.join(folders[-1], "adapter_config.json")
+        base = read_json(file).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise BadInput(f"{file}: it does not name the model that the adapter was trained on; "
+                           "write its path or hub name as base_model_name_or_path")
+        try:
+            folders.append(find_folder(base, weights))
+        except BadInput as e:
+            raise BadInput(f"{folders[-1]} is an adapter, and the model that it was trained on "
+                           f"(base_model_name_or_path in {file}) cannot be used: {e}") from e
+        if len(folders) > 10:
+            raise BadInput(f"{folders[0]}: its adapter_config.json leads in a circle")
+    return folders
+
+
+def read_file(file):
+    """The bytes of a file. Raises BadInput."""
+    try:
+        with open(file, "rb") as f:
+            return f.read()
+    except OSError as e:
+        raise BadInput(f"{file}: {e.strerror}") from e
+
+
+def read_text(file):
+    """The text of a file, without what Windows writes: CR at line ends, a mark. Raises BadInput."""
+    try:
+        return read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{file}: {e}") from e
+
+
+def read_json(file):
+    """A JSON object from a file. Raises BadInput."""
+    try:
+        value = json.loads(read_text(file))
+    except (ValueError, RecursionError) as e:  # RecursionError: nested too deep
+        raise BadInput(f"{file}: {e}") from e
+    if not isinstance(value, dict):
+        raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
+    return value
