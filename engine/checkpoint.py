@@ -15,9 +15,9 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
 There is no random state to save: prompts and sampling noise are functions of seed and iteration.
 There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
 older one is deleted only after that. Optimizer states of more than 5 GB are cut into several files,
-and each is put together, written and hashed by another rank; all else rank 0 writes. In them are whole tensors, in
-an order that does not depend on the ranks, so a run may resume with another ZeRO stage or another
-number of ranks.
+and each is put together, written and hashed by another rank; all else rank 0 writes. In them are
+whole tensors, in an order that does not depend on the ranks, so a run may resume with another ZeRO
+stage or another number of ranks.
 """
 import glob
 import hashlib
