@@ -30,7 +30,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
-from engine.folders import read_text  # noqa: E402
+from folders import read_text  # noqa: E402
 from engine.judging import answers_and_question, fill  # noqa: E402
 from formats import read_rows  # noqa: E402
 from prepare import guess, think  # noqa: E402
