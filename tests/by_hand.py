@@ -309,8 +309,7 @@ def advantages_and_returns(rewards, values, gamma, lam):
 @torch.no_grad()
 def sample(c, policy, prompt, purpose, iteration, slot, which):
     """
-    A response to the prompt at this slot: the inverse of the CDF at a uniform a token. And the ids
-    that each of its tokens could be.
+    A response to the prompt at this slot: the inverse of the CDF at a uniform a token.
     """
     noise = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
     response = []
