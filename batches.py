@@ -8,282 +8,236 @@ Two keys change that:
 
 The trainers run the loop of ppo.py or grpo.py. They hold policy and value model. A generator holds
 a copy of the policy in the dtype in which it decodes; a scorer holds reference and reward model.
-Generators and scorers never reach the loop: they do the jobs that the trainers give them, in
-serving.py. Without generators, or without scorers, the trainers do that work.
-
-One iteration with all three roles, and staleness 0:
-
-    trainers       weights of version k >   log, save        > read, update
-    generators                          > sample             .
-    scorers                                      > score     .
-
-Behind each > is what a role does when it has got something from another one: weights, or a batch.
-A dot is where it has sent its own on.
+Without generators, or without scorers, the trainers do that work.
 
 A version is the number of the iteration that begins with these weights. The batch of iteration k is
-sampled by version max(0, k - staleness), always: never by "the newest that is there". So the texts
-of a run do not depend on how fast anybody is, nor on how many ranks have which role. With staleness
-1 the generators sample the batch of iteration k + 1 while the trainers train on that of k:
+sampled by version max(0, k - staleness), always: never by "the newest that is there". So what each
+rank sends and receives next is known from the iteration alone:
 
-    trainers       weights 5 >   update 5       weights 6 >   update 6
-    generators               > sample batch 6             > sample batch 7
+    generators   for each k: take the weights that are due; sample batch k; send it
+    scorers      for each k: held-out prompts, if they are due, batch k, refills: score them; send
+    trainers     the loop, which receives in the same order, and sends new weights after each update
+
+and the texts of a run depend neither on how fast anybody is, nor on how many ranks have which role.
+With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
+of k. Held-out prompts and refills are sampled by the trainers, who hold the policy of now.
 
 A batch of an older version has the log-probs of the policy that sampled it as its old_logprobs: the
 clipped ratio of PPO and GRPO is then between the policy of now and that one. With importance_cap
 the policy that begins the update reads the batch first: the ratio is to that policy, and the older
 one comes in as a weight (loss.importance_weights).
 """
+import contextlib
+import math
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 import parallel
-from data import batch_rows
-from engine import launch
-from engine.audit import checksum_of
-from engine.build import decoding_dtype
+from data import my_micro_batches, permutation
+from engine import launch, roles
+from engine.audit import audit, checksum_of
+from engine.build import autocast, decoding_dtype
 from engine.checkpoint import load_batches
-from engine.placement import gather, matrices_of
-from parallel import is_shard, my_part
+from engine.placement import gather, held, matrices_of, no_grad_forwards
+from engine.together import together
+from errors import Lost, Stop
+from loss import response_logprobs
+from parallel import fill, is_shard, my_part
+from rewards import Scorer
 from rollout import sample_and_score, sample_share, score_batch
 
 
 @dataclass
-class Order:
-    """A batch that the trainers have asked for."""
+class Schedule:
+    """
+    What a run samples and scores, in which order. A batch has a label, (what, iteration, attempt):
+    what is rollout, eval or refill.
 
-    purpose: str  # rollout, eval, or a refill
-    iteration: int  # whose batch it is; with the purpose it decides the noise
-    picked: list  # the numbers of its data rows
-    slots: list  # the places of these prompts in the batch
-    version: int  # of the weights that sample it
-    job: int = None  # the number of the generators' job
-    scoring: int = None  # and of the scorers'
-    sampled: dict = None  # what rollout.generate returns, when it is there
-    scored: dict = None  # the whole batch, when it is there
+    rows_of: iteration -> the numbers of the data rows whose prompts its batch has. evaluates:
+    iteration -> whether it begins with held-out prompts. samples: responses to a prompt.
+    """
 
-    def wanted(self, data, config):
-        """[(data row, its prompt's token ids, slot, sample)], one for each response."""
-        rows, prompts = data[self.purpose == "eval"]
-        samples = 1 if self.purpose == "eval" else config.get("group_size", 1)
+    data: tuple  # (training rows, their prompts' token ids), and the same of the held-out ones
+    max_iters: int
+    staleness: int
+    rows_of: Callable
+    evaluates: Callable
+    samples: int = 1
+    max_refills: int = 0
+
+    def versions(self, start, kept=()):
+        """
+        {iteration: the version that samples its batch}, in the order in which they are sampled, of
+        a run that begins with iteration `start`. kept: iterations whose batches are there already.
+        """
+        return {k: max(start, k - self.staleness)
+                for k in range(start, self.max_iters) if k not in kept}
+
+    def to_score(self, start):
+        """The labels of what is scored, in this order."""
+        for k in range(start, self.max_iters + 1):
+            if self.evaluates(k):
+                yield "eval", k, 0
+            if k < self.max_iters:
+                yield "rollout", k, 0
+                yield from (("refill", k, attempt) for attempt in range(self.max_refills))
+
+    def wanted(self, label, picked, slots=None):
+        """
+        [(data row, its prompt's token ids, slot, sample)], one for each response. picked: the
+        numbers of the data rows; slots: the places of their prompts in the batch; None: 0, 1, ...
+        """
+        rows, prompts = self.data[label[0] == "eval"]
+        samples = 1 if label[0] == "eval" else self.samples
+        slots = range(len(picked)) if slots is None else slots
         return [(rows[number], prompts[number], slot, sample)
-                for number, slot in zip(self.picked, self.slots, strict=True)
-                for sample in range(samples)]
-
-    def as_job(self):
-        """What generators and scorers are told of it, for JSON."""
-        return dict(purpose=self.purpose, iteration=self.iteration, picked=list(self.picked),
-                    slots=list(self.slots), version=self.version)
+                for number, slot in zip(picked, slots, strict=True) for sample in range(samples)]
 
 
-def order_of(job):
-    """The way back from Order.as_job."""
-    return Order(**{k: v for k, v in job.items() if k not in ("do", "scored")})
+def noise_of(label):
+    """The purpose and the iteration that decide a batch's noise. Evaluations have the same."""
+    what, iteration, attempt = label
+    purpose = f"refill {attempt}" if what == "refill" else what
+    return purpose, 0 if what == "eval" else iteration
+
+
+# --------------------------------------------------------------------------------------------------
+# on the trainers
 
 
 class Batches:
-    """
-    The batches of a run, for its loop. data: (training rows, their prompts' token ids), and the
-    same of the held-out ones.
-    """
+    """The batches of a run, for its loop: dicts of tensors, see rollout.sample_and_score."""
 
-    def __init__(self, run, scorer, data):
-        self.run, self.config, self.scorer, self.data = run, run.config, scorer, data
-        self.policy = run.models["policy"]
-        self.crew, self.staleness = launch.crew, run.config["staleness"]
-        self.generators = self.crew is not None and "generate" in self.crew.ranks
-        self.scorers = self.crew is not None and "score" in self.crew.ranks
-        self.ahead = {}  # iteration: Order of its batch
-        self.sampling, self.scoring = [], []  # Orders that others work on, in the order of the jobs
-        self.published = None  # the newest version that the generators have been given
-        self.looked_ahead = -1  # the last iteration that has ordered batches
-        self.restore(load_batches(run.checkpoint) if run.checkpoint else {})  # COLLECTIVE
+    def __init__(self, schedule, run, scorer):
+        """A collective: take the batches of the checkpoint; let the other roles begin."""
+        self.schedule, self.run, self.scorer = schedule, run, scorer
+        self.policy, self.keep = run.models["policy"], schedule.staleness + 1
+        self.sampled = {}  # iteration: its batch, sampled and not yet scored
+        self.version = {}  # iteration: that of the weights that sample its batch
+        saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
+        for key, t in saved.items():
+            iteration, version, name = key.split(".")
+            self.sampled.setdefault(int(iteration), {})[name] = t.to(run.device)
+            self.version[int(iteration)] = int(version)
+        kept = list(self.sampled)
+        self.version |= schedule.versions(run.start, kept)
+        self.to_come = list(schedule.versions(run.start, kept))  # iterations, in this order
+        self.from_generators = set(self.to_come) if "generate" in roles.ranks else set()
+        for role in [role for role in roles.ranks if role != "train"]:
+            roles.send(role, ("begin", 0, 0), start=run.start, kept=kept)
         run.batches = self
+        self.share_weights(run.start)  # COLLECTIVE
 
-    def ask(self, purpose, picked, slots=None):
-        """
-        A collective: the batch of these data rows, sampled and scored: a dict of tensors, see
-        rollout.sample_and_score. With scorers and a reference it has ref_logprobs (B, R), too.
-
-        purpose: "rollout", for which the weights of `staleness` iterations ago have sampled; "eval"
-        or "refill N", for which those of now do. slots: None: 0, 1, 2, ...
-        """
-        run, now = self.run, self.run.iteration
-        order = Order(purpose, 0 if purpose == "eval" else now, picked,
-                      range(len(picked)) if slots is None else slots, now)
-        if self.crew is None and self.staleness == 0:
-            return sample_and_score(run, self.policy, self.scorer, self.config,  # COLLECTIVE
-                                    order.wanted(self.data, self.config), purpose, order.iteration)
-        run.enter(purpose)
-        if purpose != "rollout":
-            self.give_out(order)  # COLLECTIVE
-        if purpose == "rollout" or self.generators:  # they work ahead, while others look at this
-            self.look_ahead(now)  # COLLECTIVE
-        if purpose == "rollout":
-            order = self.ahead[now]
-            run.age = now - order.version
-        self.wait_for_samples(order, may_leave=True)  # COLLECTIVE
-        if purpose == "rollout":
-            run.enter("score")
-        with run.saved_if_it_fails():  # COLLECTIVE
-            return self.finish(order)  # COLLECTIVE
-
-    def publish(self, version):
+    def share_weights(self, version):
         """
         A collective, right after an update: the weights of now are this version. The generators get
-        them, and what these shall sample, while the trainers log, audit and save. Where an
-        evaluation or a new reference comes first, the batch is ordered later, by ask.
+        them, in the background, where they sample a batch with them. The buffers are copies: the
+        next step may change the weights before they have left.
         """
-        if not self.generators:
+        if all(self.version[k] != version for k in self.from_generators):
             return
-        self.run.enter("weights")
-        last = version == self.config["max_iters"]
-        evaluates = self.data[1][0] and (version % self.config["eval_interval"] == 0 or last)
-        if evaluates or self.run.reset_is_due(version):
-            self.send_weights(version)  # COLLECTIVE
-        else:
-            self.look_ahead(version)  # COLLECTIVE
-
-    def look_ahead(self, now):
-        """
-        A collective, once an iteration: order the batches that the weights of now sample. That is
-        the one of iteration now + staleness; in the first iteration also those before it.
-        """
-        if self.looked_ahead == now:
-            return
-        self.looked_ahead = now
-        self.ahead = {k: order for k, order in self.ahead.items() if k >= now}
-        size = self.config["batch_size"] // self.config.get("group_size", 1)
-        last = min(now + self.staleness, self.config["max_iters"] - 1)
-        for iteration in range(now, last + 1):
-            if iteration not in self.ahead:
-                picked = batch_rows(self.config["seed"], iteration, size, self.data[0][0].mix)
-                order = Order("rollout", iteration, picked, range(size), now)
-                self.give_out(order)  # COLLECTIVE
-                self.ahead[iteration] = order
-
-    def give_out(self, order):
-        """A collective: let the generators sample an order; without generators, sample it here."""
-        if self.generators:
-            self.send_weights(order.version)  # COLLECTIVE
-            scored = self.scorers and self.can_be_read(order, order.version)
-            order.job = self.crew.post(do="sample", scored=scored, **order.as_job())
-            self.sampling.append(order)
-            if scored:
-                order.scoring = order.job
-                self.scoring.append(order)
-            return
-        wanted = order.wanted(self.data, self.config)
-        mine, _, _ = sample_share(  # COLLECTIVE
-            self.policy, self.scorer.tokenizer, self.config, self.run.device, wanted,
-            order.purpose, order.iteration, launch.stop_asked)
-        self.run.leave_if_stop_asked()  # COLLECTIVE
-        order.sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
-        self.give_to_scorers(order, order.version)
-
-    def can_be_read(self, order, now):
-        """Whether the reference of iteration `now` is the one that shall read this order."""
-        every = self.config["ref_reset_iters"]
-        return not every or order.purpose != "rollout" or order.iteration // every == now // every
-
-    def give_to_scorers(self, order, now):
-        """
-        Send a batch that is sampled already to the scorers, if there are any, and if they have the
-        reference that shall read it. now: the iteration.
-        """
-        if self.scorers and self.can_be_read(order, now):
-            order.scoring = self.crew.post(do="score", **order.as_job())
-            self.crew.send(order.scoring, "score", order.sampled, keep=self.staleness + 3)
-            self.scoring.append(order)
-
-    def send_weights(self, version):
-        """
-        A collective: send the weights of now to the generators, in the background, unless they have
-        them. The buffers are copies: the next step may change the weights before they have left.
-        """
-        if self.published == version:
-            return
-        self.published = version
-        self.send_policy("generate", "weights", version, self.run.audit_is_due(version),
-                         self.staleness + 1)  # COLLECTIVE
-
-    def send_reference(self):
-        """A collective: the reference, which scorers hold, becomes the policy as it is now."""
-        self.send_policy("score", "reference", self.run.iteration, True,
-                         self.staleness + 3)  # COLLECTIVE
-
-    def send_policy(self, to, what, version, checked, keep):
-        """A collective: a job of this name and the policy for it, with its checksum or without."""
-        matrices, checksum = decoding_dtype(self.config, self.run.device), None
-        if checked:
+        run = self.run
+        run.enter("weights")
+        matrices, checksum = decoding_dtype(run.config, run.device), None
+        if run.audit_is_due(version):
             checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
-        job = self.crew.post(do=what, version=version, checksum=checksum)
         # `send` makes one after the other: all ranks gather what is sharded, and the first one
         # alone holds the whole, in the CPU's memory
         whole = ((name, gather(t, p) if is_shard(p) else t)
                  for name, p, t in my_weights(self.policy, matrices))
-        self.crew.send(job, to, whole, keep)
+        roles.send("generate", ("weights", version, 0), whole, self.keep, checksum=checksum)
 
-    def wait_for_samples(self, order, may_leave=False):
+    def rollout(self):
         """
-        A collective: fill order.sampled. Others' batches that were ordered before come first.
-        may_leave: save and leave instead, if the run is asked to stop.
+        A collective: the iteration's batch, sampled and scored. With scorers and a reference it has
+        ref_logprobs (B, R), too.
         """
-        while order.sampled is None:
-            first = self.sampling[0]
-            sampled, _ = self.crew.receive(first.job, "generate", may_leave)  # COLLECTIVE
-            if sampled is None:
-                self.run.leave_if_stop_asked()  # COLLECTIVE
-                continue
-            self.sampling.pop(0)
-            first.sampled = {name: t.to(self.run.device) for name, t in sampled.items()}
+        run, k = self.run, self.run.iteration
+        label, picked = ("rollout", k, 0), self.schedule.rows_of(k)
+        if not roles.ranks and self.schedule.staleness == 0:
+            return self.sample_and_score(label, picked)  # COLLECTIVE
+        run.enter("rollout")
+        while not self.from_generators and self.to_come and self.version[self.to_come[0]] <= k:
+            ahead = self.to_come[0]
+            self.sampled[ahead] = self.sample(  # COLLECTIVE
+                ("rollout", ahead, 0), self.schedule.rows_of(ahead))
+            self.to_come.pop(0)
+        self.receive_until(k)  # COLLECTIVE
+        run.leave_if_stop_asked()  # COLLECTIVE
+        self.sampled = {j: sampled for j, sampled in self.sampled.items() if j >= k}
+        run.batch_age = k - self.version[k]
+        run.enter("score")
+        return self.score(label, self.sampled[k], picked)  # COLLECTIVE
 
-    def finish(self, order):
-        """A collective: the scored batch of an order that has been sampled."""
-        if not self.scorers:
-            wanted = order.wanted(self.data, self.config)
-            return score_batch(self.scorer, order.sampled, wanted, order.iteration)  # COLLECTIVE
-        if order.scoring is None:  # its reference was not there yet when it was ordered
-            self.give_to_scorers(order, self.run.iteration)
-        while order.scored is None:
-            first = self.scoring[0]
-            scored, _ = self.crew.receive(first.scoring, "score", may_leave=True)  # COLLECTIVE
-            if scored is None:
-                self.run.leave_if_stop_asked()  # COLLECTIVE
-                continue
-            self.scoring.pop(0)
-            self.wait_for_samples(first)  # COLLECTIVE
-            first.scored = first.sampled | {name: t.to(self.run.device)
-                                            for name, t in scored.items()}
-        return order.scored
+    def held_out(self, number):
+        """A collective: the responses to the first held-out prompts, by the policy of now."""
+        return self.sample_and_score(("eval", self.run.iteration, 0), range(number))  # COLLECTIVE
 
-    # what a checkpoint holds of it
+    def refill(self, attempt, picked, slots):
+        """
+        A collective: batches of other prompts for these places of the iteration's batch, by the
+        policy of now; None for no places. It is called for each attempt, 0 .. max_refills - 1.
+        """
+        label = "refill", self.run.iteration, attempt
+        if slots:
+            return self.sample_and_score(label, picked, slots)  # COLLECTIVE
+        if "score" in roles.ranks:
+            roles.send("score", label)
+        return None
+
+    def sample_and_score(self, label, picked, slots=None):
+        """A collective: a batch, by the policy of now."""
+        if "score" not in roles.ranks:  # the rules work while others are sampled
+            wanted = self.schedule.wanted(label, picked, slots)
+            return sample_and_score(self.run, self.policy, self.scorer, self.run.config, wanted,
+                                    *noise_of(label))  # COLLECTIVE
+        self.run.enter(noise_of(label)[0])
+        sampled = self.sample(label, picked, slots)  # COLLECTIVE
+        return self.score(label, sampled, picked, slots)  # COLLECTIVE
+
+    def sample(self, label, picked, slots=None):
+        """A collective: what rollout.generate returns, for the whole batch, by the weights here."""
+        run, wanted = self.run, self.schedule.wanted(label, picked, slots)
+        mine, _, _ = sample_share(  # COLLECTIVE
+            self.policy, self.scorer.tokenizer, run.config, run.device, wanted, *noise_of(label),
+            launch.stop_asked)
+        run.leave_if_stop_asked()  # COLLECTIVE
+        return parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
+
+    def score(self, label, sampled, picked, slots=None):
+        """A collective: a sampled batch with its scores, here or by the scorers."""
+        with self.run.saved_if_it_fails():  # COLLECTIVE
+            if "score" not in roles.ranks:
+                wanted = self.schedule.wanted(label, picked, slots)
+                return score_batch(self.scorer, sampled, wanted, label[1])  # COLLECTIVE
+            if label[0] != "rollout" or label[1] not in self.from_generators:
+                roles.send("score", label, sampled, self.keep, picked=list(picked), slots=slots)
+            columns, _ = roles.receive("score", label)  # COLLECTIVE
+            return sampled | {name: t.to(self.run.device) for name, t in columns.items()}
+
+    def receive_until(self, iteration):
+        """A collective: have the batch of an iteration that others sample, and those before it."""
+        while iteration not in self.sampled:
+            k = self.to_come[0]
+            sampled, _ = roles.receive("generate", ("rollout", k, 0))  # COLLECTIVE
+            self.sampled[k] = {name: t.to(self.run.device) for name, t in sampled.items()}
+            self.to_come.pop(0)
 
     def to_save(self):
         """
-        A collective: {"ITERATION.VERSION.NAME": tensor} of the batches that have been sampled for
-        this iteration and later ones, by weights that will be gone. Those that are being sampled
-        are waited for.
+        A collective: {"ITERATION.VERSION.NAME": tensor} of the batches of this iteration and later
+        ones that are sampled by weights that will be gone. Those that are still being sampled are
+        waited for.
         """
         tensors, now = {}, self.run.iteration
-        for iteration, order in sorted(self.ahead.items()):
-            if order.version < now:
-                self.wait_for_samples(order)  # COLLECTIVE
-                tensors |= {f"{iteration}.{order.version}.{name}": t
-                            for name, t in order.sampled.items()}
+        for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
+            self.receive_until(k)  # COLLECTIVE
+            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
         return tensors
-
-    def restore(self, tensors):
-        """The inverse of to_save: take the batches of a checkpoint; they are scored again."""
-        size = self.config["batch_size"] // self.config.get("group_size", 1)
-        for key, t in tensors.items():
-            iteration, version, name = key.split(".")
-            iteration, version = int(iteration), int(version)
-            if iteration not in self.ahead:
-                picked = batch_rows(self.config["seed"], iteration, size, self.data[0][0].mix)
-                self.ahead[iteration] = Order("rollout", iteration, picked, range(size), version,
-                                              sampled={})
-            self.ahead[iteration].sampled[name] = t.to(self.run.device)
-        for _, order in sorted(self.ahead.items()):  # the reference is not reset again yet
-            self.give_to_scorers(order, self.run.iteration - 1)
 
 
 def my_weights(policy, matrices=None):
@@ -295,3 +249,161 @@ def my_weights(policy, matrices=None):
     for name, p in policy.named_parameters():
         t = my_part(p.detach())
         yield name, p, t.to(matrices) if id(p) in rounded else t
+
+
+# --------------------------------------------------------------------------------------------------
+# on the others
+
+
+def generate_or_score(schedule, config, models, terms, tokenizers, device, judge=None):
+    """
+    What a rank that generates or scores does until the run is over; then this function ends the
+    process. On a trainer it returns at once.
+
+    models: {name: model} of the run; tokenizers: the policy's and the reward model's; judge: a
+    Judge or None.
+    """
+    if roles.role in ("", "train"):
+        return
+    models = held(models)
+    threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
+    try:
+        _, begun = roles.receive("train", ("begin", 0, 0))  # COLLECTIVE
+        begun = begun["start"], begun["kept"]
+        if roles.role == "generate":
+            generate(schedule, *begun, config, models, tokenizers[0], device)  # COLLECTIVE
+        else:
+            scorer = Scorer(config, terms, models.get("reward_model"), *tokenizers, threads, device,
+                            judge)
+            score(schedule, *begun, config, models, scorer, device)  # COLLECTIVE
+        parallel.phase = "the end"
+        roles.wait_for_the_end()  # COLLECTIVE
+    except roles.Ended:
+        if roles.role == "generate":
+            roles.tell(["score"], ended=True)
+    threads.shutdown(wait=False, cancel_futures=True)
+    launch.finish()  # COLLECTIVE
+    sys.exit(0)
+
+
+def generate(schedule, start, kept, config, models, tokenizer, device):
+    """A collective of the generators: sample each batch with the weights that are due."""
+    policy, version, frozen = models["policy"], None, {}
+    others = ["train"] + ["score"] * ("score" in roles.ranks)
+    for k, due in schedule.versions(start, kept).items():
+        if version != due:
+            parallel.phase = f"iteration {k}, waiting for weights"
+            checksum = take_weights(policy, due)  # COLLECTIVE
+            # forget its old checksum, or the audit would call it a frozen model that has changed
+            version, frozen = due, {key: x for key, x in frozen.items() if key[0] != "policy"}
+        parallel.phase = f"iteration {k}, rollout"
+        label, picked = ("rollout", k, 0), schedule.rows_of(k)
+        wanted = schedule.wanted(label, picked)
+        with told_if_it_fails():  # COLLECTIVE
+            mine, _, _ = sample_share(  # COLLECTIVE
+                policy, tokenizer, config, device, wanted, *noise_of(label), trainers_have_left)
+            leave_with_trainers()  # COLLECTIVE
+            sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
+            if checksum:  # the trainers audit their models in the iteration of this version
+                audit(models, frozen, k)  # COLLECTIVE
+                check_copy(policy, version, checksum, k)  # COLLECTIVE
+        for to in others:
+            roles.send(to, label, sampled, schedule.staleness + 1, picked=list(picked), slots=None)
+
+
+def take_weights(policy, version):
+    """A collective of the generators: the policy becomes this version. Returns its checksum."""
+    own = dict(policy.named_parameters())
+    said = roles.receive_each(  # COLLECTIVE; of a sharded copy only this rank's part stays
+        "train", ("weights", version, 0), lambda name, t: fill(own[name], t))
+    return said["checksum"]
+
+
+def check_copy(policy, version, checksum, iteration):
+    """A collective of the generators: raise Stop if a copy is not what the trainers have sent."""
+    same = checksum_of(my_weights(policy)) == checksum  # COLLECTIVE
+
+    def refuse():
+        if not same:
+            raise Stop(f"iteration {iteration}: the ranks have drifted apart: a generator's policy "
+                       f"of version {version} is not the trainers'")
+
+    together(refuse)  # COLLECTIVE
+
+
+def score(schedule, start, kept, config, models, scorer, device):
+    """A collective of the scorers: score each batch, and read it with the reference."""
+    frozen, ref_policy = {}, models.get("ref_policy") if config["kl_coef"] > 0 else None
+    for label in schedule.to_score(start):
+        what, k, _ = label
+        from_generators = what == "rollout" and "generate" in roles.ranks and k not in kept
+        parallel.phase = f"iteration {k}, waiting for {what}"
+        sampled, said = roles.receive(  # COLLECTIVE
+            "generate" if from_generators else "train", label)
+        leave_with_trainers()  # COLLECTIVE
+        if not sampled:  # no place to refill
+            continue
+        parallel.phase = f"iteration {k}, score"
+        sampled = {name: t.to(device) for name, t in sampled.items()}
+        wanted = schedule.wanted(label, said["picked"], said["slots"])
+        with told_if_it_fails():  # COLLECTIVE
+            if what == "rollout" and (k % config["sync_check_interval"] == 0 or k == start):
+                audit(models, frozen, k)  # COLLECTIVE
+            batch = score_batch(scorer, sampled, wanted, k)  # COLLECTIVE
+            if ref_policy is not None:
+                batch["ref_logprobs"] = read(  # COLLECTIVE
+                    ref_policy, batch, label, config, scorer.tokenizer.vocab_size, device)
+        columns = {name: t for name, t in batch.items() if name not in sampled}
+        roles.send("train", label, columns, schedule.staleness + 1)
+
+
+def read(ref_policy, batch, label, config, vocab_size, device):
+    """
+    A collective of the scorers: the reference's log-probs of a batch, (B, R). It is read in the
+    micro-batches in which the trainers train, so that equal weights give equal bits.
+    """
+    c, columns = config, torch.zeros_like(batch["sampler_logprobs"])
+    rank, size = parallel.rank_and_size()
+    trainers = len(roles.ranks["train"])
+    minibatches = [batch["index"]]
+    if label[0] == "rollout":
+        rows = permutation(len(batch["index"]), c["seed"], "minibatches", label[1], 0)
+        minibatches = rows.to(device).tensor_split(c["num_minibatches"])
+    with autocast(c, device), no_grad_forwards([ref_policy], device):
+        for rows in minibatches:
+            for turn in range(math.ceil(trainers / size)):
+                # The micro-batches of trainer `whose`. A rank without a trainer runs the last
+                # one's and drops the result: a sharded model needs all ranks in each forward.
+                whose = turn * size + rank
+                part = min(whose, trainers - 1), trainers
+                for mb in my_micro_batches(batch, rows, c, part):
+                    logprobs, _ = response_logprobs(
+                        ref_policy, mb, c["temperature"], vocab_size, c["head_chunk"],
+                        entropy=False)
+                    if whose < trainers:
+                        columns[mb["index"], :logprobs.shape[1]] = logprobs
+    return parallel.all_reduce_sum(dict(ref_logprobs=columns))["ref_logprobs"]  # COLLECTIVE
+
+
+def trainers_have_left():
+    """Whether nobody waits for this rank's work any more."""
+    return "left" in roles.heard
+
+
+def leave_with_trainers():
+    """A collective of a role: raise Ended where the trainers have left."""
+    left = torch.tensor(float(trainers_have_left()), device=parallel.wire())
+    if parallel.all_reduce_max(left):  # COLLECTIVE
+        raise roles.Ended
+
+
+@contextlib.contextmanager
+def told_if_it_fails():
+    """A collective, if this block fails: the trainers learn why, save, and all leave with that."""
+    try:
+        yield
+    except Lost:
+        raise
+    except Stop as e:
+        roles.fail(e)
+        roles.wait_for_the_end()  # COLLECTIVE

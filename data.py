@@ -1,6 +1,6 @@
 """
 The data: prompts as token ids, the rows that an iteration trains on, micro-batches. What the rows
-are read from is in formats.py, and how they must look in rows.py.
+are read from, and how they must look, is in rows.py.
 
 Which rows make up the batch of an iteration is a function of the seed and the iteration alone. So a
 resumed run sees the same rows as one that was never stopped, with nothing to save.
@@ -15,16 +15,18 @@ import contextlib
 import functools
 import hashlib
 import math
+from array import array
 
 import torch
 
 import parallel
 from errors import BadInput, warn
-from formats import where_is
+from rows import where_is
 
 
 # --------------------------------------------------------------------------------------------------
-# prompts as token ids
+# rows as token ids. All are encoded once, at the start: else a row that is too long could end a run
+# on its third day
 
 
 @contextlib.contextmanager
@@ -39,138 +41,157 @@ def naming(path, number):
         raise BadInput(f"{path}, row {number}: {e}") from e
 
 
+def at_row(rows, path):
+    """A function of a row's number: the context that names it."""
+    return lambda number: naming(*where_is(rows, path, number))
+
+
 def say_special_tokens(rows, fields, tokenizer, path):
     """
     Print one line on rank 0 if strings in these fields of the rows contain special tokens, such as
     "<|im_start|>". In strings they are encoded as plain text, letter by letter. Somebody who has
     written out a chat template by hand should know that.
     """
-    counts = collections.Counter()
-    for row in rows:
-        strings = [row[field] for field in fields if isinstance(row[field], str)]
-        counts.update({special for text in strings for special in tokenizer.specials_in(text)})
+    strings = (row[field] for row in rows for field in fields if isinstance(row[field], str))
+    counts = collections.Counter(s for text in strings for s in tokenizer.specials_in(text))
     if counts:
-        said = ", ".join(f"{s!r} in {n} of {len(rows)} rows" for s, n in counts.most_common(3))
-        said += " and more" if len(counts) > 3 else ""
-        warn(f"{path}: {said}: special tokens, but in strings they are encoded as plain text, "
-             "letter by letter; for a chat, write a list of {\"role\", \"content\"} messages "
-             "instead (EOS is added by itself)")
+        said = ", ".join(f"{s!r} ({n} times)" for s, n in counts.most_common(3))
+        warn(f"{path}: special tokens in strings are encoded as plain text, letter by letter: "
+             f"{said}; for a chat, write a list of {{\"role\", \"content\"}} messages instead (EOS "
+             "is added by itself)")
 
 
-def say_system_prompt(rows, tokenizer, path):
+def rows_that_fit(rows, path, lengths, limit, whose, too_long):
     """
-    Print a line on rank 0 if the key system_prompt is not used in some of the rows: it is the
-    system message of chats that have none, and strings have no place for it.
+    The numbers of the rows of these lengths that have at most `limit` tokens, or that the caller
+    will cut. whose: whose limit that is, for messages. too_long: what becomes of longer ones, see
+    the scripts' key: "error" raises BadInput with the row, "drop" leaves them out, "cut" keeps
+    them. A line says how many are dropped or cut.
     """
-    chat = getattr(tokenizer, "chat", None)  # only a tokenizer with a chat template has the key
-    if chat is None or not chat.system_prompt:
-        return
-    ours = {"role": "system", "content": chat.system_prompt}
-    strings = sum(isinstance(row["prompt"], str) and row["prompt"] != "" for row in rows)
-    other = sum(isinstance(row["prompt"], list) and row["prompt"][0]["role"] == "system"
-                and row["prompt"][0] != ours for row in rows)
-    if strings or other:
-        warn(f"{path}: system_prompt is not used in {strings + other} of {len(rows)} rows: "
-             f"{strings} are strings, {other} have a system message of their own")
+    long = [number for number, length in enumerate(lengths) if length > limit]
+    if long and too_long == "error":
+        with at_row(rows, path)(long[0]):
+            raise BadInput(f"it has {lengths[long[0]]} tokens, and {whose} is {limit}; shorten or "
+                           "drop it, or type --too_long=drop")
+    if long:
+        what = "cut" if too_long == "cut" else "dropped"
+        warn(f"{path}: {len(long)} of {len(rows)} rows are {what}, as they have more tokens than "
+             f"{whose} of {limit}")
+    gone = set(long) if too_long != "cut" else ()
+    return [number for number in range(len(lengths)) if number not in gone]
 
 
-def say_odd_texts(rows, fields, path):
+def keep(rows, numbers, *lists):
+    """Take all other rows out of `rows`. Returns the lists, which are beside them, without them."""
+    if len(numbers) < len(rows):
+        rows.keep(numbers)
+        lists = [[items[number] for number in numbers] for items in lists]
+    return lists
+
+
+def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
     """
-    Print a line on rank 0 where completions begin with their prompt, in more than half of the rows:
-    they follow it, so it would be there twice; and where the two of a pair are one text.
+    The ids of each row's prompt, of which `longest` tokens fit: a list of arrays. The toy's
+    "123+456=" becomes [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
+
+    whose, too_long: see rows_that_fit. Rows that are dropped are taken out of `rows`, too; a prompt
+    that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
     """
-    twice = sum(isinstance(row["prompt"], str) and row["prompt"].strip() != "" and
-                all(row[field].startswith(row["prompt"]) for field in fields) for row in rows)
-    if twice > len(rows) / 2:
-        warn(f"{path}: in {twice} of {len(rows)} rows {' and '.join(fields)} begin with the prompt "
-             "that they follow, so it is there twice. Is that meant?")
-    alike = sum(row["chosen"] == row["rejected"] for row in rows) if "rejected" in fields else 0
-    if alike:
-        warn(f"{path}: in {alike} of {len(rows)} pairs chosen and rejected are the same: there is "
-             "nothing to learn from them")
+    found = tokenizer.encode_prompts([row["prompt"] for row in rows], at_row(rows, path))
+    for number, ids in enumerate(found):
+        if not ids:
+            with at_row(rows, path)(number):
+                raise BadInput("the prompt encodes to no token at all")
+    kept = rows_that_fit(rows, path, list(map(len, found)), longest, whose, too_long)
+    bos = tokenizer.bos_ids if longest > len(tokenizer.bos_ids) else []
+    found, = keep(rows, kept, found)
+    return [array("i", ids if len(ids) <= longest else bos + ids[len(ids) - longest + len(bos):])
+            for ids in found]
 
 
-def say_too_long(path, count, dropped, cut, limit, whose):
-    """Print on rank 0 how many of so many rows are dropped or cut, if any. whose: the limit's."""
-    if dropped or cut:
-        what = [f"{dropped} dropped"] * (dropped > 0) + [f"{cut} cut"] * (cut > 0)
-        warn(f"{path}: {' and '.join(what)} of {count} rows, as they have more tokens than {whose} "
-             f"of {limit}")
-
-
-def encode_each(rows, path, tokenizer):
-    """The ids of each row's prompt, as the tokenizer gives them. Raises BadInput with the row."""
-    prompts = []
-    for number, row in enumerate(rows):
-        with naming(*where_is(rows, path, number)):
-            prompts.append(tokenizer.encode_prompt(row["prompt"]))
-    return prompts
-
-
-BESIDE = "beside max_new_tokens into {}. Shorten or drop it, or lower max_new_tokens"
-CONTEXT = BESIDE.format("the smallest context of the models")
-
-
-def encode_prompts(rows, tokenizer, longest, path, limit=CONTEXT, too_long="error",
-                   encode=encode_each):
-    """
-    The token ids of each row's prompt: a list of lists. The toy's "123+456=" becomes
-    [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
-
-    All prompts are encoded once, at the start: otherwise a prompt that is too long could end a run
-    on its third day. longest: how many tokens a prompt may have. path: the file, and limit: what
-    they fit into and what to do, both for the message. too_long: what becomes of a longer prompt:
-    "error"; "drop", it is taken out of `rows`, too; "cut", it loses tokens at its beginning, behind
-    BOS. encode: does what encode_each does, perhaps faster. Raises BadInput with the row.
-    """
-    prompts, kept, cut = encode(rows, path, tokenizer), [], 0
-    for number, ids in enumerate(prompts):
-        if len(ids) == 0 or len(ids) > longest and (too_long == "error" or longest < 1):
-            with naming(*where_is(rows, path, number)):
-                raise BadInput(f"the prompt has {len(ids)} tokens; from 1 to {longest} fit {limit}")
-        if len(ids) > longest and too_long == "cut":
-            bos = len(tokenizer.bos_ids) if longest > len(tokenizer.bos_ids) else 0
-            prompts[number] = ids[:bos] + ids[len(ids) - longest + bos:]
-            cut += 1
-        if len(prompts[number]) <= longest:
-            kept.append(number)
-    say_too_long(path, len(rows), len(rows) - len(kept), cut, longest, "the limit")
-    if len(kept) < len(rows):
-        rows.keep(kept)
-        prompts = [prompts[number] for number in kept]
-    return prompts
-
-
-def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer,
-                   max_prompt_tokens=0, too_long="error", encode=encode_each):
+def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer=None,
+                   judge=None, max_prompt_tokens=0, too_long="error"):
     """
     encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model,
     and the prompt into max_prompt_tokens, if that is not 0. models: {name: model}.
 
-    A reward model with another tokenizer than the policy's is given text. So the prompts are
-    encoded with its tokenizer, too, but only to check that they fit. How many of its tokens a
-    response will have is not known yet: max_new_tokens of them must fit. It is given the whole
-    prompt even where the policy's is cut. Raises BadInput.
+    reward_tokenizer: the reward model's. One with another vocabulary reads the text in its own
+    tokens, and the prompt must fit there, too; how many of its tokens a response will have is not
+    known yet: max_new_tokens of them must fit. The question to the judge must fit, too, if there is
+    one. Raises BadInput.
     """
+    if judge:
+        judge.check_rows(rows, path, max_new_tokens, too_long == "drop")
     say_special_tokens(rows, ["prompt"], tokenizer, path)
-    say_system_prompt(rows, tokenizer, path)
-    # a judge reads text, and has looked at the rows itself
-    contexts = {name: model.max_positions for name, model in models.items()
-                if name != "judge"}
-    if min(contexts.values()) <= max_new_tokens:
+    contexts = {name: model.max_positions for name, model in models.items() if name != "judge"}
+    longest = min(contexts.values()) - max_new_tokens
+    if longest < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"smallest context of the models, {min(contexts.values())}; type a "
                        "smaller --max_new_tokens")
-    if reward_tokenizer.fingerprint != tokenizer.fingerprint:
-        read = [name for name in contexts if name.startswith("reward_model")]  # one, or an ensemble
-        longest = min(contexts.pop(name) for name in read) - max_new_tokens
-        limit = BESIDE.format("the context of the reward model, in whose tokenizer this is counted")
-        encode_prompts(rows, reward_tokenizer, longest, path, limit,
-                       "drop" if too_long == "drop" else "error", encode)
-    longest, limit = min(contexts.values()) - max_new_tokens, CONTEXT
+    if reward_tokenizer and reward_tokenizer.vocabulary != tokenizer.vocabulary:
+        read = [contexts.pop(name) for name in list(contexts) if name.startswith("reward_model")]
+        prompts = [row["prompt"] for row in rows]
+        asked = reward_tokenizer.encode_scored(prompts, [""] * len(rows), at=at_row(rows, path))
+        whose = "the room beside max_new_tokens in the reward model's context, in its own tokens,"
+        kept = rows_that_fit(rows, path, list(map(len, asked)), min(read) - max_new_tokens, whose,
+                             "drop" if too_long == "drop" else "error")
+        keep(rows, kept)
+        longest = min(contexts.values()) - max_new_tokens
+    whose = "the room beside max_new_tokens in the smallest context of the models"
     if 0 < max_prompt_tokens < longest:
-        longest, limit = max_prompt_tokens, "max_prompt_tokens; raise it, or type --too_long=drop"
-    return encode_prompts(rows, tokenizer, longest, path, limit, too_long, encode)
+        longest, whose = max_prompt_tokens, "max_prompt_tokens"
+    return encode_prompts(rows, path, tokenizer, longest, whose, too_long)
+
+
+def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="error",
+                    key="max_tokens"):
+    """
+    For sft.py and PPO-ptx: (ids, trained) of each row's prompt and completion. ids is an array of
+    token ids; trained, of the same length, has 1 for the tokens that SFT trains, else 0.
+
+    context: the model's; max_tokens: a smaller limit, 0 = none, and key: its name. An example that
+    is cut loses its end, and so its EOS. Raises BadInput with the row.
+    """
+    say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
+    found = tokenizer.encode_examples([row["prompt"] for row in rows],
+                                      [row["completion"] for row in rows], at_row(rows, path))
+    limit, whose = limit_of(context, max_tokens, key)
+    for number, (ids, trained) in enumerate(found):
+        if rows[number]["prompt"] == "":  # before a text's first token is nothing to predict from
+            trained[0] = False
+        if trained[0] or not any(trained):
+            with at_row(rows, path)(number):
+                raise BadInput("there is nothing to learn in it, or nothing to predict it from: "
+                               f"{len(ids)} tokens, of which {sum(trained)} are the answer's")
+    kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, whose, too_long)
+    kept = [number for number in kept if any(found[number][1][:limit])]  # else nothing is left
+    found, = keep(rows, kept, found)
+    return [(array("i", ids[:limit]), array("b", trained[:limit])) for ids, trained in found]
+
+
+def encode_scored(rows, path, tokenizer, fields, context, max_tokens=0, too_long="error"):
+    """
+    For rm.py: what a reward model reads of each row's prompt with each of the fields, such as
+    "chosen" and "rejected": [(ids, ids), ...]. The rest as in encode_examples; nothing is cut,
+    since a score is read at a text's end.
+    """
+    say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
+    prompts = [row["prompt"] for row in rows]
+    lists = [tokenizer.encode_scored(prompts, [row[field] for row in rows], at=at_row(rows, path))
+             for field in fields]
+    found = [tuple(array("i", ids) for ids in group) for group in zip(*lists, strict=True)]
+    limit, whose = limit_of(context, max_tokens, "max_tokens")
+    lengths = [max(map(len, group)) for group in found]
+    found, = keep(rows, rows_that_fit(rows, path, lengths, limit, whose, too_long), found)
+    return found
+
+
+def limit_of(context, max_tokens, key):
+    """The smaller one of a model's context and max_tokens, the key (0: none), and its name."""
+    if 0 < max_tokens < context:
+        return max_tokens, key
+    return context, "the model's context"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,9 +349,7 @@ def my_micro_batches(batch, rows, config, whose=None):
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
     # on, and the GPU never waits for the CPU in between.
-    for mb in list(made) if rows.is_cuda else made:
-        parallel.show_life()
-        yield mb
+    yield from list(made) if rows.is_cuda else made
 
 
 def micro_batches_of(items, tokens_of, config):
@@ -340,7 +359,6 @@ def micro_batches_of(items, tokens_of, config):
     """
     for part in parallel.my_micro_batches([tokens_of(item) for item in items],
                                           config["micro_batch_size"], config["micro_batch_tokens"]):
-        parallel.show_life()
         yield [items[i] for i in part]
 
 

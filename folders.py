@@ -112,3 +112,30 @@ def read_json(file):
     if not isinstance(value, dict):
         raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
     return value
+
+
+def check_writable(path, key="out", reads=()):
+    """
+    Raise BadInput now, and not after hours, if the file that the key names cannot be written, or is
+    one of `reads`, the sources that are read. Its folder is made; of the file itself nothing is
+    left.
+    """
+    check_kept(path, key, reads)
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        there = os.path.exists(path)
+        open(path, "a", encoding="utf-8").close()
+        if not there:
+            os.remove(path)
+    except OSError as e:
+        raise BadInput(f"{key} = {path!r} cannot be written: {e.strerror}; choose another "
+                       f"--{key}") from e
+
+
+def check_kept(path, key, reads):
+    """Raise BadInput if the file or folder that the key names is one of `reads`, which it would
+    replace."""
+    for source in reads:
+        if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+            raise BadInput(f"{key} = {path!r} would replace {source!r}, which is read here; choose "
+                           f"another --{key}")

@@ -34,21 +34,19 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
+from batches import Batches, Schedule, generate_or_score
 from configurator import configure
-from data import batch_rows, iterations, my_micro_batches, other_row, permutation, replace_rows
+from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
+                  replace_rows)
 from engine import audit, build, launch, report
 from engine.checks import check_grpo
-from engine.encoded import encode_prompts
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
-from engine.run_folder import fix_chat_date
 from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
 from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
-from serving import serve
-from batches import Batches
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------
@@ -56,21 +54,14 @@ from rollout import center_scores_of
 out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
-ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
-reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
-reward_ensemble = "mean"  # how its scores become one; penalised: see next [mean | min | penalised]
-reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
-reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, principle, or a file; docs/feedback.md
-judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
-judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
 share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -84,7 +75,6 @@ batch_size = 512  # responses an iteration, over all ranks; a multiple of group_
 group_size = 8  # responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
@@ -95,15 +85,9 @@ refill_by = ""  # DAPO: equal in this reward, such as accuracy; empty: in the wh
 reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
-code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
-code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 
 # 3) advantages
-# shift the learned scores so that the policy's first responses score 0 on average; auto: only if
-# the reward model's folder has no score_shift, which rm.py writes
-center_scores = "auto"  # [auto | always | never]
-missing_eos_penalty = 0.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
-missing_eos = "replace"  # the score is -penalty, or score - penalty [replace | subtract]
+missing_eos_penalty = 0.0  # a response that never ends scores minus this; 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
@@ -129,7 +113,6 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
-sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 
 # optimizer: AdamW
@@ -151,7 +134,6 @@ config = configure(globals(), "engine/keys.py")
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
-fix_chat_date(config)  # COLLECTIVE: some chat templates print today's date
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_grpo(config, terms, world_size)
 train_rows, eval_rows = (build.read_prompts(path, terms, fields)
@@ -165,46 +147,58 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; a list of one model, of several in an
-# ensemble, and of none where rules alone score
-reward_models, reward_tokenizer = build.load_reward_models(
-    config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; None where rules alone score
+reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
 
 # the judge: frozen. A language model that is asked how good a response is; None if
 # reward_functions does not name it
 judge = build.load_judge(config, device, policy, ref_policy, terms)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge)
+prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
+                          max_prompt_tokens, too_long)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
-# ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
-serve(config, models, terms, (tokenizer, reward_tokenizer), data, device, judge)
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
+
+
+def evaluation_is_due(iteration):
+    """Whether an iteration begins with held-out prompts."""
+    return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
+
+
+# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
+schedule = Schedule(data, max_iters, staleness, rows_of, evaluation_is_due, group_size, max_refills)
+generate_or_score(schedule, config, models, terms, (tokenizer, reward_tokenizer), device, judge)
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizer
-run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shifts=None),
+run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
           ema=ema)
 state = run.state
 
 parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
+scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device,
                 judge)
 relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
 # With one minibatch, the forward of the first step also gives the old log-probs, so no forward is
 # spent on them before; unless the score needs them (kl_in = "reward")
 run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 run.announce(passes=num_iterations)
-center_scores_of(reward_models, None, run, policy, scorer, config, *data[0],
+center_scores_of(reward_model, None, run, policy, scorer, config, *data[0],
                  group_size)  # COLLECTIVE
-batches = Batches(run, scorer, data)
+batches = Batches(schedule, run, scorer)
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -249,7 +243,7 @@ def shape_scores(scores, finished):
     Scores (B,) -> (B,), shaped by two keys in this order: missing_eos, reward_clip. finished (B,):
     which responses have ended.
     """
-    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -272,14 +266,13 @@ def refill(batch, picked, flat):
     are flat. Returns the batch, and which of its groups are still flat.
     """
     for attempt in range(max_refills):
-        slots = flat.nonzero().flatten().tolist()
-        if not slots:
-            break
+        slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
         for slot in slots:
             key = seed, "refill", run.iteration, attempt, slot
             picked[slot] = other_row(picked[slot], train_rows.mix, *key)
-        fresh = batches.ask(  # COLLECTIVE
-            f"refill {attempt}", [picked[slot] for slot in slots], slots)
+        fresh = batches.refill(attempt, [picked[slot] for slot in slots], slots)  # COLLECTIVE
+        if fresh is None:
+            continue
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
         batch["index"] = torch.arange(batch_size, device=device)
@@ -290,7 +283,7 @@ def refill(batch, picked, flat):
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
     rows = eval_rows[:eval_size or None]
-    batch = batches.ask("eval", range(len(rows)))  # COLLECTIVE
+    batch = batches.held_out(len(rows))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
     score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
@@ -307,9 +300,8 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
-    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
-    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
+    if evaluation_is_due(iteration):
         record |= evaluate()  # COLLECTIVE
     run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
@@ -319,14 +311,13 @@ for iteration in range(run.start, max_iters + 1):
 
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score. Every rank does its share, and then holds the whole batch
-    picked = batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
-    batch = batches.ask("rollout", picked)  # COLLECTIVE
+    batch = batches.rollout()  # COLLECTIVE
     sampled = report.summarize(batch, "objective", scorer.names)
     scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
     sampled["objective/score_std"] = report.deviation_of(scores).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
-    batch, flat = refill(batch, picked, flat)  # COLLECTIVE, with max_refills > 0
+    batch, flat = refill(batch, rows_of(iteration), flat)  # COLLECTIVE, with max_refills > 0
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference before any update; the sampler must agree
@@ -414,7 +405,7 @@ for iteration in range(run.start, max_iters + 1):
                     largest = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
                     ratio_gap = torch.maximum(ratio_gap, largest)
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                if first and run.age:  # the policy has moved since it sampled this batch
+                if first and run.batch_age:  # the policy has moved since it sampled this batch
                     drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
                     report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 report.add_up(sums, m, {
@@ -448,7 +439,7 @@ for iteration in range(run.start, max_iters + 1):
         run.say_nothing_learnt(batch, flat)
         if "old_logprobs" not in batch:
             sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE
-    batches.publish(iteration + 1)  # COLLECTIVE: generators begin with the new weights meanwhile
+    batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")

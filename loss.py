@@ -186,20 +186,23 @@ def standard_deviation(moments):
     return (m2 / n) ** 0.5 if m2 > 0 else 1.0
 
 
-def adapt_kl_coef(kl_coef, kl, target, horizon, episodes):
+KL_HORIZON = 10_000  # responses
+
+
+def adapt_kl_coef(kl_coef, kl, target, responses):
     """
     The next kl_coef, by the proportional controller of Ziegler et al. (arXiv 1909.08593, section
     2.2): larger if the KL is above its target, smaller if it is below.
 
     kl: the measured KL of a *response*, summed over its tokens, in nats. target: what it should be.
-    episodes: the responses since the last change. kl_coef changes by at most 20 % in `horizon`
-    episodes. In 5 horizons or more at once it could become 0 or negative: ppo.py refuses such keys.
+    responses: how many since the last change. kl_coef changes by at most 20 % in KL_HORIZON of
+    them, and never by more at once.
 
-    For kl_coef = 0.1, target = 6, horizon = 10000 and 512 episodes: a kl of 12 is too much by more
-    than 20 %, so kl_coef becomes 0.1 * (1 + 0.2 * 512 / 10000) = 0.101024.
+    For kl_coef = 0.1, target = 6 and 512 responses: a kl of 12 is too much by more than 20 %, so
+    kl_coef becomes 0.1 * (1 + 0.2 * 512 / 10000) = 0.101024.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / horizon)
+    return kl_coef * (1 + error * min(responses / KL_HORIZON, 1))
 
 
 def learning_rate_at(iteration, peak, warmup, max_iters, shape):
@@ -225,7 +228,7 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     """
     Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
 
-    examples: b pairs (ids, trained), see engine.encoded.encode_examples. tokenizer: its pad_id and
+    examples: b pairs (ids, trained), see data.encode_examples. tokenizer: its pad_id and
     vocab_size are used. chunk: see Model.logprobs.
     """
     tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)

@@ -397,13 +397,13 @@ def probe(model):
     texts of unequal length together, padded on the left, drop one of them from the cache, and give
     the log-probs that reading the text alone gives.
     """
-    from transformers import DynamicCache
+    from decoding_cache import decoding_cache
 
     V, device = model.config.vocab_size, model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % V  # (2, 8)
     mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # row 1 has 3 tokens of padding, 5 real
-    text, cache = tokens[1:, 3:], DynamicCache(config=model.hf.config)
+    text, cache = tokens[1:, 3:], decoding_cache(model.hf.config)
     try:
         # the first 2 tokens of row 1 beside 5 of row 0; then the others, one by one, alone
         both = model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])  # (2, V)

@@ -32,12 +32,12 @@ two ranks a sum of gradients has the same bits however it is cut into buckets; o
 gloo and nccl may add up in another order, so that its last bits depend on BUCKET. They never depend
 on what was sent early.
 
-Some settings add calls: a reward model with a tokenizer of its own (row 3 once more), target_kl (an
-all_reduce of 2 numbers a step). So do some iterations: the first one (row 8 once more, against the
-reference) and those that audit, evaluate or save. zero_stage 1 sends the new weights around after
-each optimizer step. Models that are sharded (zero_stage 2 and 3) gather their weights and reduce
-their gradients within forward and backward, by themselves; then clip_gradients adds an all_reduce
-of 1 number a model, for the norm, and before the rollout decoding_copy gathers the policy.
+Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
+first one (row 8 once more, against the reference) and those that audit, evaluate or save.
+zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
+(zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
+themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the
+rollout decoding_copy gathers the policy.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
 and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, engine/run.py) that
@@ -47,7 +47,6 @@ import contextlib
 import functools
 import itertools
 import math
-import time
 
 import torch
 import torch.distributed as dist
@@ -59,8 +58,6 @@ phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank i
 # Where ranks have roles (batches.py), everything here happens among the ranks of one role: `group`
 # is theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
 group, first, others = None, 0, "the other ranks"
-beat = None  # with roles: a function that tells the other roles that this rank is alive
-waiting_since = None  # when this rank has begun to wait in a collective, by time.monotonic
 
 
 def rank_and_size():
@@ -73,13 +70,13 @@ def rank_and_size():
 @contextlib.contextmanager
 def everyone():
     """In this block the functions below are for all ranks, whatever their roles are."""
-    global group, first
-    before = group, first
-    group, first = None, 0
+    global group, first, others
+    before = group, first, others
+    group, first, others = None, 0, "the other ranks"
     try:
         yield
     finally:
-        group, first = before
+        group, first, others = before
 
 
 def wire():
@@ -87,29 +84,18 @@ def wire():
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
-def show_life():
-    """With roles: show the others that this rank is at work. Cheap, for loops that compute long."""
-    if beat:
-        beat()
-
-
 def collective(operation, *args, **kwargs):
     """
     A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
     another rank was killed (at once) or does not come (after `timeout` seconds).
     """
-    global waiting_since
-    show_life()
-    waiting_since = time.monotonic()
     try:
         return operation(*args, **kwargs)
     except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class
-        raise lost(e) from e
-    finally:
-        waiting_since = None
+        raise lost(e, others) from e
 
 
-def lost(error):
+def lost(error, others):
     """The Lost to raise for a collective that failed with this error; its line names the phase."""
     what_to_do = "The last checkpoint is good; resume with the same command"
     who = "one was killed, or hangs"
@@ -291,7 +277,6 @@ def all_reduce_metrics(metrics):
 
 
 BUCKET = 25 * 2**20  # bytes that one all_reduce sends: DDP's default (arXiv 2006.15704)
-PIECE = 2**30  # bytes of a message between roles that are sent at once; a tensor is never cut
 
 
 class Flat:

@@ -34,23 +34,20 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
+from batches import Batches, Schedule, generate_or_score
 from configurator import configure
-from data import (batch_rows, iterations, micro_batches_of, my_micro_batches, permutation,
-                  tokens_of_example, trained_tokens)
+from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
+                  permutation, tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
 from engine.checks import check_ppo
-from engine.encoded import encode_prompts
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
-from engine.run_folder import fix_chat_date
 from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, importance_weights,
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
 from rewards import Scorer, last_real, punish_missing_eos, reward_terms
-from serving import serve
-from batches import Batches
 from rollout import center_scores_of
 
 # -------------------------------------------------------------------------------------------------
@@ -58,21 +55,14 @@ from rollout import center_scores_of
 out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-samples_to_log = 16  # of each evaluation, to out_dir/samples.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
-ref_reset_iters = 0  # every so many iterations the reference becomes the policy, 0 = never [>= 0]
-reward_path = "out/arithmetic_rm/reward_model"  # a model with one label; A,B,C: an ensemble
-reward_ensemble = "mean"  # how its scores become one; penalised: see next [mean | min | penalised]
-reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
-reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, principle, or a file; docs/feedback.md
-judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
-judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 
@@ -86,7 +76,6 @@ too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | c
 batch_size = 512  # responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
-extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
@@ -95,24 +84,14 @@ staleness = 0  # the policy that samples a batch is so many updates old; batches
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
-code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
-code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
-# shift the learned scores so that the policy's first responses score 0 on average; auto: only if
-# the reward model's folder has no score_shift, which rm.py writes
-center_scores = "auto"  # [auto | always | never]
-# subtract the score of the row's demonstration from the learned score; rows need one, as in sft.py
-subtract_demonstration = False  # a response as good as its demonstration scores 0 (N+ detail 15)
-missing_eos_penalty = 1.0  # what a response that never ends pays, see missing_eos; 0 = off [>= 0]
-missing_eos = "replace"  # the score is -penalty, or score - penalty [replace | subtract]
+missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 kl_coef = 0.05  # weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
-kl_in = "reward"  # the KL enters the reward of each token, or the policy loss [reward | loss]
-kl_estimator = "k1"  # Schulman's; in the loss k2 has the KL's gradient [k1 | k2 | k3]
+kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
-kl_horizon = 10000  # an adapting kl_coef changes by at most 20 % per this many responses [>= 1]
 # scale the rewards of all tokens to standard deviation 1 before GAE; keep-mean: do not shift them
 # to mean 0 (N+ detail 24)
 whiten_rewards = "none"  # [none | keep-mean | zero-mean]
@@ -131,14 +110,11 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
-sampler_gap_limit = 0.0  # 16 bits: end the run where the gap is more nats a token, 0 = never [>= 0]
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
 ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
-ptx_batch_size = 64  # demonstrations a step, over all ranks [1..1000000]
-ptx_max_tokens = 0  # longest of them, 0 = the policy's context; too_long holds for them, too [>= 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
@@ -163,10 +139,9 @@ config = configure(globals(), "engine/keys.py")
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
-fix_chat_date(config)  # COLLECTIVE: some chat templates print today's date
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_ppo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms, fields, subtract_demonstration)
+train_rows, eval_rows = (build.read_prompts(path, terms, fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
@@ -178,10 +153,8 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; a list of one model, of several in an
-# ensemble, and of none where rules alone score
-reward_models, reward_tokenizer = build.load_reward_models(
-    config, device, policy, tokenizer, terms)
+# the reward model: frozen. One number for a whole response; None where rules alone score
+reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
 
 # the judge: frozen. A language model that is asked how good a response is; None if
 # reward_functions does not name it
@@ -190,26 +163,40 @@ judge = build.load_judge(config, device, policy, ref_policy, terms)
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_models,
+models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_prompts(config, rows, path, models, tokenizer, reward_tokenizer, judge)
+prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
+                          max_prompt_tokens, too_long)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
 ptx_rows, ptx_examples = build.read_ptx(config, policy, tokenizer)  # none without a ptx_path
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
-# ranks that only generate or score stay in here until the run ends: see the keys roles, staleness
-serve(config, models, terms, (tokenizer, reward_tokenizer), data, device, judge)
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size, train_rows.mix)
+
+
+def evaluation_is_due(iteration):
+    """Whether an iteration begins with held-out prompts."""
+    return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
+
+
+# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
+schedule = Schedule(data, max_iters, staleness, rows_of, evaluation_is_due)
+generate_or_score(schedule, config, models, terms, (tokenizer, reward_tokenizer), device, judge)
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
                   value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
 ema = build.moving_average(policy, ema_decay)
 # state: what the loop carries from one iteration to the next, beside weights and optimizers
 run = Run(config, models, optimizers, tokenizer, prompts, device,
-          state=dict(kl_coef=kl_coef, given_kl_coef=kl_coef, score_shifts=None,
+          state=dict(kl_coef=kl_coef, given_kl_coef=kl_coef, score_shift=None,
                      score_moments=[0, 0.0, 0.0], best_deviation=1.0),
-          ema=ema, ptx=(ptx_rows, ptx_examples))
+          ema=ema)
 state = run.state
 # a run that resumes may have new keys
 if kl_coef_target == 0 or kl_coef != state["given_kl_coef"]:
@@ -223,13 +210,13 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_models, tokenizer, reward_tokenizer, run.threads, device,
+scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device,
                 judge)
 run.announce(passes=ppo_epochs)
 # a value model that starts as the reward model has the same zero
-center_scores_of(reward_models, value_model if value_init == "reward" else None, run, policy,
+center_scores_of(reward_model, value_model if value_init == "reward" else None, run, policy,
                  scorer, config, *data[0])  # COLLECTIVE
-batches = Batches(run, scorer, data)
+batches = Batches(schedule, run, scorer)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
 # -------------------------------------------------------------------------------------------------
@@ -292,7 +279,7 @@ def add_ptx_gradients(number, sums):
     the SFT loss on the demonstrations of step `number` of the run. Its mean over their tokens,
     times ptx_coef, goes into the gradients; this rank's losses are added to sums["loss/ptx"].
     """
-    picked = batch_rows(seed, number, ptx_batch_size, ptx_rows.mix)
+    picked = batch_rows(seed, number, batch_size // num_minibatches, ptx_rows.mix)
     examples = [ptx_examples[i] for i in picked]  # of all ranks
     for part in micro_batches_of(examples, tokens_of_example, config):
         with autocast:
@@ -309,7 +296,7 @@ def shape_scores(scores, finished, deviation):
     the scores are divided by it.
     """
     scores = torch.where(scores.isnan(), 0, scores) / deviation
-    scores = punish_missing_eos(scores, finished, missing_eos_penalty, missing_eos)
+    scores = punish_missing_eos(scores, finished, missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -318,7 +305,7 @@ def shape_scores(scores, finished, deviation):
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
     rows = eval_rows[:eval_size or None]
-    batch = batches.ask("eval", range(len(rows)))  # COLLECTIVE
+    batch = batches.held_out(len(rows))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
     # The best policy has the best shaped score, which also counts responses that never end. All
@@ -342,9 +329,8 @@ def evaluate():
 for iteration in range(run.start, max_iters + 1):
     # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
     run.begin(iteration)  # COLLECTIVE: the audit, when it is due
-    run.reset_reference_if_due()  # COLLECTIVE
     record = {}
-    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
+    if evaluation_is_due(iteration):
         record |= evaluate()  # COLLECTIVE
     run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
@@ -354,8 +340,7 @@ for iteration in range(run.start, max_iters + 1):
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
     # rank does its share of the prompts, and then holds the whole batch
-    picked = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    batch = batches.ask("rollout", picked)  # COLLECTIVE
+    batch = batches.rollout()  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update.
@@ -372,7 +357,7 @@ for iteration in range(run.start, max_iters + 1):
     deviation = standard_deviation(state["score_moments"])
     scores = shape_scores(batch["scores"], batch["finished"], deviation)  # (B,)
     kl = kl_to_reference(batch["old_logprobs"], batch)  # (B, R)
-    rewards = -state["kl_coef"] * kl if kl_in == "reward" else torch.zeros_like(kl)  # (B, R)
+    rewards = -state["kl_coef"] * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     rlhf_reward = rewards.sum(1).mean()
@@ -389,7 +374,7 @@ for iteration in range(run.start, max_iters + 1):
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
-    sums = report.new_sums(["loss/policy", "loss/value", "loss/kl", "policy/approx_kl",
+    sums = report.new_sums(["loss/policy", "loss/value", "policy/approx_kl",
                             "policy/clipfrac", "val/clipfrac"] + ["loss/ptx"] * bool(ptx_rows)
                            + ["policy/off_policy_kl"] * (staleness > 0), device)
     ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
@@ -421,9 +406,6 @@ for iteration in range(run.start, max_iters + 1):
                 pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_loss = masked_sum(pg_losses, m) / token_count
-                kl_losses = kl_to_reference(logprobs, mb)
-                if kl_in == "loss":
-                    pg_loss = pg_loss + state["kl_coef"] * masked_sum(kl_losses, m) / token_count
                 if entropy_coef > 0:
                     pg_loss = pg_loss - entropy_coef * masked_sum(entropy, m) / token_count
                 (run.loss_scale * pg_loss).backward()
@@ -444,11 +426,11 @@ for iteration in range(run.start, max_iters + 1):
                 if first:  # before the first step the ratio must be 1
                     ratio_gap = torch.maximum(ratio_gap, run.gap(logprobs, mb["old_logprobs"], m))
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                if first and run.age:  # the policy has moved since it sampled this batch
+                if first and run.batch_age:  # the policy has moved since it sampled this batch
                     drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
                     report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 report.add_up(sums, m, {
-                    "loss/policy": pg_losses, "loss/value": vf_losses, "loss/kl": kl_losses,
+                    "loss/policy": pg_losses, "loss/value": vf_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,
                     "val/clipfrac": vf_clipped})
 
@@ -477,7 +459,7 @@ for iteration in range(run.start, max_iters + 1):
                     if ema:
                         ema.update()
                 steps += 1
-    batches.publish(iteration + 1)  # COLLECTIVE: generators begin with the new weights meanwhile
+    batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
@@ -499,7 +481,7 @@ for iteration in range(run.start, max_iters + 1):
     }
     if kl_coef_target > 0:
         state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
-                                         kl_horizon, batch_size)
+                                         batch_size)
     run.log(record, batch)  # COLLECTIVE
 
 run.finish()  # COLLECTIVE

@@ -23,22 +23,19 @@ the same in engine/answers.py; how programs are run in engine/sandbox.py. What a
 score afterwards is in the script's shape_scores: for example, missing_eos_penalty = 1 gives every
 response that did not end with EOS the score -1, in the place of its own score.
 """
-import copy
 import math
 import os
-import re
 
 import torch
 
 import parallel
 from data import left_aligned, prompt_text, right_pad
 from engine import together
-from engine.answers import GROUP, evaluate_arithmetic, same_answer
+from engine.answers import final_answer, same_answer
 from engine.build import autocast
 from engine.expressions import same_expressions
 from engine.placement import no_grad_forwards
 from engine.programs import extract_code
-from engine.reading import reads_beside
 from engine.reward_mix import call_rewards, collect, parse_rewards
 from engine.sandbox import count_cpus, run_all
 
@@ -146,31 +143,6 @@ def soft_overlong(lengths, max_length, cache):
     return ((max_length - lengths.float()) / cache - 1).clamp(-1, 0)
 
 
-def countdown(batch):
-    """
-    (B,): 1.0 where the <answer> of the response is an expression that equals the row's `target` and
-    uses each of the row's `numbers` exactly once; 0.1 where there is another <answer>...</answer>
-    that is not blank; else 0.0. With numbers [3, 5, 7] and target 26, "<answer>3*7+5</answer>"
-    scores 1.0 and "<answer>21+5</answer>" 0.1.
-
-    The scores of TinyZero (github.com/Jiayi-Pan/TinyZero, verl/utils/reward_score/countdown.py).
-    TinyZero evaluates with eval, in floats; here nothing is executed and the arithmetic is exact.
-    """
-    scores = []
-    for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
-        text = after_thinking(response)
-        equation = None if "<think>" in text else last_tagged(text)
-        if not equation or not equation.strip():
-            scores.append(0.0)
-            continue
-        right = evaluate_arithmetic(equation) == row["target"]  # which bounds the equation's length
-        if right:
-            used = [int(digits) for digits in re.findall(r"[0-9]+", equation)]
-            right = sorted(used) == sorted(row["numbers"])
-        scores.append(1.0 if right else 0.1)
-    return torch.tensor(scores)
-
-
 def code(batch):
     """
     (B,): 1.0 where the program in the response passes all of the row's `tests`, else 0.0. Passing
@@ -179,7 +151,7 @@ def code(batch):
 
     The programs run in the sandbox, several at a time, while the next responses are sampled. They
     have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
-    batch["limits"]: the keys code_seconds, code_memory_mib and code_output_kib, if it is there. A
+    batch["limits"]: the key code_seconds, if it is there. A
     program that has not ended by then scores 0, and a printed line says so: no program may end the
     run.
     """
@@ -208,35 +180,11 @@ def cpus_of_a_rank():
 
 
 RULES = dict(accuracy=accuracy, math=math_answer, format=format, thinks=thinks, length=length,
-             countdown=countdown, code=code)
+             code=code)
 
 
 # --------------------------------------------------------------------------------------------------
-# where a completion answers
-
-
-def final_answer(completion):
-    r"""
-    The final answer of a completion, without blanks at its ends. In the text behind the thinking it
-    is the first of these that is there: the contents of the last \boxed{}, those of the last
-    <answer>...</answer>, the line behind the last ####, what the last line "Answer: ..." says, all
-    of the text. "<think>3+6+0=09</think>so \boxed{579}" -> "579". Markdown's stars are left out.
-
-    A completion whose thinking never ends is returned as it is, "<think>" included: such a text
-    equals no answer.
-    """
-    text = after_thinking(completion)
-    if "<think>" not in text:
-        for find in (last_boxed, last_tagged, last_hashed, last_named):
-            found = find(text)
-            if found is not None:
-                return found.strip(" \t\n\r*")
-    return text
-
-
-def after_thinking(completion):
-    """The text behind the last </think>, without blanks at its ends; all of it if there is none."""
-    return completion.rpartition("</think>")[2].strip()
+# what the rules read
 
 
 def whole_responses(batch):
@@ -272,63 +220,6 @@ def opening_of(prompt, text):
     return "<think>" if text.rstrip().endswith("<think>") else begun
 
 
-# What last_boxed looks for, one of: \boxed{ or \fbox{; \boxed or \fbox without braces, and then a
-# number, a command or a single letter with all that follows it without a blank; an escaped
-# character, since \{ and \} are no braces to count; a brace.
-BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
-    (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
-                       (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
-    | \\. | [{{}}]""", re.DOTALL | re.VERBOSE)
-
-
-def last_boxed(text):
-    r"""
-    The contents of the \boxed{...} or \fbox{...} that begins last, its braces balanced; without
-    braces, as in \boxed 5, up to a blank or a $. None if there is none. One pass over the text,
-    however deep it is nested.
-    """
-    opened = []  # for each open brace: where its contents begin, and whether they are boxed
-    begin, end = -1, -1  # of the contents found so far
-    for match in BOX.finditer(text):
-        if match["bare"]:
-            begin, end = max((begin, end), match.span("bare"))
-        elif match[0].endswith("{") and match[0] != r"\{":
-            opened.append((match.end(), match[0] != "{"))
-        elif match[0] == "}" and opened:
-            start, boxed = opened.pop()
-            if boxed and start > begin:
-                begin, end = start, match.start()
-    return text[begin:end] if begin >= 0 else None
-
-
-def last_tagged(text):
-    """The contents of the last <answer>...</answer>; None if there is none."""
-    parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
-    for i in range(len(parts) - 3, 1, -2):  # the texts between two tags, from the last one on
-        if parts[i - 1] == "<answer>" and parts[i + 1] == "</answer>":
-            return parts[i]
-    return None
-
-
-def last_hashed(text):
-    """The line behind the last ####, which ends GSM8K's solutions; None if there is none."""
-    _, hashes, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if hashes else None
-
-
-# a line of its own, perhaps in bold: Answer: 72, **Final answer:** 72
-NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
-                        re.IGNORECASE | re.MULTILINE)
-
-
-def last_named(text):
-    """
-    What the last line "Answer: ..." says, as DAPO-Math's prompts want it; None if there is none.
-    """
-    found = NAMED_LINE.findall(text)
-    return found[-1] if found else None
-
-
 # --------------------------------------------------------------------------------------------------
 # the reward model
 
@@ -342,28 +233,24 @@ def last_real(mask):
 
 
 @torch.no_grad()
-def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0,
-                    skipped_id=None):
+def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
     """
     The reward model's scores, (B,) in at least float32: its output at the last real token of each
     row.
 
     tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
     this many forward passes. A model that is sharded over the ranks needs all of them in each
-    pass; so a rank with fewer rows adds passes without rows. skipped_id: read at the last token
-    that is not this one, as transformers does with pad_token_id; at the first if all are.
+    pass; so a rank with fewer rows adds passes without rows.
     """
     dtype = torch.promote_types(next(reward_model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
-    counted = attention_mask if skipped_id is None else attention_mask & (tokens != skipped_id)
     # where each row's score is read, counted from its first token on
-    last = last_real(counted) - attention_mask.int().argmax(1)  # (B,)
+    last = last_real(attention_mask) - attention_mask.int().argmax(1)  # (B,)
     lengths = attention_mask.sum(1).tolist()
     # ranks that go together have agreed on `count`: then padding makes no more passes of them
     padding = math.inf if count else parallel.PADDING
     parts = parallel.my_micro_batches(lengths, micro_batch_size, whose=(0, 1), padding=padding)
     for part in parts + [[]] * (count - len(parts)):
-        parallel.show_life()
         if not part:  # a sharded model: run the forward with the other ranks
             reward_model.scores(tokens.new_zeros(1, 1), tokens.new_zeros(1))
             continue
@@ -373,71 +260,20 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
     return scores
 
 
-def reward_model_scores(batch, reward_model, reward_tokenizer, policy_tokenizer, micro_batch_size,
-                        count=0):
+def read_texts(rows, completions, finished, tokenizer, longest, device):
     """
-    The reward model's score of each response, (B,), read at its last token (N+ detail 12).
+    What a reward model reads of completions to the prompts of data rows, up to the token at which
+    its score is read (N+ detail 12): tokens and attention_mask (b, T). They are text, which its own
+    tokenizer encodes as rm.py has in training: see encode_scored in engine/tokenizers.py. finished:
+    whether each has ended by itself; None: all have.
 
-    A reward model of rm.py with the policy's tokenizer reads the very ids that were sampled. With
-    another tokenizer it reads the text, encoded anew, and EOS behind it where the policy ended with
-    EOS. A reward model of others also reads the text, in their way: see engine/reading.py.
-    The text of a response may then be longer than the reward model's context, though all prompts
-    were checked: the reward model reads as much of it as fits, as if the response had never ended.
-    One odd response must not stop a run.
-    A response that a stop string has ended has no EOS. The reward model has learned to say at an
-    EOS what a whole response is worth, so it reads one behind such a response, too.
-
-    batch: see this file's header. micro_batch_size, count: see score_sequences.
+    longest: the reward model's context. The text of a response may be longer, though all prompts
+    were checked: then it reads as much as fits. One odd response must not stop a run.
     """
-    if reward_tokenizer.fingerprint == policy_tokenizer.fingerprint:
-        tokens, mask = batch["tokens"], batch["attention_mask"]
-        if policy_tokenizer.text_ends:
-            longest = reward_model.max_positions
-            tokens, mask = with_eos(batch, policy_tokenizer, longest)
-        return score_sequences(reward_model, tokens, mask, micro_batch_size, count)
-
-    return text_scores(  # COLLECTIVE
-        batch["rows"], batch["completions"], batch["finished"].tolist(), reward_model,
-        reward_tokenizer, micro_batch_size, count, batch["tokens"].device)
-
-
-def with_eos(batch, tokenizer, longest):
-    """
-    tokens and attention_mask (B, T + 1) of a batch, in which the responses that a stop string has
-    ended have an EOS, or in a chat the end of the turn, behind them; but no row gets more than
-    `longest` tokens.
-    """
-    tokens, mask = (torch.nn.functional.pad(batch[name], (0, 1))
-                    for name in ("tokens", "attention_mask"))
-    last = last_real(mask)  # (B,)
-    rows = torch.arange(len(tokens), device=tokens.device)
-    eos_ids = torch.tensor(sorted(tokenizer.eos_ids), device=tokens.device)
-    bare = batch["finished"] & ~torch.isin(tokens[rows, last], eos_ids)
-    bare &= mask.sum(1) < longest
-    ends = torch.tensor([tokenizer.end_of(row["prompt"]) for row in batch["rows"]],
-                        dtype=torch.int64, device=tokens.device)
-    tokens[rows[bare], last[bare] + 1], mask[rows[bare], last[bare] + 1] = ends[bare], True
-    return tokens, mask
-
-
-def text_scores(rows, completions, finished, reward_model, reward_tokenizer, micro_batch_size,
-                count, device):
-    """
-    A collective: the reward model's score, (B,), of completions to the prompts of data rows, both
-    as text. finished: whether EOS, or the end of the turn, stands behind each. micro_batch_size,
-    count: see score_sequences.
-    """
-    def encode():
-        sequences = []
-        for row, completion, ended in zip(rows, completions, finished, strict=True):
-            ids = reward_tokenizer.encode_response(row["prompt"], completion, ended)
-            sequences.append(ids[:reward_model.max_positions])
-        return right_pad(sequences, reward_tokenizer.pad_id)
-
-    # If encoding fails on one rank, together tells the others, before they wait for its forwards.
-    tokens, mask = together.together(encode)  # COLLECTIVE
-    return score_sequences(reward_model, tokens.to(device), mask.to(device), micro_batch_size,
-                           count, reward_tokenizer.skipped_id)
+    prompts = [row["prompt"] for row in rows]
+    sequences = tokenizer.encode_scored(prompts, completions, finished, longest)
+    tokens, mask = right_pad(sequences, tokenizer.pad_id)
+    return tokens.to(device), mask.to(device)
 
 
 def judge_scores(batch, judge, micro_batch_size, count=0):
@@ -454,39 +290,15 @@ def judge_scores(batch, judge, micro_batch_size, count=0):
 def ask_judge(judge, questions, device, micro_batch_size, count=0):
     """
     A collective: what the judge says to this rank's n questions [(row, responses)], (n,): the
-    log-odds of its answers behind the template (engine/judging.py), in nats; of several principles
-    the mean. One forward a principle, and nothing is sampled. micro_batch_size, count: see
-    score_sequences.
+    log-odds of its answers behind the template (engine/judging.py), in nats. One forward each, and
+    nothing is sampled. micro_batch_size, count: see score_sequences.
     """
-    scores = []
-    for principle in judge.principles:
-        def encode(principle=principle):
-            ids = [judge.encode(row, responses, principle) for row, responses in questions]
-            return right_pad(ids, judge.tokenizer.pad_id)
+    def encode():
+        ids = [judge.encode(row, responses) for row, responses in questions]
+        return right_pad(ids, judge.tokenizer.pad_id)
 
-        tokens, mask = together.together(encode)  # COLLECTIVE
-        scores.append(score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size,
-                                      count))
-    return torch.stack(scores).mean(0)
-
-
-def ensemble_score(scores, how, coef):
-    """
-    What an ensemble says of each response: the scores of its M reward models (M, B) -> (B,).
-
-    how: "mean"; "min", the score of the model that likes it least; "penalised", mean - coef * how
-    far the models are apart (see spread). With the scores 1 and 3: 2, 1, and with coef = 1 again 1.
-    A policy that pleases one of them by an error of it alone gains little (Coste et al., arXiv
-    2310.02743: min is their WCO; their UWO takes off the variance, not the deviation).
-    """
-    if how == "min":
-        return scores.amin(0)
-    return scores.mean(0) - (coef * spread(scores) if how == "penalised" else 0.0)
-
-
-def spread(scores):
-    """The standard deviation over M reward models, divided by M, of their scores (M, B): (B,)."""
-    return (scores - scores.mean(0)).square().mean(0).sqrt()
+    tokens, mask = together.together(encode)  # COLLECTIVE
+    return score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size, count)
 
 
 def alike_for_equal_texts(scores, batch):
@@ -512,26 +324,13 @@ def alike_for_equal_texts(scores, batch):
 # what becomes of a score
 
 
-def punish_missing_eos(scores, finished, penalty, how):
+def punish_missing_eos(scores, finished, penalty):
     """
-    The scores (B,), after the penalty for responses that never ended: finished (B,) is False there.
-
-    how = "replace": their score is -penalty, whatever the text is (N+ detail 23). "subtract": it is
-    the score of the text minus the penalty, as in TRL's PPOTrainer. A penalty of 0 changes nothing.
+    The scores (B,), in which a response that never ended, finished (B,) is False there, has
+    -penalty in the place of its own score, whatever its text is (N+ detail 23). What a reward model
+    says at another token than EOS means little. A penalty of 0 changes nothing.
     """
-    if penalty == 0:
-        return scores
-    punished = scores - penalty if how == "subtract" else torch.full_like(scores, -penalty)
-    return torch.where(finished, scores, punished)
-
-
-def zero_is_known(reward_model, center_scores):
-    """
-    Whether a reward model's scores stay where they are: as the key center_scores says, or because
-    its config.json has a score_shift.
-    """
-    said = hasattr(reward_model.hf.config, "score_shift")
-    return center_scores == "never" or said and center_scores == "auto"
+    return torch.where(finished, scores, -penalty) if penalty > 0 else scores
 
 
 def centering_shift(scores, finished):
@@ -556,33 +355,26 @@ def reward_terms(spec):
 class Scorer:
     """
     All that scores a run's responses: the rules, which work in a thread while the next responses
-    are sampled, and the models: the reward model, or an ensemble of them, and the judge.
+    are sampled, and the models: the reward model and the judge.
 
-    terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_models,
-    judge: those that ranks of another role hold are left out. tokenizers: the policy's and the
-    reward models'. threads: an executor for the rules.
+    terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
+    judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
+    the policy's and the reward model's. threads: an executor for the rules.
     """
 
-    def __init__(self, config, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
+    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
                  judge=None):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[2]]
-        self.reward_models = [m for m in reward_models if not m.hf.score.weight.is_meta]
-        self.judge = judge if judge and judge.model.hf.device.type != "meta" else None
+        self.reward_model, self.judge = (
+            model if model is not None and not next(model.parameters()).is_meta else None
+            for model in (reward_model, judge))
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.threads, self.device = threads, device
         self.timeout, self.config = config["reward_timeout"], config
         self.autocast = autocast(config, device)
-        self.limits = dict(timeout=config["code_seconds"], memory_mib=config["code_memory_mib"],
-                           output=config["code_output_kib"] * 2**10)
+        self.limits = dict(timeout=config["code_seconds"])
         self.said = set()  # what need not be said again
-
-    def of_one(self, reward_model):
-        """A Scorer like this one, of this reward model alone, without the rules."""
-        alone = copy.copy(self)
-        alone.reward_models, alone.judge = [reward_model], None
-        alone.terms, alone.names, alone.rules = [(1.0, "reward_model", None)], ["reward_model"], []
-        return alone
 
     def start(self, part, fraction):
         """
@@ -596,50 +388,38 @@ class Scorer:
     def score(self, mine, pending, rows):
         """
         A collective: the scores of this rank's b responses, (b,) each: by each reward, as
-        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud; of
-        an ensemble also "reward_model_std", how far its models are apart; with
-        subtract_demonstration also the reward model's scores of the rows' demonstrations, as
-        "reward/demonstration".
+        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
 
         mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
         how many responses all ranks have together.
         """
+        def ready():
+            read = None
+            if self.reward_model is not None:  # while the rules still work
+                read = read_texts(mine["rows"], mine["completions"], mine["finished"].tolist(),
+                                  self.reward_tokenizer, self.reward_model.max_positions,
+                                  self.device)
+            return collect(pending, self.timeout), read
+
         # first the rules, so that one that fails ends all ranks before they wait for a forward
-        scores = together.together(lambda: collect(pending, self.timeout))  # COLLECTIVE
+        scores, read = together.together(ready)  # COLLECTIVE
         # Every rank runs the same number of forwards, because the models may be sharded.
         # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
         # have no more tokens in all.
         at_once = self.config["micro_batch_size"]
         if self.config["micro_batch_tokens"]:
-            width = mine["tokens"].shape[1] + bool(self.tokenizer.text_ends)  # see with_eos
+            width = mine["tokens"].shape[1]
             at_once = max(self.config["micro_batch_tokens"] // width, 1)
         forwards = parallel.most_micro_batches(rows, at_once)
-        apart = {}
-        if self.reward_models:
-            each, shown = [], []  # (b,) of each model; one after the other is on the device
-            demonstrations = [row.get("completion") for row in mine["rows"]]
-            reader = reads_beside(self.reward_tokenizer, self.tokenizer)
-            for reward_model in self.reward_models:
-                with self.autocast, no_grad_forwards([reward_model], self.device):
-                    each.append(reward_model_scores(mine, reward_model, self.reward_tokenizer,
-                                                    self.tokenizer, at_once, forwards))
-                    if self.config.get("subtract_demonstration"):
-                        shown.append(text_scores(  # COLLECTIVE
-                            mine["rows"], demonstrations, [True] * len(demonstrations),
-                            reward_model, reader, at_once, forwards, self.device))
-            each = torch.stack(each)  # (M, b)
-            how = self.config["reward_ensemble"], self.config["reward_ensemble_coef"]
-            scores["reward_model"] = ensemble_score(each, *how)
-            if shown:
-                scores["demonstration"] = ensemble_score(torch.stack(shown), *how)
-            if len(each) > 1:
-                apart = dict(reward_model_std=spread(each))
+        if self.reward_model is not None:
+            with self.autocast, no_grad_forwards([self.reward_model], self.device):
+                scores["reward_model"] = score_sequences(
+                    self.reward_model, *read, at_once, forwards)  # COLLECTIVE
         if self.judge:
             with self.autocast, no_grad_forwards([self.judge.model], self.device):
                 scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)  # COLLECTIVE
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
-        said |= {name: x.to(like) for name, x in apart.items()}
         said["accuracy"] = accuracy(mine).to(self.device)
         said["thinks"] = thinks(mine).to(self.device)
         return said
@@ -653,8 +433,6 @@ class Scorer:
         for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
             learned = batch[f"reward/{name}"]
             batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
-            if name == "reward_model" and "reward/demonstration" in batch:
-                batch["reward/reward_model"] -= batch["reward/demonstration"]
             if len(learned) > 1 and (learned == learned[0]).all():
                 self.say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
                               f"score {learned[0]:.4g}: nothing can be learned from it", name)

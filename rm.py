@@ -22,23 +22,20 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, micro_batches_of, right_pad
+from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.encoded import encode_examples
 from engine.estimates import agreement, calibration_error, correlation
 from folders import several_paths
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import (Place, in_memory, load_placed, no_grad_forwards, place_of_one,
-                              precisions)
-from engine.reading import ids_read, reader_of
-from engine.run_folder import content_hash, data_hashes, fingerprint, fix_chat_date, open_run
+from engine.placement import in_memory, load_placed, no_grad_forwards
+from engine.places import Place, place_of_one, precisions
+from engine.run_folder import content_hash, data_hashes, fingerprint, open_run
 from engine.run_log import write_log
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from engine.trackers import start_trackers
 from errors import BadConfig, BadInput
-from formats import Rows, read_rows
-from rows import PAIR, completions_of, preference_row, scored_row, sft_row
+from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
 
@@ -103,7 +100,6 @@ if teacher and score_coef == preference_coef == 0:
                     "type --score_coef=1")
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
-fix_chat_date(config)
 master = rank == 0
 place = place_of_one("reward", zero_stage, offload, lora, optim)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
@@ -120,7 +116,8 @@ if k == 1 and score_coef == 0:
                     "the teacher's scores can be learned; type --score_coef=1")
 val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
-tokenizer = load_tokenizer(init_from, config)
+tokenizer = load_tokenizer(init_from, chat_template, template_kwargs, system_prompt)
+tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
 
 # -------------------------------------------------------------------------------------------------
@@ -134,9 +131,8 @@ check_tokenizer_fits(tokenizer, reward_model, init_from)
 
 def encode(rows, path, *fields):
     """[the ids of each of these completions behind its prompt, ...] of all rows."""
-    lists = encode_examples(config, rows, path, tokenizer, fields,
-                            reward_model.max_positions)
-    return [tuple(ids for ids, _ in examples) for examples in zip(*lists, strict=True)]
+    return encode_scored(rows, path, tokenizer, fields, reward_model.max_positions, max_tokens,
+                         too_long)
 
 
 train_ids = encode(train_rows, train_path, *completions)
@@ -150,18 +146,17 @@ demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[
 taught = []
 for path in teachers:
     outline = load_placed(path, Place(here=False), device, "scalar", weights_dtype)
-    reader, said = reader_of(outline, load_tokenizer(path, {"chat_date": chat_date}), "auto", path)
-    if said and master:
-        print(said)
+    reader = load_reader(path, outline, tokenizer)
     held_out = val_rows[:len(eval_pairs)]
-    taught.append((path, ids_read(reader, train_rows, train_path, completions, outline),
-                   ids_read(reader, held_out, val_path, PAIR, outline)))
+    taught.append((path, *(encode_scored(rows, where, reader, which, outline.max_positions)
+                           for rows, where, which in ((train_rows, train_path, completions),
+                                                      (held_out, val_path, PAIR)))))
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
 contents = data_hashes(train_path, val_path, demonstrations_path)
 contents |= {"the content of the teacher": content_hash(teacher)} if teacher else {}
-together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
+together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
                                     "the weights": first_weights})
 
 
@@ -406,7 +401,7 @@ for iteration in range(start, max_iters + 1):
 # for every reward model.
 mean = all_scores(demonstrations, reward_model).mean().item()
 reward_model.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer, config, padding=True)
+save_final(out_dir, "reward_model", reward_model, tokenizer, config)
 if teacher and eval_pairs:
     began = time.time()
     all_scores(eval_pairs, reward_model)

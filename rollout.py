@@ -33,12 +33,12 @@ import torch
 
 import parallel
 from data import batch_rows
-from engine import audit, launch
+from engine import audit, launch, roles
 from engine.build import autocast, decoding_dtype
 from engine.placement import decoding_copy
-from errors import BadInput
+from errors import BadConfig, BadInput
 from model import scaled_logits
-from rewards import centering_shift, zero_is_known
+from rewards import centering_shift
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -87,7 +87,7 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None, stop=None,
-             truncation=None, text_ends=None):
+             truncation=None, has_stop=None):
     """
     Sample one response to each prompt.
 
@@ -103,7 +103,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
     truncation: a dict of top_k, top_p and min_p, see sampling_set; None: all may be sampled.
-    text_ends: the stop strings, engine.text_ends.TextEnds; None: there are none.
+    has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
+        Tokenizer.has_stop; None: there are none.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -124,13 +125,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     """
     parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
                                 vocab_size, uniforms, seed, batch_size, prompt_width, stop,
-                                truncation, text_ends)]
+                                truncation, has_stop)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
                       vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-                      stop=None, truncation=None, text_ends=None):
+                      stop=None, truncation=None, has_stop=None):
     """
     What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
     soon as its responses are complete, so that they can be scored while others are sampled. The
@@ -156,7 +157,7 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
         if shape[0] > 0 and not stopped:
             stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
                              vocab_size, (responses, logprobs, lengths, finished), stop,
-                             truncation, text_ends)
+                             truncation, has_stop)
         # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
         response_mask = torch.arange(R, device=device) < lengths[:, None]
         yield dict(
@@ -176,14 +177,14 @@ def wide_dtype(policy):
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, stop=None,
-           truncation=None, text_ends=None):
+           truncation=None, has_stop=None):
     """
     Sample a response to each of n prompts (lists of ids) together; see this file's header.
 
     uniforms: (n, R). sampled: where the results are written: responses and logprobs (n, R), lengths
     and finished (n,). Returns whether `stop` has ended it before the responses were complete.
     """
-    from transformers import DynamicCache
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     responses, logprobs, lengths, finished = sampled
     device, (n, R) = uniforms.device, uniforms.shape
@@ -192,7 +193,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache = DynamicCache(config=policy.hf.config)
+    cache = decoding_cache(policy.hf.config)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)  # (n,)
     if len(numbers) < n:
@@ -202,7 +203,6 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     # Each row of the cache samples the response of number live[row]. A response that has ended
     # stays in the cache until a quarter of the rows have; meanwhile what it samples is dropped
     live = going = torch.arange(n, device=device)  # going: the numbers of the rows that go on
-    spelt = torch.zeros(n, dtype=torch.int64, device=device)  # how far into a stop string
     for t in range(R):
         if truncation:
             logits = truncate(logits, temperature, vocab_size, truncation)
@@ -210,9 +210,9 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
         row = live[going]
         responses[row, t], logprobs[row, t], lengths[row] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
-        if text_ends:
-            found, spelt = text_ends.follow(spelt, token[:, None])
-            ends |= found[:, 0]
+        if has_stop:
+            found = [has_stop(ids) for ids in responses[row, :t + 1].tolist()]
+            ends[going] |= torch.tensor(found, device=device)
         finished[row] |= ends[going]
         if stop is not None and stop():
             return True
@@ -221,7 +221,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
             break
         if len(going) <= 0.75 * len(live):
             cache.batch_select_indices(going)
-            live, token, spelt, mask = live[going], token[going], spelt[going], mask[going]
+            live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
         logits = policy.next_logits(  # (rows, V)
@@ -348,7 +348,7 @@ def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, 
         for part in generate_in_parts(
                 decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
                 tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=stop, text_ends=tokenizer.text_ends):
+                prompt_width=width, stop=stop, has_stop=tokenizer.has_stop):
             decoded, left = left[:len(part["tokens"])], left[len(part["tokens"]):]
             kept = [row for row, i in enumerate(decoded) if i in mine]
             part = {name: t[kept] for name, t in part.items()}
@@ -386,7 +386,7 @@ def add_up(batch, scorer, wanted, iteration):
     batch["index"] = torch.arange(len(batch["tokens"]), device=device)
     said = [json.dumps(row, sort_keys=True, default=str) for row, *_ in wanted]
     batch["data_row"] = torch.tensor([zlib.crc32(text.encode()) for text in said], device=device)
-    read = ("sampler_logprobs", "reward/reward_model", "reward/demonstration", "reward/judge")
+    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
     there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
@@ -401,25 +401,25 @@ def texts_of(wanted, part, tokenizer):
                 completions=decode_responses(tokenizer, part))
 
 
-def center_scores_of(reward_models, value_model, run, policy, scorer, config, rows, prompts,
+def center_scores_of(reward_model, value_model, run, policy, scorer, config, rows, prompts,
                      group_size=1):
     """
-    A collective: give a learned score its zero, where the reward model's folder does not say it
-    (rewards.zero_is_known). Pairs only say by how much scores differ, so a reward model of others
-    may score 15 on average. Then the score -1 of a response that never ends would be by far the
-    worst there is, or the best, and a new value model would begin 15 off.
+    A collective: give a learned score its zero, where the reward model's config.json has no
+    score_shift. Pairs only say by how much scores differ, so a reward model of others may score 15
+    on average. Then the score -1 of a response that never ends would be by far the worst there is,
+    or the best, and a new value model would begin 15 off.
 
-    reward_models: a list, each with a zero of its own. value_model: one that starts as the first of
-    them and gets the same; or None. They get the score_shift after which the responses of iteration
-    0 score 0 on average. These are sampled here once for that alone: so an evaluation before
-    iteration 0 has the same zero as all others, and whether there is one changes nothing in the
-    run. state["score_shifts"] keeps the shifts.
+    reward_model: or None. value_model: one that starts as it and gets the same zero; or None. They
+    get the score_shift after which the responses of iteration 0 score 0 on average. These are
+    sampled here once for that alone: so an evaluation before iteration 0 has the same zero as all
+    others, and whether there is one changes nothing in the run. state["score_shift"] keeps it.
     """
-    unknown = [m for m in reward_models if not zero_is_known(m, config["center_scores"])]
-    if not unknown:
+    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
         return
-    scorers = launch.crew is not None and "score" in launch.crew.ranks  # then they hold the models
-    if run.state["score_shifts"] is None:
+    if "score" in roles.ranks:
+        raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score do "
+                        "not look for one; write one there, or leave score out of roles")
+    if run.state["score_shift"] is None:
         picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
         wanted = [(rows[number], prompts[number], slot, sample)
                   for slot, number in enumerate(picked) for sample in range(group_size)]
@@ -429,54 +429,17 @@ def center_scores_of(reward_models, value_model, run, policy, scorer, config, ro
         run.leave_if_stop_asked()  # COLLECTIVE
         sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
         run.enter("score")
-        if scorers:
-            shifts = shifts_by_scorers(run, sampled, picked)  # COLLECTIVE
-        else:
-            with run.saved_if_it_fails():  # COLLECTIVE
-                shifts = new_shifts(unknown, scorer, sampled, wanted)  # COLLECTIVE
-            run.leave_if_stop_asked()  # COLLECTIVE
-        for reward_model, shift in zip(unknown, shifts, strict=True):
-            if parallel.rank_and_size()[0] == 0:
-                print(f"the reward model scores {reward_model.score_shift - shift:.3f} on "
-                      "average at first; its scores are shifted so that this is 0 (center_scores)",
-                      flush=True)
-        run.state["score_shifts"] = shifts
-    elif scorers:
-        launch.crew.post(do="center", shifts=run.state["score_shifts"])
-    for reward_model, shift in zip(unknown, run.state["score_shifts"], strict=True):
-        reward_model.score_shift = shift
-    if value_model is not None:
-        value_model.score_shift = reward_models[0].score_shift
-
-
-def new_shifts(reward_models, scorer, sampled, wanted):
-    """
-    A collective of those who hold reward models: for each of them the score_shift after which the
-    responses of a batch, scored by this model alone, score 0. sampled: the batch, on all ranks.
-    """
-    shifts = []
-    for reward_model in reward_models:
-        batch = score_batch(scorer.of_one(reward_model), sampled, wanted, 0)  # COLLECTIVE
-        scores, counted = batch["scores"], batch["finished"]
-        if "reward/demonstration" in batch:  # then these score 0, as with a model of rm.py
-            scores, counted = batch["reward/demonstration"], torch.ones_like(counted)
-        shifts.append(reward_model.score_shift + centering_shift(scores, counted))
-    return shifts
-
-
-def shifts_by_scorers(run, sampled, picked):
-    """
-    A collective: the same, by ranks that score. They are sent what was sampled, with the numbers of
-    its data rows.
-    """
-    crew = launch.crew
-    job = crew.post(do="center", picked=picked)
-    crew.send(job, "score", sampled)
-    while True:
-        _, said = crew.receive(job, "score", may_leave=True)  # COLLECTIVE
-        if said:
-            return said["shifts"]
+        with run.saved_if_it_fails():  # COLLECTIVE
+            batch = score_batch(scorer, sampled, wanted, 0)  # COLLECTIVE
         run.leave_if_stop_asked()  # COLLECTIVE
+        shift = centering_shift(batch["reward/reward_model"], batch["finished"])
+        if parallel.rank_and_size()[0] == 0:
+            print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
+                  "shifted so that this is 0", flush=True)
+        run.state["score_shift"] = shift
+    reward_model.score_shift = run.state["score_shift"]
+    if value_model is not None:
+        value_model.score_shift = reward_model.score_shift
 
 
 def decode_responses(tokenizer, part):

@@ -17,20 +17,19 @@ import time
 
 import parallel
 from configurator import configure
-from data import batch_rows, iterations, micro_batches_of, tokens_of_example, trained_tokens
+from data import (batch_rows, encode_examples, iterations, micro_batches_of, tokens_of_example,
+                  trained_tokens)
 from engine import audit, launch, report, together
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.encoded import encode_examples
 from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import (finish_placing, in_memory, is_sharded, load_placed,
-                              no_grad_forwards, place_of_one, precisions, shard)
-from engine.run_folder import data_hashes, fingerprint, fix_chat_date, open_run
+from engine.placement import finish_placing, in_memory, load_placed, no_grad_forwards, shard
+from engine.places import is_sharded, place_of_one, precisions
+from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
 from engine.trackers import start_trackers
 from errors import BadConfig
-from formats import Rows, read_rows
-from rows import sft_row
+from rows import Rows, read_rows, sft_row
 from loss import example_logprobs, learning_rate_at
 from model import from_scratch
 
@@ -85,7 +84,6 @@ if init_from == "scratch" and lora:
                     "--init_from=FOLDER, or leave lora out")
 
 rank, world_size, device = launch.init(device_type, timeout, deterministic)
-fix_chat_date(config)
 master = rank == 0
 place = place_of_one("policy", zero_stage, offload, lora, optim)
 precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
@@ -96,7 +94,8 @@ precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, devic
 
 train_rows = read_rows(train_path, sft_row, fields)
 val_rows = read_rows(val_path, sft_row, fields) if val_path else Rows()
-tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, config)
+tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from, chat_template,
+                           template_kwargs, system_prompt)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -127,16 +126,15 @@ else:
 check_tokenizer_fits(tokenizer, policy, init_from)
 
 # [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
-longest = policy.max_positions
-(train_examples,), (val_examples,) = (
-    encode_examples(config, rows, path, tokenizer, ["completion"], longest)
+train_examples, val_examples = (
+    encode_examples(rows, path, tokenizer, policy.max_positions, max_tokens, too_long)
     for rows, path in ((train_rows, train_path), (val_rows, val_path)))
 eval_examples = val_examples[:eval_size or len(val_examples)]
 config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
 
 # all ranks start from the same, or none does
 contents = data_hashes(train_path, val_path)
-together.agree(config | contents | {"the tokenizer": tokenizer.whole_fingerprint,
+together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
                                     "the weights": first_weights})
 
 

@@ -1,17 +1,18 @@
 """
-Any data set that formats.py can read -> our JSONL, and what data/*/prepare.py share.
+Data sets in other layouts -> our JSONL, once; and what data/*/prepare.py share.
 
     python data/convert.py --source=hf:openai/gsm8k:main:train --out=train.jsonl
-    python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05
+    python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05 --chat
     python data/convert.py --source=rows.csv --fields="task>prompt,steps>answer" --out=train.jsonl
 
 A row becomes one of three kinds: a demonstration for sft.py, a pair for rm.py, a prompt for ppo.py
 and grpo.py (--kind; the first row decides if it is not given). A row that makes no sense as that is
-dropped, and what is wrong with it is counted and printed. With --val=0.05 about that share of the
-rows goes into a second file, train_val.jsonl for train.jsonl; equal prompts go into the same file.
+dropped, and what is wrong with it is counted and printed. So are the columns that are left out.
+With --val=0.05 about that share of the rows goes into a second file, train_val.jsonl for
+train.jsonl; equal prompts go into the same file.
 
-Of a prompt's row these fields are kept: prompt, answer, numbers, target, tests, which the rewards
-of rewards.py read, and those that --fields names.
+Of a prompt's row these are kept: prompt, answer, numbers, target, tests, which the rewards of
+rewards.py read, and what --fields names.
 """
 import argparse
 import collections
@@ -30,11 +31,12 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from errors import BadInput, one_line  # noqa: E402
-from formats import check_kept, parse_fields, raw_rows, rename, sources_of  # noqa: E402
-from rows import preference_row, prompt_row, sft_row, system_of  # noqa: E402
+from folders import check_kept  # noqa: E402
+from rows import (PAIR, parse_fields, preference_row, prompt_row, raw_rows, rename,  # noqa: E402
+                  sft_row, sources_of)
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
-KEPT = "prompt", "answer", "numbers", "target", "tests"
+KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ answer.
 User: {task}
 Assistant: I will work this out step by step.
 <think>"""
+
 
 def stop(message):
     """End the script with one line and exit code 2."""
@@ -117,89 +120,201 @@ def write_rows(out, names, rows, kept=None):
         for name in names:
             if not kept[name]:
                 reasons = [reason for reason, _ in dropped[name].most_common(1)]
-                stop(f"no row is left for {paths[name]}" + "".join(f": {r}" for r in reasons))
+                raise BadInput(": ".join([f"no row is left for {paths[name]}", *reasons]))
         for path in paths.values():
             os.replace(path + ".part", path)
     except BadInput as e:
         stop(str(e))
     except OSError as e:
         stop(f"--out={out}: {e.strerror or e}")
-    finally:
-        for path in paths.values():
-            with contextlib.suppress(OSError):
-                os.remove(path + ".part")
     for name in names:
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
         print(f"{name}.jsonl: {kept[name]} rows{reasons}")
 
 
 # --------------------------------------------------------------------------------------------------
-# any data set
+# the layouts of others. A function takes what it reads out of the row; what stays is left out.
+# Whatever is a dialogue (ShareGPT, Alpaca, HH) becomes messages; other strings do with --chat
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's -> ours
+UNLEARNED = "weight", "loss", "train"  # of a message: OpenAI's, ms-swift's, axolotl's
+
+
+def ours(row, kind, chat=False, named=()):
+    """
+    (a row of ours, the names of the columns that it leaves out). kind: of SHAPES. chat: make
+    messages of all strings. named: columns that a prompt's row keeps. Raises BadInput.
+    """
+    row = dict(row)
+    made = {name: value for name, value in LAYOUTS[kind](row).items() if value is not None}
+    system = next((name for name in ("system", "system_prompt")
+                   if isinstance(row.get(name), str) and row[name]), "")
+    texts = [name for name in ("prompt", "completion", *PAIR) if name in made]
+    if chat or system or any(isinstance(made[name], list) for name in texts):
+        for name in texts:
+            if isinstance(made[name], str):
+                said = made[name] if name == "prompt" else made[name].strip()
+                role = "user" if name == "prompt" else "assistant"
+                made[name] = [{"role": role, "content": said}]
+    shaped = SHAPES[kind](row | made)
+    if system and shaped["prompt"][0]["role"] != "system":
+        shaped["prompt"] = [{"role": "system", "content": row.pop(system)}, *shaped["prompt"]]
+    if kind == "prompts":
+        shaped = {name: shaped[name] for name in shaped if name in (*KEPT, *named)}
+    return shaped, row.keys() - (shaped.keys() - made.keys())
+
+
+def demonstration(row):
+    """A dialogue, of which all turns of the assistant are learned; or a question and its answer."""
+    messages = dialogue_of(row)
+    if not messages:
+        return {"prompt": question(row), "completion": pop(row, "completion", "output", "response")}
+    first = before_answer(messages)
+    if first == len(messages):
+        raise BadInput("the dialogue has no message of the assistant, so nothing to learn")
+    return {"prompt": messages[:first] or None, "completion": messages[first:]}
+
+
+def pair(row):
+    """Two whole dialogues, whose common beginning is the prompt; or a question, two answers."""
+    chosen, rejected = (messages_in(pop(row, name), name) for name in PAIR)
+    if not all(isinstance(said, list) and said and said[0]["role"] != "assistant"
+               for said in (chosen, rejected)):
+        return {"prompt": question(row), "chosen": chosen, "rejected": rejected}
+    shared = 0  # how many messages are the same; the last one of each is never counted
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == 0 or {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
+        raise BadInput("chosen and rejected have different prompts")
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def prompt(row):
+    """What is asked, or stands before the first answer of a dialogue; and the true answer."""
+    asked = question(row)
+    if not asked and row.get("chosen"):
+        asked = pair(row)["prompt"]
+    elif not asked:
+        messages = dialogue_of(row) or []
+        asks = messages[-1:] and messages[-1]["role"] == "user"  # the last turn is to be answered
+        asked = (messages if asks else messages[:before_answer(messages)]) or None
+    answer = pop(row, "answer", "final_answer")  # final_answer: DeepMath
+    if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
+        answer = row.pop("reward_model").get("ground_truth")
+    if answer is None and "\\boxed{" in str(row.get("solution")):  # MATH
+        answer = boxed(str(row.pop("solution")))
+    return {"prompt": asked} | ({} if answer is None else {"answer": true_answer(answer)})
+
+
+LAYOUTS = {"sft": demonstration, "preferences": pair, "prompts": prompt}
+
+
+def pop(row, *names):
+    """The first of these columns that has a value, taken out of the row; None if none has."""
+    return next((row.pop(name) for name in names if row.get(name) is not None), None)
+
+
+def question(row):
+    """What is asked: a string or messages. Alpaca's instruction may have an input beside it."""
+    asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
+    if asked or not row.get("instruction"):
+        return asked
+    asked, given = row.pop("instruction"), row.pop("input", None)
+    return [{"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
+
+
+def dialogue_of(row):
+    """The messages of a row that is one whole dialogue, else None."""
+    messages = messages_in(pop(row, "messages", "conversations", "conversation"), "messages")
+    if messages and not isinstance(messages, list):
+        raise BadInput("field 'messages' must be a list of messages")
+    return messages
+
+
+def before_answer(messages):
+    """How many messages come before the first one of the assistant."""
+    return next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+
+
+def messages_in(value, field):
+    """
+    Messages of a value that stands for some: ShareGPT's [{"from": "human", "value": "x"}, ...], and
+    HH's "\\n\\nHuman: x\\n\\nAssistant: y". Any other value is returned as it is. Raises BadInput.
+    """
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        parts = re.split(r"\n\n(Human|Assistant):", value)  # "", "Human", " x", "Assistant", ...
+        value = [{"role": "user" if who == "Human" else "assistant", "content": said.strip()}
+                 for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+        if field == "prompt" and value[-1]["content"] == "":
+            value.pop()  # the turn that the completion is
+    if not isinstance(value, list):
+        return value
+    messages = []
+    for given in value:
+        if not isinstance(given, dict):
+            raise BadInput(f"field {field!r} must be a list of messages, found one of "
+                           f"{type(given).__name__}")
+        role = str(given.get("role", given.get("from")))
+        message = {"role": ROLES.get(role, role),
+                   "content": given.get("content", given.get("value"))}
+        for name in UNLEARNED:
+            if message["role"] == "assistant" and given.get(name) not in (None, 1):
+                raise BadInput(f"field {field!r} has a message of the assistant with {name} "
+                               f"{given[name]}, and here all of them are learned")
+        more = given.keys() - {"role", "content", "from", "value", *UNLEARNED}
+        messages.append(message | {name: given[name] for name in sorted(more)})
+    return messages
+
+
+def true_answer(answer):
+    """GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72"."""
+    if not isinstance(answer, str):
+        return answer
+    if re.fullmatch(r'\["([^"\\]|\\.)*"\]', answer):
+        return json.loads(answer)[0]
+    if "####" not in answer:
+        return answer
+    text = answer.rpartition("####")[2].strip()
+    return text.replace(",", "") if re.fullmatch(r"-?[\d,]*\.?\d+", text) else text
+
+
+def boxed(text):
+    r"""The contents of the last \boxed{...}, up to the brace that closes it; all, if none does."""
+    text, deep = text.rpartition("\\boxed{")[2], 1
+    for end, ch in enumerate(text):
+        deep += (ch == "{") - (ch == "}")
+        if deep == 0:
+            return text[:end]
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+# the command
 
 
 def kind_of(row):
     """Which kind of row a data set's first one looks like."""
     if "chosen" in row or "rejected" in row:
         return "preferences"
-    told = {"completion", "messages", "conversations", "output"} & row.keys()
+    told = {"completion", "output", "response", "messages", "conversations"} & row.keys()
     return "sft" if told else "prompts"
 
 
-ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-def dialogues(row):
-    """
-    For --chat: a row in which strings that stand for a dialogue are one. HH's "\\n\\nHuman: x
-    \\n\\nAssistant: y" becomes messages; Alpaca's instruction and input a prompt without headings.
-    """
-    row = dict(row)
-    for name in ("prompt", "chosen", "rejected"):
-        if isinstance(row.get(name), str) and row[name].startswith("\n\nHuman:"):
-            parts = re.split(r"\n\n(Human|Assistant):", row[name])  # "", "Human", " x", ...
-            row[name] = [{"role": ROLES[who], "content": text.strip()}
-                         for who, text in zip(parts[1::2], parts[2::2], strict=True)]
-            if name == "prompt" and row[name][-1] == {"role": "assistant", "content": ""}:
-                row[name].pop()  # it is the completion's turn, which has a blank in front
-                row |= {other: row[other].strip() for other in ("completion", "chosen", "rejected")
-                        if isinstance(row.get(other), str)}
-    alpaca = all(isinstance(row.get(name), str) for name in ("instruction", "output"))
-    if alpaca and not row.get("history"):
-        row["prompt"] = "\n\n".join(filter(None, (row["instruction"], str(row.get("input") or ""))))
-        row["completion"] = row["output"]
-        row = {name: row[name] for name in row if name not in ("instruction", "input", "output")}
-    if system_of(row)[1]:  # rows.py puts it in front of messages
-        for name in ("prompt", "question", "problem"):
-            if isinstance(row.get(name), str):
-                row[name] = [{"role": "user", "content": row[name]}]
-    return row
-
-
-def as_chat(row):
-    """One of our rows, in which strings are messages."""
-    roles = dict(prompt="user", completion="assistant", chosen="assistant", rejected="assistant")
-    return row | {name: [{"role": roles[name], "content": row[name]}] for name in roles.keys() & row
-                  if isinstance(row[name], str)}
-
-
-def converted(args, names, kept):
-    """(name, row or what is wrong with it), one by one."""
+def converted(args, names, kept, left):
+    """(name, row or what is wrong with it), one by one. left: a set, to which columns are added."""
     fields, kind = parse_fields(args.fields), args.kind
-    columns = {*KEPT, *(ours for _, ours in fields)}
-    for path, _ in sources_of(args.source):
-        for _, row in raw_rows(path):
+    for source, _ in sources_of(args.source):
+        for _, row in raw_rows(source):
             if args.limit and sum(kept.values()) >= args.limit:
                 return
             name = names[0]
             try:
                 row = rename(row, fields)
                 kind = kind or kind_of(row)
-                row = SHAPES[kind](dialogues(row) if args.chat else row)
-                row = as_chat(row) if args.chat else row
+                row, columns = ours(row, kind, args.chat, [name for _, name in fields])
                 if kind == "preferences" and row["chosen"] == row["rejected"]:
                     raise BadInput("chosen and rejected are the same")
-                if kind == "prompts":
-                    row = {key: row[key] for key in row if key in columns}
+                left.update(columns)
                 # a number from 0 to 1 that is a function of the prompt
                 digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8).digest()
                 name = names[int.from_bytes(digest, "little") / 2**64 < args.val]
@@ -210,8 +325,8 @@ def converted(args, names, kept):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--source", required=True,
-                        help="a file, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT, or several with commas")
+    parser.add_argument("--source", required=True, help="a file, hf:NAME:SPLIT, hf:NAME:FOLDER:"
+                        "SPLIT (NAME may be a folder here), or several with commas")
     parser.add_argument("--out", required=True, help="the JSONL file to write")
     parser.add_argument("--kind", choices=SHAPES, help="what the rows are (default: as they look)")
     parser.add_argument("--fields", default="", help="their names for ours: question>prompt,a.b>c")
@@ -225,15 +340,18 @@ def main():
         stop(f"--out={args.out} must end with .jsonl")
     folder, file = os.path.split(args.out)
     name = file.removesuffix(".jsonl")
-    kept = collections.Counter()
     names = [name, f"{name}_val"] if args.val else [name, name]
+    kept, left = collections.Counter(), set()
     try:
-        sources = [path for path, _ in sources_of(args.source)]
+        sources = [source for source, _ in sources_of(args.source)]
         for name in names:
             check_kept(os.path.join(folder, f"{name}.jsonl"), "out", sources)
-        write_rows(folder or ".", list(dict.fromkeys(names)), converted(args, names, kept), kept)
     except BadInput as e:
         stop(str(e))
+    rows = converted(args, names, kept, left)
+    write_rows(folder or ".", list(dict.fromkeys(names)), rows, kept)
+    if left:
+        print(f"left out: the columns {', '.join(sorted(left))}")
 
 
 if __name__ == "__main__":

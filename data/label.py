@@ -28,21 +28,20 @@ from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
 from engine.judging import Judge, template_text  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import Place, load_placed, precisions  # noqa: E402
-from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.placement import load_placed  # noqa: E402
+from engine.places import Place, precisions  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
-from formats import check_writable, read_rows, sources_of  # noqa: E402
+from folders import check_writable  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402
 from rollout import decode_responses, generate, response_uniforms  # noqa: E402
-from rows import prompt_row  # noqa: E402
+from rows import prompt_row, read_rows, sources_of  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 # what is asked
 policy_path = "out/arithmetic_sft/policy"  # whose answers are compared
 judge_path = ""  # folder or hub name of the language model that compares them
-judge_template = "compare"  # the question: compare, yes_no, rubric, principle, or a file
-judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
-judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+judge_template = "compare"  # the question: compare, yes_no, rubric, or a file
 prompts_path = "data/arithmetic/rl_train.jsonl"  # JSONL with "prompt"
 fields = ""  # the data's names for ours: "question>prompt"
 too_long = "error"  # a prompt that does not fit [error | drop]
@@ -55,7 +54,6 @@ min_confidence = 0.5  # pairs with less are left out [0.5..1]
 samples = 2  # answers to each prompt; 2 are a pair, 4 two pairs [2..1000]
 max_new_tokens = 48  # longest answer; one that does not end is left out [1..1000000]
 temperature = 1.0  # of the answers [> 0]
-extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 256  # answers that decode at once [2..1000000]
 micro_batch_size = 64  # answers that the judge reads at once [>= 1]
@@ -63,7 +61,6 @@ seed = 1  # decides the answers [>= 0]
 chat_template = ""  # a Jinja file in the place of the policy's own chat template
 template_kwargs = ""  # what the policy's template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
-chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
@@ -84,7 +81,7 @@ autocast, weights_dtype, matrices = precisions(dtype, True, device)
 stem, ending = os.path.splitext(out)
 out_val = f"{stem}_val{ending}"  # the held-out pairs
 read = [source for source, _ in sources_of(prompts_path)]
-read += [judge_template, judge_principles, chat_template]  # or a word, or empty: no file's name
+read += [judge_template, chat_template]  # or a word, or empty: no file's name
 for path in (out, out_val) if held_out else (out,):
     check_writable(path, reads=read)
 
@@ -95,20 +92,19 @@ def load(path):
 
 
 compares = "{first}" in template_text(judge_template)
-tokenizer = load_tokenizer(policy_path, config)
-add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
+tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
 policy = load(policy_path)
 check_tokenizer_fits(tokenizer, policy, policy_path)
-judge_tokenizer = load_tokenizer(judge_path, dict(chat_date=chat_date))
+judge_tokenizer = load_tokenizer(judge_path)
 model = load(judge_path)
 check_tokenizer_fits(judge_tokenizer, model, judge_path)
-judge = Judge(model, judge_tokenizer, judge_path, judge_template, judge_principles, judge_format,
+judge = Judge(model, judge_tokenizer, judge_path, judge_template,
               ("first", "second") if compares else ("response",))
 print(judge.in_words)
 rows = read_rows(prompts_path, prompt_row, fields)
 judge.check_rows(rows, prompts_path, max_new_tokens, too_long == "drop")
 prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy), tokenizer,
-                         tokenizer, too_long=too_long)
+                         too_long=too_long)
 
 # --------------------------------------------------------------------------------------------------
 # answers, and what the judge says of them
@@ -128,7 +124,7 @@ def answer(numbers):
     with torch.no_grad(), autocast:
         batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
                          tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                         text_ends=tokenizer.text_ends)
+                         has_stop=tokenizer.has_stop)
     return list(zip(decode_responses(tokenizer, batch), batch["finished"].tolist(), strict=True))
 
 

@@ -1,8 +1,8 @@
 r"""
-When two answers are the same, and what an arithmetic expression is worth.
+Where a completion answers, and when two answers are the same.
 
-Both functions read text that a model wrote. So nothing is evaluated as code, every size is bounded,
-and no text raises an exception.
+All of it reads text that a model wrote. So nothing is evaluated as code, every size is bounded, and
+no text raises an exception.
 
 same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874): it undoes what is
 only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
@@ -21,7 +21,6 @@ from collections import namedtuple
 from fractions import Fraction
 
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
-DEEPEST = 20  # parentheses inside each other, in arithmetic
 # an answer beyond these is no number or list, but text
 MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
 
@@ -114,9 +113,105 @@ Answer = namedtuple("Answer", "name value unit text")
 UNORDERED = ("{}", r"\cup")  # the kinds whose parts have no order
 
 
+def final_answer(completion):
+    r"""
+    The final answer of a completion, without blanks at its ends. In the text behind the thinking it
+    is the first of these that is there: the contents of the last \boxed{}, those of the last
+    <answer>...</answer>, the line behind the last ####, what the last line "Answer: ..." says, what
+    the last line states ("The answer is 5."), or has in bold at its end, all of the text.
+    "<think>3+6+0=09</think>so \boxed{579}" -> "579". Markdown's stars are left out.
+
+    A completion whose thinking never ends is returned as it is, "<think>" included: such a text
+    equals no answer.
+    """
+    text = after_thinking(completion)
+    if "<think>" not in text:
+        for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
+            found = find(text)
+            if found is not None:
+                return found.strip(" \t\n\r*")
+    return text
+
+
+def after_thinking(completion):
+    """The text behind the last </think>, without blanks at its ends; all of it if there is none."""
+    return completion.rpartition("</think>")[2].strip()
+
+
+# What last_boxed looks for, one of: \boxed{ or \fbox{; \boxed or \fbox without braces, and then a
+# number, a command or a single letter with all that follows it without a blank; an escaped
+# character, since \{ and \} are no braces to count; a brace.
+BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
+    (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
+                       (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
+    | \\. | [{{}}]""", re.DOTALL | re.VERBOSE)
+
+
+def last_boxed(text):
+    r"""
+    The contents of the \boxed{...} or \fbox{...} that begins last, its braces balanced; without
+    braces, as in \boxed 5, up to a blank or a $. None if there is none. One pass over the text,
+    however deep it is nested.
+    """
+    opened = []  # for each open brace: where its contents begin, and whether they are boxed
+    begin, end = -1, -1  # of the contents found so far
+    for match in BOX.finditer(text):
+        if match["bare"]:
+            begin, end = max((begin, end), match.span("bare"))
+        elif match[0].endswith("{") and match[0] != r"\{":
+            opened.append((match.end(), match[0] != "{"))
+        elif match[0] == "}" and opened:
+            start, boxed = opened.pop()
+            if boxed and start > begin:
+                begin, end = start, match.start()
+    return text[begin:end] if begin >= 0 else None
+
+
+def last_tagged(text):
+    """The contents of the last <answer>...</answer>; None if there is none."""
+    parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
+    for i in range(len(parts) - 3, 1, -2):  # the texts between two tags, from the last one on
+        if parts[i - 1] == "<answer>" and parts[i + 1] == "</answer>":
+            return parts[i]
+    return None
+
+
+def last_hashed(text):
+    """The line behind the last ####, which ends GSM8K's solutions; None if there is none."""
+    _, hashes, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0] if hashes else None
+
+
+# a line of its own, perhaps in bold: Answer: 72, **Final answer:** 72
+NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
+                        re.IGNORECASE | re.MULTILINE)
+
+
+def last_named(text):
+    """
+    What the last line "Answer: ..." says, as DAPO-Math's prompts want it; None if there is none.
+    """
+    found = NAMED_LINE.findall(text)
+    return found[-1] if found else None
+
+
+# a last line that says "The answer is 5.", or ends with "**5**"
+STATED = re.compile(r"\banswer is:? +(\S.*)$|\*\*([^*]+)\*\*[.!]?$", re.IGNORECASE)
+
+
+def last_stated(text):
+    """What the last line states as the answer, without its full stop; None if it states none."""
+    found = STATED.search(text.rstrip().rpartition("\n")[2])
+    return (found[1] or found[2]).strip(" *.!") if found else None
+
+
+# --------------------------------------------------------------------------------------------------
+# when two answers are the same
+
+
 def same_answer(given, truth):
     r"""
-    Whether two answers, as rewards.final_answer returns them, are the same: given is the model's,
+    Whether two answers, as final_answer returns them, are the same: given is the model's,
     truth the data's. Both are text. The order of the two does not matter. An empty answer is the
     same as none.
 
@@ -350,56 +445,3 @@ def split_at(marks, text):
         else:
             parts[-1] += ch
     return parts if depth == 0 else []
-
-
-# --------------------------------------------------------------------------------------------------
-# arithmetic
-
-
-def evaluate_arithmetic(text):
-    """
-    The exact value of an arithmetic expression as a Fraction: evaluate_arithmetic("3*7+5") is 26.
-
-    It may hold integers without a sign, + - * / (or × ÷), parentheses and unary minus. None for
-    anything else, for a division by zero, for more than LONGEST characters (which also bounds the
-    digits) and for more than DEEPEST parentheses inside each other.
-
-    It never evaluates text as Python, which a model could abuse, and never raises an exception. It
-    is a parser by recursive descent: a total is made of products, a product of factors, and a
-    factor is a number, or minus a factor, or a total in parentheses.
-    """
-    text = text.translate(str.maketrans("×÷−", "*/-"))
-    if len(text) > LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", text):
-        return None
-    tokens = ["end", *reversed(re.findall(r"[0-9]+|[-+*/()]", text))]
-
-    def total(depth):
-        value = product(depth)
-        while tokens[-1] in ("+", "-"):
-            value = value + product(depth) if tokens.pop() == "+" else value - product(depth)
-        return value
-
-    def product(depth):
-        value = factor(depth)
-        while tokens[-1] in ("*", "/"):
-            value = value * factor(depth) if tokens.pop() == "*" else value / factor(depth)
-        return value
-
-    def factor(depth):
-        token = tokens.pop() if tokens[-1] != "end" and depth < DEEPEST else "end"
-        if token == "-":
-            return -factor(depth + 1)
-        if token == "(":
-            value = total(depth + 1)
-            if tokens[-1] == ")":
-                tokens.pop()
-                return value
-        elif token.isdigit() and (token == "0" or token[0] != "0"):
-            return Fraction(int(token))
-        raise ValueError(token)
-
-    try:
-        value = total(0)
-    except (ValueError, ZeroDivisionError):
-        return None
-    return value if tokens == ["end"] else None

@@ -3,22 +3,20 @@ The four models, built as the keys want them: one function a model. What value_i
 place of each model (zero_stage, offload, roles) change in the building is decided here, so that the
 scripts need no switch for it.
 """
+from data import encode_examples
 from errors import BadInput, say
-from engine import launch
+from engine import roles
 from engine.adapters import Adapted, fill_adapter, load_adapted
 from engine.checks import uses_reward_model
-from engine.encoded import encode_examples
-from folders import several_paths
 from engine.judging import Judge, judged_by_reference
 from engine.optimizers import MovingAverage, make_optimizer
-from engine.placement import Place, load_placed, placements, precisions
-from engine.reading import reader_of
+from engine.placement import load_placed
+from engine.places import Place, placements, precisions
 from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
-from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer
-from formats import Rows, read_rows
+from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze
-from rows import demonstrated_row, prompt_row, ptx_row
+from rows import Rows, prompt_row, ptx_row, read_rows
 
 
 def autocast(config, device):
@@ -41,18 +39,13 @@ def places(config):
     return found
 
 
-def role():
-    """What this rank does where ranks have roles: train, generate or score; "" without roles."""
-    return launch.crew.role if launch.crew else ""
-
-
 def holds(config):
     """The models that this rank's role needs whole. LoRA's trunk is the policy's on all ranks."""
     frozen = ["ref", "reward", "judge"]
     needs = dict(train=["policy", "value"], generate=["policy"], score=frozen)
-    if role() in ("", "train") and not (launch.crew and "score" in launch.crew.ranks):
+    if roles.role in ("", "train") and "score" not in roles.ranks:
         return ["policy", "value", *frozen]
-    return needs[role()] + ["policy"] * bool(config["lora"])
+    return needs[roles.role] + ["policy"] * bool(config["lora"])
 
 
 def settings(config, device):
@@ -62,13 +55,12 @@ def settings(config, device):
                 recompute=config["gradient_checkpointing"], compiled=config["compile"])
 
 
-def read_prompts(path, terms, fields="", demonstrations=False):
+def read_prompts(path, terms, fields=""):
     """
-    The rows of a file of prompts, which have what the rewards need, and demonstrations where these
-    are wanted; none, if path is "". Raises BadInput.
+    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
+    BadInput.
     """
-    shape = demonstrated_row if demonstrations else prompt_row
-    rows = read_rows(path, shape, fields) if path else Rows()
+    rows = read_rows(path, prompt_row, fields) if path else Rows()
     rules, first = [term for term in terms if term[2]], 0
     for file, _, count in rows.parts:
         check_rows(rules, rows[first:first + count], file)
@@ -85,9 +77,8 @@ def read_ptx(config, policy, tokenizer):
     if not path:
         return Rows(), []
     rows = read_rows(path, ptx_row, config["fields"])
-    longest = policy.max_positions
-    return rows, *encode_examples(config, rows, path, tokenizer, ["completion"], longest,
-                                  config["ptx_max_tokens"], "ptx_max_tokens")
+    return rows, encode_examples(rows, path, tokenizer, policy.max_positions, 0,
+                                 config["too_long"])
 
 
 def load_policy(config, device):
@@ -98,9 +89,9 @@ def load_policy(config, device):
     path, place = config["policy_path"], places(config)["policy"]
     if config["generate_tp"] > 1:
         check_split(config["generate_tp"], config["roles"])
-    tokenizer = load_tokenizer(path, config)
-    add_ends(tokenizer, config["extra_eos_ids"], config["stop_strings"], config["max_new_tokens"])
-    trained = role() in ("", "train") or place.lora is not None
+    tokenizer = load_tokenizer(path, config["chat_template"], config["template_kwargs"],
+                               config["system_prompt"], config["stop_strings"])
+    trained = roles.role in ("", "train") or place.lora is not None
     if not trained:  # a generator's copy: whole
         place = Place(here=place.here)
     policy = load_placed(path, place, trained=trained, **settings(config, device))
@@ -130,50 +121,26 @@ def load_ref_policy(config, device, policy, tokenizer):
     return ref_policy
 
 
-def load_reward_models(config, device, policy, tokenizer, terms):
+def load_reward_model(config, device, policy, tokenizer, terms):
     """
-    [the reward model], or the members of an ensemble, frozen; and their tokenizer, or their Reader
-    if others have trained them. [] and the policy's tokenizer where the terms of reward_functions
-    are rules alone. Raises BadInput where the members do not read a text alike, see reads_alike.
+    The reward model, frozen, and its tokenizer, which reads the run's chats, with its
+    system_prompt, in the reward model's own template. With share_base: an adapter and a head on the
+    policy's trunk. None and the policy's tokenizer where the terms of reward_functions are rules
+    alone. Raises BadInput where it is a plain language model, or its head gives 0 for all texts.
     """
     if not uses_reward_model(terms):
-        return [], tokenizer
-    paths = several_paths(config["reward_path"], "reward_path")
-    loaded = [load_reward_model(config, device, policy, tokenizer, path) for path in paths]
-    first = loaded[0][1]
-    for path, (_, reader) in zip(paths, loaded, strict=True):
-        if not reads_alike(reader, first):
-            raise BadInput(f"reward_path: {path} does not read a text as {paths[0]} does (another "
-                           "tokenizer, chat template or padding token); the members of an ensemble "
-                           "must, for a text is encoded once for all of them")
-    return [reward_model for reward_model, _ in loaded], first
-
-
-def reads_alike(reader, other):
-    """Whether two tokenizers or Readers give a text the same ids, and read scores at the same."""
-    return all(getattr(reader, name, None) == getattr(other, name, None)
-               for name in ("fingerprint", "chat_fingerprint", "eos_id", "pad_id", "skipped_id"))
-
-
-def load_reward_model(config, device, policy, tokenizer, path):
-    """
-    A reward model, frozen, and its tokenizer, or its Reader if others have trained it. With
-    share_base: an adapter and a head on the policy's trunk. Raises BadInput where it is a plain
-    language model, or its head gives 0 for all that it reads.
-    """
+        return None, tokenizer
+    path = config["reward_path"]
     if config["share_base"]:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
     else:
-        tokenizer = load_tokenizer(path, {"chat_date": config["chat_date"]})
         place = places(config)["reward"]
         reward_model = load_placed(path, place, head="scalar", **settings(config, device))
-    reader, said = reader_of(reward_model, tokenizer, config["reward_format"], path)
+    reader = load_reader(path, reward_model, tokenizer)
     weight = reward_model.hf.score.weight
     if not weight.is_meta and not weight.any():
         raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
                        "same; was it trained?")
-    if said:
-        say(said)
     return reward_model, reader
 
 
@@ -190,12 +157,11 @@ def load_judge(config, device, policy, ref_policy, terms):
             raise BadInput("judge_path = 'ref_policy' is for training; give the judge's folder")
         path = config["ref_path"] or config["policy_path"]
         model = ref_policy or getattr(policy, "base", None)
-    tokenizer = load_tokenizer(path, dict(chat_date=config["chat_date"]))
+    tokenizer = load_tokenizer(path)
     if model is None:
         model = load_placed(path, places(config)["judge"], **settings(config, device))
     check_tokenizer_fits(tokenizer, model, path)
-    judge = Judge(model, tokenizer, path, config["judge_template"], config["judge_principles"],
-                  config["judge_format"])
+    judge = Judge(model, tokenizer, path, config["judge_template"])
     say(judge.in_words)
     return judge
 
@@ -208,8 +174,6 @@ def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
     """
     init, place = config["value_init"], places(config)["value"]
     reward_path = config["reward_path"]
-    if init == "reward":  # of an ensemble the first
-        reward_path = several_paths(reward_path, "reward_path")[0]
     if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")

@@ -4,7 +4,6 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
                                    where only an adapter is trained, the adapter and head alone
-        ref_policy/                the reference, with ref_reset_iters
         policy_optimizer.safetensors       its optimizer's state, in several files if it is large
         ema.safetensors            the policy's moving average, if there is one; likewise
         batches.safetensors        the batches of the next iterations, if they are sampled already
@@ -31,10 +30,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.adapters import Adapted, fill_adapter, save_adapter
-from engine.disk import (as_they_are, at_disk, hashes_of, must_see, patiently, put_in_place,
+from engine.disk import (as_they_are, at_disk, hashes_of, patiently, put_in_place,
                          read_bytes, remove, sync, write_json, write_tensors)
 from engine.optimizers import fill_optimizer, optimizer_tensors
-from engine.padding import give_padding
 from folders import read_json
 from engine.model_card import model_card
 from engine.placement import refill
@@ -49,17 +47,14 @@ from parallel import rank_and_size
 
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None,
-                    batches=None, others=None):
+                    batches=None):
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
 
-    models, optimizers: {name: module}, {name: optimizer} of the trained models; a model without an
-    optimizer is saved, too: a reference that is reset. state: a dict for
+    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
     JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
-    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. others: a
-    collective with which ranks of another role save a model of theirs in a folder, and which
-    returns {file: its bytes}. Raises Stop, on all ranks, when the disk is full; the checkpoints
-    that were there are then still there.
+    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. Raises
+    Stop, on all ranks, when the disk is full; the checkpoints that were there are then still there.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -70,16 +65,12 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
                 alone(at_disk(partial(save_adapter, model, os.path.join(folder, name))))
             else:
                 save_model(os.path.join(folder, name), model, tokenizer)
-            if name in optimizers:
-                tensors = optimizer_tensors(model, optimizers[name])
-                write_tensors(folder, f"{name}_optimizer", as_they_are(tensors))
+            tensors = optimizer_tensors(model, optimizers[name])
+            write_tensors(folder, f"{name}_optimizer", as_they_are(tensors))
         if average:
             write_tensors(folder, "ema", as_they_are(average.tensors()))
         if batches:
             write_tensors(folder, "batches", as_they_are(batches))
-        if others:
-            files = others(folder)
-            alone(at_disk(partial(must_see, folder, files, "a rank that scores")))
         alone(at_disk(partial(close, folder)))
         write_manifest(folder)
 
@@ -223,8 +214,6 @@ def fill(folder, models, optimizers, average):
             fill_adapter(model, os.path.join(folder, name))
         else:
             refill(model, os.path.join(folder, name))
-        if name not in optimizers:
-            continue
         use_tensors(folder, f"{name}_optimizer", partial(fill_optimizer, model, optimizers[name]))
     if average and os.path.exists(files_of(folder, "ema")[0]):
         use_tensors(folder, "ema", average.fill)
@@ -270,18 +259,17 @@ def use_tensors(folder, stem, use):
 # the finished models
 
 
-def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
+def save_final(out_dir, name, model, tokenizer, config=None):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
     merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
-    save_dtype and the model card. padding: it is a reward model, whose folder needs a padding token
+    the model card. padding: it is a reward model, whose folder needs a padding token
     (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
     """
-    final, config = os.path.join(out_dir, name), config or {"save_dtype": "auto"}
-    dtype = saved_dtype(model, config["save_dtype"])
+    final, dtype = os.path.join(out_dir, name), saved_dtype(model)
 
     def write(folder):
-        save_model(folder, model, tokenizer, dtype, padding)
+        save_model(folder, model, tokenizer, dtype)
         alone(at_disk(partial(write_card, folder)))
 
     def write_adapter(folder):
@@ -294,7 +282,7 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
         count = sum(p.numel() for p in model.hf.parameters())
         size = f"{count / 1e6:.2f}M weights in {in_words(dtype)}"
         with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
-            f.write(model_card(name, config, model.path, size, record))
+            f.write(model_card(name, config or {}, model.path, size, record))
 
     put_in_place(write, final)
     if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
@@ -303,16 +291,14 @@ def save_final(out_dir, name, model, tokenizer, config=None, padding=False):
             and name != "best_policy":
         steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
         print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than "
-              f"about {steps} of a weight is rounded away; --save_dtype=float32 keeps it")
+              f"about {steps} of a weight is rounded away; checkpoints keep it")
 
 
-def saved_dtype(model, save_dtype):
+def saved_dtype(model):
     """
-    The torch dtype in which a finished model is saved, as the key save_dtype says. auto: 16 bits,
+    The torch dtype in which a finished model is saved: 16 bits,
     if the weights that it was made from were saved so, or if all its own are; else at least 32.
     """
-    if save_dtype != "auto":
-        return getattr(torch, save_dtype)
     if model.hf.dtype != torch.float32:  # float64 is a run of a test
         return model.hf.dtype
     source = model.file_dtype
@@ -324,7 +310,7 @@ def in_words(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def save_model(folder, model, tokenizer, dtype=None, padding=False):
+def save_model(folder, model, tokenizer, dtype=None):
     """
     A collective: write a Hugging Face folder: config.json, the weights, the tokenizer, and for a
     language model generation_config.json. transformers, tools/sample.py and the next script load
@@ -342,6 +328,8 @@ def save_model(folder, model, tokenizer, dtype=None, padding=False):
     def write():
         if model.head == "scalar":
             model.hf.config.score_shift = model.score_shift
+            if tokenizer.skipped_id is not None:  # of a reward model in training
+                model.hf.config.pad_token_id = tokenizer.skipped_id
         # transformers writes on rank 0 of all ranks alone, and here the first rank of a role does
         model.hf.should_save_on_this_rank = lambda is_main_process: True
         model.hf.save_pretrained(folder, state_dict=tensors)
@@ -353,8 +341,6 @@ def save_model(folder, model, tokenizer, dtype=None, padding=False):
             ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
             write_json(os.path.join(folder, "generation_config.json"),
                        {**tokenizer.generation_config, **ends})
-        if padding:
-            give_padding(folder, tokenizer, model.hf)
 
     alone(at_disk(write))
 

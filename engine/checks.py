@@ -9,23 +9,12 @@ def check_ppo(config, terms, world_size):
     """Raise BadConfig. terms: the rewards, [(weight, name, function)]."""
     c = config
     check_common(c, terms, world_size)
-    if c["kl_in"] == "loss" and c["kl_estimator"] == "k1":
-        raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
-                        "k1 is 0 on average in the first step and not the KL's in any other; "
-                        "type --kl_estimator=k2")
     if c["kl_coef_target"] > 0 and c["kl_coef"] == 0:
         raise BadConfig(f"kl_coef_target = {c['kl_coef_target']} with kl_coef = 0: a weight of 0 "
                         "stays 0 however it adapts; type --kl_coef=0.05")
-    if c["kl_coef_target"] > 0 and c["batch_size"] >= 5 * c["kl_horizon"]:
-        raise BadConfig(f"kl_horizon = {c['kl_horizon']} is no more than a fifth of batch_size = "
-                        f"{c['batch_size']}: a single iteration could make kl_coef 0 or "
-                        f"negative; type --kl_horizon={c['batch_size']} or more")
     if c["critic_warmup_iters"] >= c["max_iters"] and not c["epochs"]:
         raise BadConfig(f"critic_warmup_iters = {c['critic_warmup_iters']} of max_iters = "
                         f"{c['max_iters']}: the policy would never learn; lower it")
-    if c["subtract_demonstration"] and not uses_reward_model(terms):
-        raise BadConfig("subtract_demonstration is for learned scores, but reward_functions does "
-                        "not use reward_model; leave it out")
     if c["value_init"] == "reward" and not uses_reward_model(terms):
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
                         "type --value_init=policy")
@@ -65,13 +54,9 @@ def check_common(c, terms, world_size):
     if 0 < c["importance_cap"] < 1:
         raise BadConfig(f"importance_cap = {c['importance_cap']} would also weaken tokens on which "
                         "sampler and training agree; wanted 0 (off), or 1 and more, such as 2")
-    for key in ("ref_path", "ref_reset_iters"):
-        if c[key] and c["kl_coef"] == 0:
-            raise BadConfig(f"{key} = {c[key]!r} with kl_coef = 0: there is no reference then; "
-                            "type --kl_coef=0.05, or leave it out")
-    if c["ref_reset_iters"] and c["lora"].strip():
-        raise BadConfig("ref_reset_iters: with LoRA the policy is an adapter, and the reference "
-                        "its trunk, which stays as it is; leave one of the two out")
+    if c["ref_path"] and c["kl_coef"] == 0:
+        raise BadConfig(f"ref_path = {c['ref_path']!r} with kl_coef = 0: there is no reference "
+                        "then; type --kl_coef=0.05, or leave it out")
     if c["target_kl"] > 0 and c["staleness"] > 0 and c["importance_cap"] == 0:
         raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
                         "from the older policy that has sampled, so that the first step may "
@@ -82,22 +67,11 @@ def check_common(c, terms, world_size):
     if c["keep_best"] and not c["eval_path"]:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
-    check_ensemble(c, terms)
     check_judge(c, [name for _, name, _ in terms])
     rules = [term for term in terms if term[2]]
     if rules and world_size > 1 and c["reward_timeout"] >= c["timeout"]:
         raise BadConfig(f"reward_timeout = {c['reward_timeout']} must be below timeout = "
                         f"{c['timeout']}, or ranks that wait give up first")
-
-
-def check_ensemble(c, terms):
-    """Raise BadConfig where keys of an ensemble are given, and one reward model alone, or none."""
-    if c["reward_ensemble"] == "mean" and c["reward_ensemble_coef"] == 1.0:
-        return  # as they are by default
-    if not uses_reward_model(terms) or "," not in c["reward_path"]:
-        raise BadConfig(f"reward_ensemble = {c['reward_ensemble']!r} with reward_ensemble_coef = "
-                        f"{c['reward_ensemble_coef']:g} is for several reward models; type "
-                        "--reward_path=A,B,C")
 
 
 def check_judge(c, names):
@@ -115,9 +89,6 @@ def check_judge(c, names):
     if c["judge_path"] == "ref_policy" and not (c["kl_coef"] or c["lora"]):
         raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no reference; "
                         "give its folder, or type --kl_coef=1e-9")
-    if c["judge_path"] == "ref_policy" and c["ref_reset_iters"]:
-        raise BadConfig("judge_path = 'ref_policy' with ref_reset_iters: the judge would change "
-                        f"with the reference; type --judge_path={c['policy_path']}")
 
 
 def uses_reward_model(terms):

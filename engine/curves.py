@@ -9,7 +9,7 @@ import math
 import os
 
 from errors import BadConfig, BadInput, first_line
-from formats import check_writable
+from folders import check_writable
 
 
 def read_runs(folders, key="runs"):

@@ -62,7 +62,7 @@ def kl_of_best_of(n):
 
 def majority(answers):
     """
-    The place in `answers` (texts, as rewards.final_answer returns them) of the answer that most of
+    The place in `answers` (texts, as answers.final_answer returns them) of the answer that most of
     them give; None if there is none. An answer joins the first class whose first member is the same
     (same_answer: 0.5 and 1/2 are). Of classes of one size that wins whose first member came first.
 

@@ -3,8 +3,8 @@ How a language model judges: what it is asked about a prompt and a response, and
 its answers. What becomes of their logits is in rewards.py.
 
 The question is a template, a text with fields in braces. {prompt} and {response} are filled in, and
-where the template names them {answer}, the row's, and {principle}, one line of a file of them. Its
-first line may name the answers, best first; without such a line they are A and B:
+where the template names it {answer}, the row's. Its first line may name the answers, best first;
+without such a line they are A and B:
 
     answers: A B C
     Question: {prompt}
@@ -22,9 +22,9 @@ import torch
 
 from data import naming
 from folders import read_text, same_folder
-from engine.reading import as_dialogue
+from engine.tokenizers import joined
 from errors import BadInput, shorten
-from formats import where_is
+from rows import where_is
 from model import at_least_float32
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
@@ -38,38 +38,31 @@ TEMPLATES = dict(
     rubric="answers: A B C D E F G H I J\n" + SHOWN + "Grade the answer from 10 down to 1.\n"
            + "".join(f"{letter}: {10 - i}, {GRADES[i]}\n" for i, letter in enumerate("ABCDEFGHIJ"))
            + REPLY,
-    principle=SHOWN + "Does the answer keep to this principle?\n{principle}\nA: yes\nB: no\n"
-              + REPLY,
     compare="Below are a question and two answers to it.\n\n[Question]\n{prompt}\n\n"
             "[First answer]\n{first}\n\n[Second answer]\n{second}\n\n"
             "Which answer is better?\nA: the first one\nB: the second one\n" + REPLY,
 )
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")  # {{name}} is the letters {name}
-KNOWN = "prompt", "answer", "principle"  # the fields of every template, beside those of responses
+KNOWN = "prompt", "answer"  # the fields of every template, beside those of responses
 
 
 class Judge:
     """
     A frozen language model that answers the question of a template with one of a few tokens. It
     is called like a reward model: its scalar at a token is the log-odds of the answers behind it.
-    answers: the ids of their tokens, best first; principles: at least one, which may be "".
+    answers: the ids of their tokens, best first.
     """
 
-    def __init__(self, model, tokenizer, path, judge_template="yes_no", judge_principles="",
-                 judge_format="auto", responses=("response",)):
+    def __init__(self, model, tokenizer, path, judge_template="yes_no", responses=("response",)):
         """
-        path: the model's, for messages. The next three arguments are keys of ppo.py. responses:
-        the fields that the template must have for what is judged. Raises BadInput.
+        path: the model's, for messages. judge_template: the key. responses: the fields that the
+        template must have for what is judged. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
-        if judge_format == "chat" and not tokenizer.template:
-            raise BadInput(f"judge_format = 'chat', but the tokenizer of {path} has no chat "
-                           "template; type --judge_format=plain")
-        self.chat = bool(tokenizer.template) and judge_format != "plain"
+        self.chat = bool(tokenizer.template)
         self.text, self.words = self.read_template(judge_template)
-        self.principles = self.read_principles(judge_principles)
         self.opening = []  # ids behind each question
         self.answers, self.opening = self.find_answers()
 
@@ -79,20 +72,18 @@ class Judge:
         return log_odds(logits[:, self.answers])
 
     @property
-    def whole_fingerprint(self):
+    def fingerprint(self):
         """Differs where a response is judged in another way."""
-        settings = [self.tokenizer.whole_fingerprint, self.text, self.words, self.principles,
-                    self.chat]
+        settings = [self.tokenizer.fingerprint, self.text, self.words]
         return hashlib.blake2b(json.dumps(settings).encode()).hexdigest()
 
     @property
     def in_words(self):
         """A line that says how it judges."""
         how = "in its own chat template" if self.chat else "as plain text"
-        count = f", {len(self.principles)} principles" if len(self.principles) > 1 else ""
         answers = ", ".join(f"{word} (token {i})"
                             for word, i in zip(self.words, self.answers, strict=True))
-        return f"judge {self.path}: it reads {self.name} {how}{count}; its answers: {answers}"
+        return f"judge {self.path}: it reads {self.name} {how}; its answers: {answers}"
 
     # the template
 
@@ -126,22 +117,6 @@ class Judge:
         self.fields = fields
         return text, words
 
-    def read_principles(self, file):
-        """The lines of a file that are not blank; [""] without one. Raises BadInput."""
-        if bool(file) != ("principle" in self.fields):
-            raise BadInput(f"{self.name} has no {{principle}} for those of judge_principles; type "
-                           "--judge_template=principle" if file else
-                           f"{self.name} has the field {{principle}}; type "
-                           "--judge_principles=FILE, a text with one principle a line")
-        if not file:
-            return [""]
-        if not os.path.isfile(file):
-            raise BadInput(f"judge_principles {file!r} is no file")
-        principles = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-        if not principles:
-            raise BadInput(f"judge_principles {file!r} is empty; write one principle a line")
-        return principles
-
     # text -> ids
 
     def find_answers(self):
@@ -168,47 +143,47 @@ class Judge:
         """The ids of a question, which are `ids` alone, and of an answer behind it."""
         if not self.chat:
             return self.encode_text(text + word)
-        more = self.tokenizer.encode_whole([dict(role="user", content=text),
-                                            dict(role="assistant", content=word)])
+        more = self.tokenizer.chat_ids([dict(role="user", content=text),
+                                        dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
-        return ids + self.tokenizer.encode(word)  # a turn that is there is written otherwise
+        # a turn that is there is written in another way
+        return ids + self.tokenizer.encode_texts([word])[0]
 
     def encode_text(self, text):
         """Ids of a filled template: a user's message in a chat, up to where the answer begins."""
-        if self.chat:
-            return self.tokenizer.encode_chat([dict(role="user", content=text)]) + self.opening
-        return self.tokenizer.encode_prompt(text) + self.opening
+        prompt = [dict(role="user", content=text)] if self.chat else text
+        return self.tokenizer.encode_prompts([prompt])[0] + self.opening
 
-    def encode(self, row, responses, principle=""):
+    def encode(self, row, responses):
         """
         The ids of the question about one response (or two) to the prompt of a row of data. Where
         they are more than the judge's context, the responses lose their ends: one odd response
         must not stop a run. Raises BadInput where the rest alone is longer.
         """
-        ids = self.encode_whole(row, responses, principle)
+        ids = self.encode_whole(row, responses)
         limit = self.model.max_positions
         if len(ids) <= limit:
             return ids
-        least = len(self.encode_whole(row, [""] * len(responses), principle))
+        least = len(self.encode_whole(row, [""] * len(responses)))
         if least > limit:
             raise BadInput(f"the question to the judge has {least} tokens without the response, "
                            f"and its context {limit}; shorten the prompt or the template")
         while len(ids) > limit:
             share = (limit - least) / (len(ids) - least)
             responses = [text[:int(share * (len(text) - 1))] for text in responses]
-            ids = self.encode_whole(row, responses, principle)
+            ids = self.encode_whole(row, responses)
         return ids
 
-    def encode_whole(self, row, responses, principle=""):
+    def encode_whole(self, row, responses):
         """encode, of however many tokens."""
-        dialogues = [as_dialogue(row["prompt"], text) for text in responses]
+        dialogues = [joined(row["prompt"], text) for text in responses]
         asked = row["prompt"]
         if not isinstance(asked, str):
             asked = as_text(dialogues[0][:-1])
         texts = [dialogue[-1]["content"] for dialogue in dialogues]
         return self.encode_text(fill(self.text, dict(
-            prompt=asked, principle=principle, answer=str(row.get("answer")),
+            prompt=asked, answer=str(row.get("answer")),
             **dict(zip(self.responses, texts, strict=True)))))
 
     def check_rows(self, rows, path, new_tokens, drop=False):
@@ -218,9 +193,8 @@ class Judge:
         whose prompt is too long are taken out of `rows`. Returns how many were.
         """
         limit, kept = self.model.max_positions - new_tokens * len(self.responses), []
-        principle = max(self.principles, key=len)
         empty = [""] * len(self.responses)
-        more = len(self.encode_whole(dict(prompt="", answer=""), empty, principle))
+        more = len(self.encode_whole(dict(prompt="", answer=""), empty))
         for number, row in enumerate(rows):
             if "answer" in self.fields and row.get("answer") is None:
                 raise BadInput("{}, row {}: ".format(*where_is(rows, path, number))
@@ -229,7 +203,7 @@ class Judge:
             length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
             if length > limit:
                 with naming(*where_is(rows, path, number)):
-                    length = len(self.encode_whole(row, empty, principle))
+                    length = len(self.encode_whole(row, empty))
             if length <= limit:
                 kept.append(number)
             elif not drop:
@@ -294,11 +268,7 @@ def as_text(messages):
 
 
 def judged_by_reference(config):
-    """
-    Whether the judge is the reference policy, whose weights are there already. One that is reset
-    now and then is no judge: a judge stays as it is.
-    """
+    """Whether the judge is the reference policy, whose weights are there already."""
     reference = config.get("ref_path") or config["policy_path"]
     path = config["judge_path"]
-    same = path == "ref_policy" or same_folder(path, reference)
-    return same and not config.get("ref_reset_iters")
+    return path == "ref_policy" or same_folder(path, reference)

@@ -16,21 +16,15 @@ epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0.
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-# in which dtype finished models are saved; auto = 16 bits where the model that a run starts from
-# was saved so, else float32. Checkpoints keep every bit
-save_dtype = "auto"  # of the files [auto | float32 | bfloat16 | float16]
 sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
 # where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = log.jsonl alone; each must be installed
-# time/mfu and its like are shares of this peak: they say where the time goes, and what is possible
-peak_tflops = 0.0  # of one rank's device; 0 = as known of the GPU, or measured, in 20 ms [>= 0]
 
 # chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
 # a reward model of another folder reads with its own template
 chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
 template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
 system_prompt = ""  # the system message of chats that have none
-chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: of the first start
 
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
@@ -42,7 +36,9 @@ deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat sl
 # apart and may round differently: then the ratio of an iteration's first step is 1 to rounding, and
 # no longer to the last bit
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
-timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
+# seconds after which waiting for a lost rank is an error; with roles ranks wait for those of
+# another one: so longer than the longest iteration, its evaluation and checkpoint included
+timeout = 600  # [1..1000000]
 
 # memory; these two change no result
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
@@ -50,7 +46,7 @@ head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
-# reward in rm.py. engine/placement.py says what can be combined
+# reward in rm.py. engine/places.py says what can be combined
 zero_stage = ""  # 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
 offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
 lora = ""  # RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model

@@ -19,37 +19,34 @@ import torch.distributed as dist
 
 import errors
 import parallel
-from engine import report, together
-from engine.crew import Crew, parse_roles
+from engine import report, roles, together
 from engine.trackers import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
-crew = None  # how this rank talks to ranks of other roles; None where all ranks train
 
 
 # --------------------------------------------------------------------------------------------------
 # start
 
 
-def init(device, timeout, deterministic=False, roles=""):
+def init(device, timeout, deterministic=False, layout=""):
     """
     A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
-    is an error. deterministic: on GPUs, only kernels that give the same bits every time. roles: how
-    many ranks train, generate and score, see engine/crew.py. From here on SIGTERM and SIGINT are
-    requests, see stop_asked. Returns rank, world_size, torch.device. Raises BadConfig or BadInput
-    if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
+    is an error. deterministic: on GPUs, only kernels that give the same bits every time. layout:
+    how many ranks train, generate and score, see engine/roles.py. From here on SIGTERM and SIGINT
+    are requests, see stop_asked. Returns rank, world_size, torch.device. Raises BadConfig or
+    BadInput if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
-    global crew
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_torchrun()
     rank = int(os.environ.get("RANK", 0))  # torchrun sets these variables
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ranks = parse_roles(roles, world_size)
+    ranks = roles.parse_roles(layout, world_size)
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
@@ -58,7 +55,7 @@ def init(device, timeout, deterministic=False, roles=""):
         join(rank, world_size, device, timeout, bound=not ranks)
     if ranks:
         with meeting(timeout):
-            crew = Crew(ranks, rank, timeout, lambda: signalled_at is not None)
+            roles.begin(ranks, rank, timeout, lambda: signalled_at is not None)  # COLLECTIVE
     return rank, world_size, device
 
 
@@ -169,9 +166,7 @@ def stop_asked():
     Whether this rank has been asked to stop, or one of another role; cheap, for loops that can be
     left early.
     """
-    if parallel.beat:
-        parallel.beat()
-    return signalled_at is not None or crew is not None and crew.stop_wanted
+    return signalled_at is not None or "stop" in roles.heard
 
 
 def stop_agreed():
@@ -188,9 +183,9 @@ def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
     finish_trackers()
     if dist.is_initialized():
-        parallel.beat = None
         gpus = [torch.cuda.current_device()] if wire().type == "cuda" else None
-        collective(dist.barrier, device_ids=gpus)
+        with parallel.everyone():
+            collective(dist.barrier, device_ids=gpus)
         dist.destroy_process_group()
         if not dist.is_initialized():
             atexit.register(end)
@@ -291,5 +286,5 @@ def torn(error):
     """
     words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
     if dist.is_initialized() and re.search(words, str(error), re.I):
-        return lost(error)
+        return lost(error, parallel.others)
     return None

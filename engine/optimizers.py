@@ -31,7 +31,7 @@ FLOOR = 2.0**20
 
 def make_optimizer(model, place, lr, betas, eps, weight_decay):
     """
-    The optimizer of a model's trained parameters, as its Place says (engine/placement.py).
+    The optimizer of a model's trained parameters, as its Place says (engine/places.py).
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights.

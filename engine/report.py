@@ -39,13 +39,9 @@ def summarize(batch, prefix, reward_names=()):
     if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
         figures["accuracy"] = batch["accuracy"].mean()
         figures["thinks"] = batch["thinks"].mean()
-    if "reward/demonstration" in batch:
-        figures["reward/demonstration"] = mean_of(batch["reward/demonstration"])
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
-    if "reward_model_std" in batch:  # an ensemble: how far its models are apart
-        figures["reward_model_std"] = batch["reward_model_std"].mean()
     return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
 
 
@@ -180,15 +176,14 @@ PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362,
 
 def peak_flops(config, device):
     """
-    The most floating-point operations a second of one rank's device: the key peak_tflops, or, in 16
-    bits, what is known of this GPU, or else what it does in a large matrix product.
+    The most floating-point operations a second of one rank's device: in 16 bits what is known of
+    this GPU, else what it does in a large matrix product.
     """
     known = 0
     if device.type == "cuda" and config["dtype"] in ("bfloat16", "float16"):
         words = torch.cuda.get_device_name(device).replace("-", " ").split()
         known = next((peak for name, peak in PEAK_TFLOPS.items() if name in words), 0)
-    given = 1e12 * (config["peak_tflops"] or known)
-    return given or measured_flops(getattr(torch, config["dtype"]), device)
+    return 1e12 * known or measured_flops(getattr(torch, config["dtype"]), device)
 
 
 def measured_flops(dtype, device):
@@ -280,21 +275,14 @@ COLUMNS = {  # of an iteration's line: name -> metric, format
 
 def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, the seconds of its phases and the
-    share of the peak that each has reached, its speed and memory, and how long the rest will take.
+    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, its
+    speed and memory, and how long the rest will take.
     start: the iteration at which this process began; done: how many are done; began: when, in
     seconds of time.time.
     """
     columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
                if metric in record]
-    phases = []
-    for phase in ("rollout", "score", "update"):
-        share = record.get(f"time/{phase}_mfu")
-        share = "" if share is None else f" ({share:.0%})"
-        phases.append(f"{phase} {record[f'time/{phase}']:.1f}s{share}")
-    busy = [f"{name[5:-5]} {share:.0%}" for name, share in record.items() if name.endswith("_busy")]
-    if busy:
-        columns.append("busy: " + " ".join(busy))
+    phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")]
     left = (time.time() - began) / (done - start) * (max_iters - done)
     return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases),
                        speed_words(record), f"eta {left:.0f}s"])

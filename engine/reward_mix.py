@@ -40,13 +40,7 @@ from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten, war
 # the key reward_functions
 
 # the fields that a reward reads from a row of the data
-NEEDS = {"accuracy": ("answer",), "math": ("answer",), "countdown": ("numbers", "target"),
-         "code": ("tests",)}
-
-
-def is_list_of_counts(x):
-    """Whether x is a list of integers from 0 on, and not empty."""
-    return isinstance(x, list) and x and all(type(n) is int and n >= 0 for n in x)
+NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}
 
 
 def is_number(x):
@@ -58,8 +52,6 @@ def is_number(x):
 FIELDS = {
     "answer": (lambda x: is_number(x) or isinstance(x, str) and x.strip(),
                "a number, or a string that is not blank"),
-    "numbers": (is_list_of_counts, "a list of integers >= 0"),
-    "target": (lambda x: type(x) is int, "an integer"),
 }
 
 

@@ -10,27 +10,26 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 
+import errors
 import parallel
-from data import batch_rows
-from engine import build, launch
+from engine import launch, roles
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.judging import judged_by_reference
 from engine.optimizers import overflowed
-from engine.placement import copy_weights, held, sharded
+from engine.placement import held, sharded
 from engine.report import (flops_a_token, importance_of, peak_flops, print_models, print_samples,
                            progress, samples_of, speed)
 from engine.reward_mix import files_of
-from engine.run_folder import content_hash, data_hashes, fingerprint, open_run
+from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
-from engine.together import agree, alone, digest, patience
+from engine.together import agree
 from engine.trackers import start_trackers
-from errors import BadConfig, Lost, Stop
+from errors import Lost, Stop
 from loss import gap, gap_limit
 
 # a run that goes on must have these keys as they were
@@ -38,6 +37,7 @@ MUST_MATCH = ("seed", "batch_size", "group_size", "lora", "share_base", "value_i
               "ref_path", "staleness")
 # with staleness > 0 also these: the checkpoint has batches that were sampled with them
 MUST_MATCH_AHEAD = ("max_new_tokens",)
+SAMPLES = 16  # of each evaluation, in samples.jsonl
 
 
 def ranks_agree(config, models, tokenizers):
@@ -51,46 +51,14 @@ def ranks_agree(config, models, tokenizers):
     weights = {f"the weights of {name}": fingerprint(model)
                for name, model in held(models).items()}
     same = config | contents
-    same |= {"the tokenizers": [t.whole_fingerprint for t in tokenizers if t is not None]}
-    if launch.crew is None:
+    same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
+    if not roles.ranks:
         agree(same | weights)  # COLLECTIVE
         return
     with parallel.everyone():
         agree(same)  # COLLECTIVE
-    agree_on_files(config, models)  # COLLECTIVE
-    launch.crew.start()
     agree(weights)  # COLLECTIVE
-
-
-def agree_on_files(config, models):
-    """
-    A collective of ranks with roles: raise BadConfig, on all of them, unless the models that a role
-    has loaded come from files with the contents that rank 0 sees. Within a role their weights are
-    compared, so its first rank reads the files for all.
-    """
-    crew = launch.crew
-    names = ["policy", "ref", "reward", "judge"] if crew.rank == 0 else build.holds(config)
-    if "ref" in names and "ref_policy" in models and not config["ref_path"]:
-        names = [*names, "policy"]
-    keys = ["policy_path"] + ["ref_path"] * bool(config["ref_path"])
-    keys += ["reward_path"] * ("reward_model" in models)
-    keys += ["judge_path"] * ("judge" in models and not judged_by_reference(config))
-
-    def read():
-        return {key: content_hash(config[key]) for key in keys
-                if key.removesuffix("_path") in names}
-
-    crew.hashes = alone(read)  # COLLECTIVE
-    mine = torch.tensor([digest(crew.hashes[key]) if key in crew.hashes else 0 for key in keys],
-                        device=parallel.wire())
-    with parallel.everyone(), patience():
-        everyones = torch.stack(parallel.all_gather(mine))  # COLLECTIVE: (ranks, keys)
-    differs = (everyones != everyones[0]) & (everyones != 0)
-    if differs.any():
-        rank, number = differs.nonzero()[0].tolist()
-        key = keys[number]
-        raise BadConfig(f"{crew.name_of([rank])}, has read other files in {key} = {config[key]!r} "
-                        "than rank 0 has there; give all hosts the same models")
+    errors.leaving = roles.fail_and_leave  # from now on the roles tell each other their errors
 
 
 class Run:
@@ -99,13 +67,12 @@ class Run:
     of those that are trained. prompts: (training prompts, held-out prompts), lists of token ids.
     state: what the loop carries from one iteration to the next beside weights and optimizers, as
     plain numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
-    policy's moving average or None. ptx: of PPO-ptx, its rows and [(ids, trained), ...] of them.
+    policy's moving average or None.
 
     Opens the run's folder and, where it has a checkpoint, loads that.
     """
 
-    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None,
-                 ptx=((), ())):
+    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None):
         self.config, self.models, self.optimizers = config, held(models), optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
@@ -121,7 +88,7 @@ class Run:
             sources.append("reward_path")
         if "judge" in models and not judged_by_reference(config):
             sources.append("judge_path")
-        sources += [key for key in ("judge_template", "judge_principles")
+        sources += [key for key in ["judge_template"]
                     if os.path.isfile(config[key])]
         if config["ref_path"]:
             sources.append("ref_path")
@@ -130,23 +97,11 @@ class Run:
         must_match = [key for key in MUST_MATCH if key in config] + sources
         must_match += MUST_MATCH_AHEAD if config["staleness"] else ()
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            self.out_dir, config, must_match, sources, token_ids=prompts[0],
-            known=launch.crew.hashes if launch.crew else {})
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
-                     ref_is_saved=False)
+            self.out_dir, config, must_match, sources, token_ids=prompts[0])
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = fresh | state | (saved or {})
-        self.saved = dict(self.trained)  # in checkpoints
-        if "ref_policy" in models and (config["ref_reset_iters"] or self.state["ref_is_saved"]):
-            self.saved["ref_policy"] = models["ref_policy"]
-        scorers_save = "ref_policy" in self.saved.keys() - self.models.keys()
-        self.saved_by_scorers = partial(self.ask_scorers, "save") if scorers_save else None
         if self.checkpoint:
-            there = held(self.saved) if self.state["ref_is_saved"] else self.trained
-            load_checkpoint(self.checkpoint, there, optimizers, ema)  # COLLECTIVE
-            if scorers_save and self.state["ref_is_saved"]:
-                self.ask_scorers("load", self.checkpoint)  # COLLECTIVE
-        self.state["ref_is_saved"] = "ref_policy" in self.saved
-        self.saved = held(self.saved)
+            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
         start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
 
@@ -155,13 +110,11 @@ class Run:
         self.forward_flops = {name: flops_a_token(model) for name, model in self.models.items()}
         self.training_flops = sum(flops_a_token(model, trained=True)
                                   for model in self.trained.values())
-        self.ptx_flops = flops_a_token(models["policy"], trained=True)
-        self.ptx = ptx
         self.frozen_checksums = {}  # filled by the first audit
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
         self.policy_reads = True  # a batch before its update; grpo.py may do without
         self.batches = None  # batches.Batches, which sets it
-        self.age = 0  # how many updates ago the policy was that has sampled the iteration's batch
+        self.batch_age = 0  # how many updates ago the policy was that has sampled the batch
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
 
@@ -172,7 +125,7 @@ class Run:
         batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
         print_models(self.models)
         ranks = f"{self.world_size} rank(s)"
-        if launch.crew:
+        if roles.ranks:
             ranks = f"ranks with roles ({self.config['roles']})"
         print(f"{ranks} on {self.device.type}, {self.config['dtype']}, "
               f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
@@ -198,40 +151,15 @@ class Run:
 
     def begin(self, iteration):
         """A collective when the audit is due: begin an iteration, and count its seconds."""
-        self.iteration, self.age = iteration, 0
+        self.iteration, self.batch_age = iteration, 0
         self.enter("audit")
         self.times.clear()
         if self.audit_is_due():
             audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
-            if launch.crew:  # and so do the other roles
-                launch.crew.post(do="audit", iteration=iteration)
 
     def audit_is_due(self, iteration=None):
         iteration = self.iteration if iteration is None else iteration
         return iteration % self.config["sync_check_interval"] == 0 or iteration == self.start
-
-    def reset_is_due(self, iteration):
-        """Whether an iteration behind the first one begins with the policy as its new reference."""
-        every = self.config["ref_reset_iters"]
-        last = iteration == self.config["max_iters"]  # then its KL shall still be measured
-        return every > 0 and iteration % every == 0 and not last
-
-    def reset_reference_if_due(self):
-        """
-        A collective when it is due: the reference becomes the policy as it is now. That is before
-        the iteration's evaluation and checkpoint: a run that is stopped within the iteration does
-        the same once more.
-        """
-        self.ref_is_policy = not self.config["ref_path"] if self.iteration == 0 else (
-            self.reset_is_due(self.iteration))
-        if self.ref_is_policy and self.iteration > 0:
-            if self.saved_by_scorers:  # then they hold it
-                batches = self.batches
-                batches.send_reference()  # COLLECTIVE
-                return
-            copy_weights(self.models["policy"], self.models["ref_policy"])  # COLLECTIVE
-            self.frozen_checksums = {key: x for key, x in self.frozen_checksums.items()
-                                     if key[0] != "ref_policy"}
 
     # checkpoints, and requests to stop
 
@@ -250,18 +178,8 @@ class Run:
         self.enter("checkpoint")
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
-            self.out_dir, self.iteration, self.saved, self.optimizers, self.state, self.tokenizer,
-            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save(),
-            self.saved_by_scorers)
-
-    def ask_scorers(self, what, folder):
-        """
-        A collective: ranks that score save or load the reference that is reset, which they hold, in
-        a checkpoint's folder. Returns {file: its bytes} of what they have saved.
-        """
-        crew = launch.crew
-        job = crew.post(do=what, folder=folder)
-        return crew.receive(job, "score")[1]["files"]  # COLLECTIVE
+            self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
+            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save())
 
     def save_as(self, name):
         """A collective: save the policy as it is now as out_dir/name."""
@@ -280,8 +198,7 @@ class Run:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
         self.threads.shutdown(wait=False, cancel_futures=True)
-        if launch.crew:
-            launch.crew.leave()
+        roles.end()
         launch.finish()  # COLLECTIVE
         sys.exit(0)
 
@@ -325,15 +242,15 @@ class Run:
 
         The sampler's gap in 16 bits is an exception. It is other kernels that compute there, and
         how far their rounding goes depends on how deep the model is: no limit suits all models. So
-        a large gap is said once, and stops the run only beyond the key sampler_gap_limit.
+        a large gap is said once, and does not stop the run.
         """
-        if self.age and (what == "the sampler" or not self.config["importance_cap"]):
+        if self.batch_age and (what == "the sampler" or not self.config["importance_cap"]):
             return parallel.all_reduce_max(worst_gap).item()  # COLLECTIVE
         dtype, limit = self.config["dtype"], gap_limit(self.config["dtype"],
                                                        self.config["temperature"])
         if what != "the sampler" or dtype not in ("bfloat16", "float16"):
             return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
-        stop = self.config["sampler_gap_limit"] or math.inf
+        stop = math.inf
         worst = must_agree(worst_gap, stop, what, self.iteration, self.models)  # COLLECTIVE
         if worst > limit and not self.gap_said:
             self.gap_said = True
@@ -341,7 +258,7 @@ class Run:
                 print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
                       f"training forward by {worst:.2g} nats a token (rounding is mostly below "
                       f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
-                      "corrects for it, and --sampler_gap_limit=... would stop the run",
+                      "corrects for it",
                       flush=True)
         return worst
 
@@ -350,14 +267,14 @@ class Run:
         A collective: add what the models say of each response token to the batch. columns: {name:
         (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
         log-probs must be the same, and where the reference is the policy as it is now (in iteration
-        0, and after a reset), the reference's, too; returns the sampler's gap, in nats.
+        0), the reference's, too; returns the sampler's gap, in nats.
         """
         batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
         check_finite({name: batch[name] for name in columns}, self.iteration)
         if "old_logprobs" not in columns:
             return None
         others = dict(sampler_logprobs="the sampler")
-        if self.ref_is_policy and "ref_logprobs" in batch:
+        if self.iteration == 0 and not self.config["ref_path"] and "ref_logprobs" in batch:
             others["ref_logprobs"] = "the reference"
         gaps = [self.must_agree(  # COLLECTIVE
             self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
@@ -370,7 +287,7 @@ class Run:
         between the policy of now and the one that sampled. Otherwise the policy of now is read; and
         so it is with importance_cap, which weighs the one against the other.
         """
-        if self.age and not self.config["importance_cap"]:
+        if self.batch_age and not self.config["importance_cap"]:
             batch["old_logprobs"] = batch["sampler_logprobs"]
 
     @property
@@ -389,16 +306,14 @@ class Run:
     def log_evaluation(self, record, batch, rows, reward_names):
         """
         A collective: print the figures of an evaluation and two of its samples, and append
-        samples_to_log of them to samples.jsonl.
+        SAMPLES of them to samples.jsonl.
         """
-        n = self.config["samples_to_log"]
-        samples = samples_of(batch, rows, self.tokenizer, self.iteration, max(n, 2), reward_names)
+        samples = samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES, reward_names)
         if self.rank == 0:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
             print_samples(samples[:2])
-        if n > 0:
-            write_samples(self.out_dir, samples[:n])  # COLLECTIVE
+        write_samples(self.out_dir, samples)  # COLLECTIVE
 
     def say_nothing_learnt(self, batch, flat):
         """Say why GRPO has taken no step. flat: which groups have equal scores, (groups,)."""
@@ -424,9 +339,7 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, record["policy/steps"])
             if self.config["staleness"]:
-                record["policy/staleness"] = self.age
-            if launch.crew:
-                record |= launch.crew.shares()
+                record["policy/staleness"] = self.batch_age
             record |= importance_of(batch, self.config["importance_cap"])
             if self.reward_model:
                 record["objective/score_shift"] = self.reward_model.score_shift
@@ -435,44 +348,21 @@ class Run:
             done, max_iters = self.iteration + 1, self.config["max_iters"]
             print(progress(record, self.start, done, max_iters, self.began), flush=True)
 
-    def ptx_tokens(self, steps):
-        """How many tokens the texts of PPO-ptx had in the first `steps` steps of the iteration."""
-        (rows, examples), c = self.ptx, self.config
-        first = self.iteration * c.get("ppo_epochs", 0) * c["num_minibatches"]
-        picked = [i for number in range(first, first + steps if examples else first)
-                  for i in batch_rows(c["seed"], number, c["ptx_batch_size"], rows.mix)]
-        return sum(len(examples[i][0]) for i in picked)
-
     def speed(self, batch, steps):
         """
-        How fast the iteration was, without the seconds of evaluation and checkpoint, and how fast
-        its phases were: in the rollout the policy samples; in "score" all models read what it
-        sampled (the policy, if it must); in the update the trained ones read it again in each pass.
-        steps: how many optimizer steps that were; in each the policy learns texts of PPO-ptx, too.
-        A phase that other ranks do, or that was done in an earlier iteration, has no figures of its
-        own: its seconds here are those of waiting.
+        How fast the iteration was, without the seconds of evaluation and checkpoint: in the rollout
+        the policy samples; then all models read what it sampled (the policy, if it must); in the
+        update the trained ones read it again in each pass, of which steps / num_minibatches were
+        made. The texts of PPO-ptx are not counted.
         """
-        roles = launch.crew.ranks if launch.crew else {"train": range(self.world_size)}
-        ranks = sum(map(len, roles.values()))
-        elsewhere = {"rollout": "generate" in roles or self.config["staleness"] > 0,
-                     "score": "score" in roles}
+        ranks = sum(map(len, roles.ranks.values())) or self.world_size
         sampled, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
         passes = steps / self.config["num_minibatches"]
         readers = sum(flops for name, flops in self.forward_flops.items()
                       if name != "policy" or self.policy_reads)
-        work = dict(rollout=(sampled, read * self.forward_flops["policy"]),  # tokens, operations
-                    score=(read, read * readers),
-                    update=(passes * read, passes * read * self.training_flops
-                            + self.ptx_tokens(steps) * self.ptx_flops))
+        flops = read * (self.forward_flops["policy"] + readers + passes * self.training_flops)
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        record = speed(self.device, sampled, sum(flops for _, flops in work.values()), seconds,
-                       self.peak, ranks)
-        for phase, (tokens, flops) in work.items():
-            if not elsewhere.get(phase):
-                record[f"time/{phase}_tokens_per_second"] = tokens / self.times[phase]
-                record[f"time/{phase}_mfu"] = flops / (
-                    self.times[phase] * self.peak * self.world_size)
-        return record
+        return speed(self.device, sampled, flops, seconds, self.peak, ranks)
 
     def finish(self):
         """A collective: save what the run was for, and leave together with the other ranks."""
@@ -483,8 +373,7 @@ class Run:
         if "value_model" in self.models:
             save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer,
                        self.config)  # COLLECTIVE
-        if launch.crew:
-            launch.crew.leave()
+        roles.end()
         if self.rank == 0:
             print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
                   "it, tools/page.py to see the run")

@@ -10,12 +10,9 @@ A run must not begin in a folder
 Each of these ends the program with one line, and no file in the folder is changed.
 """
 import contextlib
-import datetime
 import fcntl
-import functools
 import glob
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -31,26 +28,25 @@ from folders import model_folders, read_json, several_paths
 from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, from_rank, name_ranks, ranks_where
+from engine.together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
-from formats import raw_rows, sources_of
+from rows import files_of, sources_of
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=(), known=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=()):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. known: {key: hash} of sources that were read before. Returns (folder,
-    state) of the checkpoint to resume from, or (None, None) to begin, the same on all ranks. Raises
-    BadInput.
+    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
+    (None, None) to begin, the same on all ranks. Raises BadInput.
     """
-    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids, known))
+    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     for _ in range(SEEN_WAIT):
@@ -76,15 +72,15 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), known=()):
 # taking the folder
 
 
-def take(out_dir, config, sources, token_ids, known=()):
+def take(out_dir, config, sources, token_ids):
     """
     On rank 0: make out_dir and lock it. Raises BadInput. Returns
     hashes: {key: hash of the content} of what the run starts from;
     made: the folders that did not exist before, the deepest one first;
     token: the name of a new, empty folder in out_dir, for the other ranks to look for.
     """
-    hashes = {key: known[key] if key in known else
-              (data_hash if key in DATA_KEYS else content_hash)(config[key]) for key in sources}
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+              for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     made, parent = [], os.path.abspath(out_dir)
     try:
@@ -256,7 +252,7 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
             if sha and known.get(key, sha) != sha:
                 raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
                                "become now: its chat template, template_kwargs, system_prompt, "
-                               "chat_date, limits of length or libraries were other ones; restore "
+                               "limits of length or libraries were other ones; restore "
                                "them, or choose another --out_dir")
         elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
@@ -288,22 +284,8 @@ def data_hashes(*specs):
 
 def data_hash(spec):
     """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
-    hashes = []
-    for path, _ in sources_of(spec):
-        if path.startswith("hf:"):
-            hashes.append(hub_hash(path))
-        else:
-            hashes.append(sha256(path))
+    hashes = [sha256(path) for source, _ in sources_of(spec) for path in files_of(source)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-@functools.cache  # the rows are many, and both the ranks and the run's folder compare the hash
-def hub_hash(path):
-    """sha256 of the rows of a data set of the hub."""
-    rows = hashlib.sha256()
-    for _, row in raw_rows(path):
-        rows.update(json.dumps(row, default=str).encode())
-    return rows.hexdigest()
 
 
 def content_hash(path):
@@ -333,34 +315,6 @@ def hash_of_ids(sequences):
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(ids if isinstance(ids, array) else array("i", ids))
     return digest.hexdigest()
-
-
-def fix_chat_date(config):
-    """
-    A collective: set config["chat_date"], if it is empty, to the date of the run's first start,
-    which config.json in its folder has kept. Today, if this is the first one. It stands right
-    behind launch.init: a rank that failed between the two would be waited for.
-    """
-    if config["chat_date"]:
-        return
-    out_dir = config["out_dir"]
-    folders = [out_dir, *reversed(list_checkpoints(out_dir) if os.path.isdir(out_dir) else [])]
-
-    def find():
-        for folder in folders:
-            with contextlib.suppress(BadInput):
-                date = read_json(os.path.join(folder, "config.json")).get("chat_date")
-                if date and isinstance(date, str):
-                    return date
-        return today()
-
-    with parallel.everyone():
-        config["chat_date"] = from_rank(find)
-
-
-def today():
-    """The date of this day, as "2026-01-31"."""
-    return datetime.date.today().isoformat()
 
 
 def fingerprint(model):

@@ -35,21 +35,30 @@ def split_copy(policy, dtype, device, n):
     first call, and kept with the policy. dtype: of its matrices; None: the policy's.
     """
     if "split" not in policy.__dict__:  # not an attribute that nn.Module would register
-        policy.__dict__["split"] = make_split(policy, dtype or policy.hf.dtype, device, n)
+        policy.__dict__["split"] = make_split(
+            policy, dtype or policy.hf.dtype, device, neighbours(device, n))
     copy_weights_into(policy.__dict__["split"], policy)  # COLLECTIVE
     return policy.__dict__["split"]
 
 
-def make_split(policy, dtype, device, n):
+def neighbours(device, n):
+    """A collective: what torch calls the n ranks that hold a copy together."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rank, size = parallel.rank_and_size()
+    groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
+    return DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
+
+
+def make_split(policy, dtype, device, mesh):
     """
-    A collective: a Model of the policy's architecture, of which each of n neighbouring ranks has
+    A Model of the policy's architecture, of which each of the neighbouring ranks in the mesh has
     its part, without weights. Raises BadConfig where transformers cannot split the model.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    config = policy.hf.config
+    config, n = policy.hf.config, mesh.size()
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
     if heads is not None and heads % n:
         raise BadConfig(f"generate_tp = {n} does not divide the {heads} heads of keys and values "
@@ -59,9 +68,6 @@ def make_split(policy, dtype, device, n):
     tables = [m for m in hf.modules() if isinstance(m, nn.Embedding)]
     for p in [p for p in hf.parameters() if p.dim() < 2] + [m.weight for m in tables]:
         p.data = p.data.to(policy.hf.dtype)  # autocast does not round these
-    rank, size = parallel.rank_and_size()
-    groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
-    mesh = DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
     try:
         plan, *_ = hf._resolve_parallel_plans(DistributedConfig(tp_size=n))
         apply_tensor_parallelism(hf, mesh, plan)

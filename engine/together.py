@@ -82,14 +82,10 @@ def patience():
         return
     group, wait = parallel.group or dist.group.WORLD, usual_wait
     group.set_timeout(max(wait, datetime.timedelta(seconds=PATIENCE)))
-    if parallel.beat:  # so long ranks of other roles wait for a sign of life
-        parallel.beat(PATIENCE)
     try:
         yield
     finally:
         group.set_timeout(wait)
-        if parallel.beat:
-            parallel.beat(wait.total_seconds())
 
 
 # --------------------------------------------------------------------------------------------------

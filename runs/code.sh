@@ -3,12 +3,12 @@
 # Data -> SFT -> GRPO -> a table and a picture.
 #   bash runs/code.sh [seed]
 # Every step is a command that you could type yourself; it is printed before it runs.
-source "$(dirname "${BASH_SOURCE[0]}")/seed.sh" "$@"
 if ! command -v bwrap >/dev/null; then
     echo "code.sh: bwrap is missing, and model-written code runs nowhere else;" \
          "on Debian and Ubuntu: apt install bubblewrap" >&2
     exit 2
 fi
+takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 pin_threads
 

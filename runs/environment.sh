@@ -6,6 +6,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+# A script that sets takes_seed may be given a seed and nothing else. It is looked at here, before
+# anything is installed.
+if [ -n "${takes_seed:-}" ]; then
+    seed="${1-1}"
+    # no 01 and no 20 digits: sft.py would refuse them, when the folders of an earlier run are gone
+    if [ $# -gt 1 ] || ! [[ "$seed" =~ ^(0|[1-9][0-9]{0,17})$ ]]; then
+        echo "$(basename "$0"): wanted a seed such as 2, given '$*'" >&2
+        exit 2
+    fi
+fi
 # Small operations are slow when two threads share a core: two threads, each on a core of its own.
 pin_threads() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"

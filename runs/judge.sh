@@ -11,7 +11,15 @@ case "$way" in
     labels | reward) ;;
     *) echo "judge.sh: wanted labels or reward, given '$way'" >&2; exit 2 ;;
 esac
-source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
+set -- "${1-1}"
+takes_seed=yes
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
+    echo "judge.sh: there is no out/arithmetic_sft of seed $seed; first:" \
+         "bash runs/quickstart.sh $seed" >&2
+    exit 2
+fi
+pin_threads
 # Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
 # with another seed the run would be refused.
 for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do

@@ -3,7 +3,7 @@
 # Data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
 #   bash runs/quickstart.sh [seed]
 # Every step is a command that you could type yourself; it is printed before it runs.
-source "$(dirname "${BASH_SOURCE[0]}")/seed.sh" "$@"
+takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 pin_threads
 

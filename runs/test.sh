@@ -12,7 +12,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 # when both are done.
 longest=(knobs roles reliability lora by_hand families two_machines zero tensor_parallel ppo grpo
          campaign compile sandbox sft_rm saving judge scores reward_models model
-         chats reference device off_policy tools explain seeing parallel readme)
+         memory tokenizers reference device off_policy tools explain seeing parallel readme)
 files=("${longest[@]/#/tests/test_}")
 files=("${files[@]/%/.py}")
 for file in tests/test_*.py; do

@@ -345,21 +345,12 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     return r
 
 
-def learned_score(c, rewards, row, r):
+def learned_score(c, reward, row, r):
     """
-    The reward model's number at the last token; of the text, if its tokenizer is another. Of
-    several, what an ensemble makes of their numbers (arXiv 2310.02743, with the deviation).
+    The reward model's number at the last token of the text, in its own tokenizer.
     """
-    ids = r.prompt + r.response
-    if c.reward_tokenizer != "tokenizer":
-        markers = MARKERS[c.reward_tokenizer]
-        ids = encode(row["prompt"], markers) + encode(r.text, markers) + [EOS] * r.finished
-    scores = [scalars(reward, ids)[-1].item() for reward in rewards]
-    if len(scores) > 1:
-        r.apart = statistics.pstdev(scores)
-    if c.reward_ensemble == "min":
-        return min(scores)
-    return mean(scores) - (c.reward_ensemble_coef * r.apart if c.reward_ensemble == "penalised" else 0)
+    ids = encode(row["prompt"] + r.text, MARKERS[c.reward_tokenizer]) + [EOS] * r.finished
+    return scalars(reward, ids)[-1].item()
 
 
 def letters(c, row, r):
@@ -388,33 +379,29 @@ def sometimes(batch):
 
 def center(c, models, rows, picked, seen):
     """
-    Each reward model's zero, where it does not say it, or shall not: the mean score of the
+    The reward model's zero, where it does not say it: the mean score of the
     responses that end, among those to the first iteration's prompts. picked: [(slot, row, which)].
     """
-    unknown = [reward for reward in models.reward or () if c.center_scores == "always" or
-               c.center_scores == "auto" and not reward.zero_is_said]
-    if not unknown:
+    reward = models.reward
+    if reward is None or reward.zero_is_said:
         return
     batch = [(rows[i], respond(c, models, rows[i], "rollout", 0, slot, which))
              for slot, i, which in picked]
     ended = [(row, r) for row, r in batch if r.finished]
-    alone = SimpleNamespace(**vars(c) | dict(reward_ensemble="mean"))
-    for reward in unknown:
-        reward.shift -= mean([learned_score(alone, [reward], row, r) for row, r in ended])
+    reward.shift -= mean([learned_score(c, reward, row, r) for row, r in ended])
     seen["centered"] += 1
     seen["centered without some"] += 0 < len(ended) < len(batch)
     if getattr(c, "value_init", None) == "reward":
-        models.value.shift = models.reward[0].shift
+        models.value.shift = reward.shift
 
 
 def finish_scores(c, batch, seen, deviation=1.0):
-    """What is done to a score: divided; less or replaced if the response never ended; clipped."""
+    """What is done to a score: divided; replaced if the response never ended; clipped."""
     for r in batch:
         r.score = r.score / deviation
         if c.missing_eos_penalty and not r.finished:
-            kept = r.score if c.missing_eos == "subtract" else 0.0
-            r.score = kept - c.missing_eos_penalty
-            seen[f"no end, {c.missing_eos}"] += 1
+            r.score = -c.missing_eos_penalty
+            seen["no end"] += 1
         if c.reward_clip and abs(r.score) > c.reward_clip:
             seen["score clipped above" if r.score > 0 else "score clipped below"] += 1
             r.score = math.copysign(c.reward_clip, r.score)
@@ -429,8 +416,6 @@ def summary(c, batch, prefix):
         figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
-    if hasattr(batch[0], "apart"):
-        figures["reward_model_std"] = [r.apart for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
@@ -443,10 +428,8 @@ def evaluation(c, models, rows, iteration):
 
 
 def reward_model_of(c):
-    """The learned reward, where the run has one: a list of one model, or of several."""
-    if "reward_model" not in [name for _, name in c.mix]:
-        return None
-    return [scalar_model(path) for path in c.reward_path.split(",")]
+    """The learned reward, where the run has one; else None."""
+    return scalar_model(c.reward_path) if "reward_model" in [name for _, name in c.mix] else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -462,7 +445,7 @@ def ppo(c, data):
         values_own = [models.value.head]
     else:
         from_reward = c.value_init == "reward"
-        models.value = (scalar_model(c.reward_path.split(",")[0]) if from_reward else
+        models.value = (scalar_model(c.reward_path) if from_reward else
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
@@ -472,9 +455,6 @@ def ppo(c, data):
     center(c, models, data.train, [(slot, i, 0) for slot, i in enumerate(picked)], seen)
 
     for iteration in range(c.max_iters):
-        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
-            models.reference = copy.deepcopy(models.policy)
-            seen["reset"] += 1
         passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
@@ -528,7 +508,7 @@ def ppo(c, data):
             error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
             seen[f"kl_coef {way}"] += 1
-            kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / c.kl_horizon
+            kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / 10_000
 
     log.append(evaluation(c, models, data.val, c.max_iters))
     trained = dict(policy=models.policy, value_model=models.value)
@@ -585,7 +565,7 @@ def ptx(c, policy, rows, step):
     ptx_coef. The first token of a text has nothing before it. Returns -log p of each token.
     """
     losses = []
-    for i in prompts_of(c, step, c.ptx_batch_size, len(rows)):
+    for i in prompts_of(c, step, c.batch_size // c.num_minibatches, len(rows)):
         if "text" in rows[i]:
             first, *rest = encode(rows[i]["text"], MARKERS["tokenizer"])
             prompt, completion = [first], rest
@@ -607,7 +587,7 @@ def find_advantages(c, batch, kl_coef):
         kls = [0.0] * len(r.old)
         if hasattr(r, "reference"):
             kls = [kl_estimate(p, q, c.kl_estimator) for p, q in zip(r.old, r.reference, strict=True)]
-        r.rewards = [-kl_coef * kl if c.kl_in == "reward" else 0.0 for kl in kls]
+        r.rewards = [-kl_coef * kl for kl in kls]
         penalties.append(sum(r.rewards))
         r.rewards[-1] += r.score
     earned = mean([sum(r.rewards) for r in batch])
@@ -642,17 +622,14 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
         surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
-        kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         value = values[len(r.prompt) + t - 1]
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1
         seen[vf_bound] += 1
         surrogate = surrogate * r.counts[t]
         total = total + surrogate + c.vf_coef * vf - c.entropy_coef * entropies[t]
-        if c.kl_in == "loss":
-            total = total + kl_coef * kl
         figures.append({
-            "loss/policy": number(surrogate), "loss/value": number(vf), "loss/kl": number(kl),
+            "loss/policy": number(surrogate), "loss/value": number(vf),
             "policy/clipfrac": bool(bound), "val/clipfrac": bool(vf_bound),
             "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3"),
             "drift": kl_estimate(r.sampled[t], logprob.item(), "k3")})
@@ -685,9 +662,6 @@ def grpo(c, data):
                                    for which in range(c.group_size)], seen)
 
     for iteration in range(c.max_iters):
-        if c.ref_reset_iters and iteration > 0 and iteration % c.ref_reset_iters == 0:
-            models.reference = copy.deepcopy(models.policy)
-            seen["reset"] += 1
         record = evaluation(c, models, data.val, iteration)
         log.append(record)
         then = of_then(c, models, past, iteration)

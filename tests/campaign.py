@@ -49,8 +49,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
 import safetensors.torch  # noqa: E402
-import tiktoken  # noqa: E402, F401  (imported here, so that no child has to)
-import tokenizers  # noqa: E402, F401
+import tokenizers  # noqa: E402, F401  (imported here, so that no child has to)
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process imports it, which takes over a second)
 import torch.distributed as dist  # noqa: E402
@@ -76,7 +75,7 @@ LONGEST = 180  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, kl_horizon=20),
+        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
@@ -103,8 +102,6 @@ def command(world, job, **keys):
     script, _, *rest = job
     if rest:
         keys |= dict(zip(("roles", "staleness", "zero_stage"), rest, strict=False))
-        if "score" in rest[0]:  # and what scorers hold changes
-            keys |= dict(ref_reset_iters=2, center_scores="always")
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
     known = configurator.read_keys(os.path.join(ROOT, script))
     keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}

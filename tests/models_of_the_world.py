@@ -6,6 +6,7 @@ folder that transformers loads. Helpers, no tests.
     llama3.2   <|begin_of_text|> and headers, the date of today, a system turn always, contents stripped
     qwen2.5    ChatML, a system prompt of its own; the base model: ends with <|endoftext|>, the template with <|im_end|>
     qwen3      ChatML, thoughts: an empty block before the last answer, earlier thoughts dropped, enable_thinking
+    gemma      <start_of_turn>, the assistant is called model, contents stripped; no system turn
     mistral    [INST] ... [/INST], a blank before the answer, </s>; refuses roles that do not alternate; no system turn
     pythia     GPT-NeoX, no template; gpt2: GPT-2's vocab.json and merges.txt, no template
 """
@@ -105,6 +106,19 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
+GEMMA = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif %}
+    {%- set role = "model" if message["role"] == "assistant" else message["role"] %}
+    {{- "<start_of_turn>" + role + "\\n" + message["content"] | trim + "<end_of_turn>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<start_of_turn>model\\n" }}
+{%- endif %}
+"""
+
 # how the words are cut before they merge, in the manner of GPT-4 and its followers
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -131,6 +145,10 @@ FAMILIES = {
         weights="mistral", template=MISTRAL, special=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], added=[],
         roles=dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"),
         generation=dict(bos_token_id="<s>", eos_token_id="</s>")),
+    "gemma": dict(
+        weights="gemma", template=GEMMA, special=["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"], added=[],
+        roles=dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"),
+        generation=dict(bos_token_id="<bos>", eos_token_id=["<eos>", "<end_of_turn>"], pad_token_id="<pad>")),
     "pythia": dict(
         weights="gpt_neox", template=None, special=["<|endoftext|>", "<|padding|>"], added=["  ", "    "],
         roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], "<|endoftext|>"), generation={}),
@@ -171,7 +189,7 @@ def make_tokenizer(folder, name):
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     ids = backend.get_vocab()
     classes = dict(qwen2="Qwen2Tokenizer", qwen3="Qwen2Tokenizer", gpt_neox="GPTNeoXTokenizer", gpt2="GPT2Tokenizer",
-                   mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast")
+                   mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast", gemma="PreTrainedTokenizerFast")
     config = dict(roles, tokenizer_class=classes[family], model_max_length=131072,
                   clean_up_tokenization_spaces=family in ("llama", "gpt_neox"),
                   added_tokens_decoder={str(ids[s]): dict(content=s, lstrip=False, normalized=name == "pythia" and s in added,
@@ -205,7 +223,7 @@ def train_bytes(name):
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    if name != "llama3.2" and name != "gpt2":
+    if name not in ("llama3.2", "gpt2", "gemma"):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
@@ -237,14 +255,15 @@ def make_model(folder, name, ids, head, seed, context):
     import transformers as hf
 
     family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
-    cls = dict(llama="Llama", qwen2="Qwen2", qwen3="Qwen3", mistral="Mistral", gpt_neox="GPTNeoX", gpt2="GPT2")[family]
+    cls = dict(llama="Llama", qwen2="Qwen2", qwen3="Qwen3", mistral="Mistral", gpt_neox="GPTNeoX", gpt2="GPT2",
+               gemma="Gemma")[family]
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  max_position_embeddings=context)
     if family == "gpt2":
         sizes = dict(n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=context)
     elif family != "gpt_neox":
         sizes |= dict(num_key_value_heads=2)
-    if family == "qwen3":
+    if family in ("qwen3", "gemma"):
         sizes |= dict(head_dim=8)
     named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
     # embeddings are padded to a multiple, as most models' are

@@ -37,7 +37,7 @@ TESTS = {
     "sft.py": (20, "by_hand=sft.py", "sft_rm"), "rm.py": (22, "by_hand=rm.py", "sft_rm"),
     "gae.py": (22, "gae", "by_hand=ppo.py"), "loss.py": (28, "loss grpo_loss", "by_hand off_policy"),
     "relatives.py": (24, "grpo_loss", "by_hand=grpo.py"),
-    "rollout.py": (28, "rollout", "by_hand=grpo.py text_ends"),
+    "rollout.py": (28, "rollout", "by_hand=grpo.py tokenizers"),
     "rewards.py": (20, "rewards rules", "scores judge"), "data.py": (24, "data", "by_hand rollout"),
     "parallel.py": (28, "parallel", "by_hand"),
     "batches.py": (18, "by_hand=grpo.py:3", "roles::test_roles_change_no_text_and_no_weight"

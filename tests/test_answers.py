@@ -10,8 +10,8 @@ import time
 import pytest
 
 from engine import answers
-from engine.answers import agree, evaluate_arithmetic, plain, read_answer, same_answer, split_at, split_parts, split_unit
-from rewards import accuracy, final_answer, last_boxed
+from engine.answers import agree, final_answer, last_boxed, plain, read_answer, same_answer, split_at, split_parts, split_unit
+from rewards import accuracy
 
 PAIRS = r"""
 # integers, signs, thousands separators, powers of ten
@@ -446,7 +446,7 @@ def test_the_examples_of_the_docstrings():
     assert len(table) == 6 and [verdict for _, _, verdict in table].count("the same") == 4
     for given, truth, verdict in table:
         assert same_answer(given, truth) == same_answer(truth, given) == (verdict == "the same"), (given, truth)
-    assert not same_answer("", "") and evaluate_arithmetic("3*7+5") == 26
+    assert not same_answer("", "")
     assert plain(r"$\tfrac12$.") == r"\frac{1}{2}" and read_answer("x = 5 cm") == ("x", 5, "cm", "5cm")
     assert [split_unit(text) for text in ("5 m", "5m", "72 clips in May")] == [("5", "m"), ("5m", ""), ("72", "clip in may")]
     assert split_parts("(1, 2]") == ("(]", ["1", " 2"]) and split_parts("{5}") == ("group", ["5"])

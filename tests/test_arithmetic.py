@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from formats import read_rows
-from rows import prompt_row, sft_row
+from rows import prompt_row, read_rows, sft_row
 from engine.tokenizers import load_tokenizer
 
 from conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, "data", "arithmetic", "prepare.py")
 PROMPT = re.compile(r"([1-9]\d\d)\+([1-9]\d\d)=")
+HOW = dict(capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=ROOT))
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
 
 
@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     """The folder after a run of a copy of the script in it, all rows by file, and what it printed."""
     folder = tmp_path_factory.mktemp("arithmetic")
     shutil.copy(SCRIPT, folder)
-    done = subprocess.run([sys.executable, str(folder / "prepare.py")], capture_output=True, text=True, cwd=folder.parent)
+    done = subprocess.run([sys.executable, str(folder / "prepare.py")], cwd=folder.parent, **HOW)
     assert (done.returncode, done.stderr) == (0, "")
     rows = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in SIZES}
     return SimpleNamespace(folder=folder, rows=rows, printed=done.stdout)
@@ -112,10 +112,10 @@ def test_three_in_ten_think(made):
 
 def test_a_second_run_makes_the_same_files(made, tmp_path):
     shutil.copy(SCRIPT, tmp_path)
-    subprocess.run([sys.executable, str(tmp_path / "prepare.py")], check=True, capture_output=True)
-    done = subprocess.run([sys.executable, str(tmp_path / "prepare.py"), "--seed=2"], capture_output=True, text=True)
+    subprocess.run([sys.executable, str(tmp_path / "prepare.py")], check=True, **HOW)
+    done = subprocess.run([sys.executable, str(tmp_path / "prepare.py"), "--seed=2"], **HOW)
     assert (done.returncode, done.stderr) == (2, "prepare.py: error: unrecognized arguments: --seed=2\n")
-    for name in [f"{n}.jsonl" for n in SIZES] + [os.path.join("tokenizer", "tiktoken.json")]:
+    for name in [f"{n}.jsonl" for n in SIZES] + [os.path.join("tokenizer", "tokenizer.json")]:
         assert (tmp_path / name).read_bytes() == (made.folder / name).read_bytes()
 
 
@@ -124,7 +124,8 @@ def test_the_tokenizer_covers_the_task(made):
     assert tokenizer.vocab_size == 260 and (tokenizer.eos_id, tokenizer.pad_id) == (258, 259)
     longest = 0
     for row in made.rows["sft_train"][:2000] + made.rows["sft_val"]:
-        prompt, completion = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_completion(row["completion"])
+        (ids, trained), = tokenizer.encode_examples([row["prompt"]], [row["completion"]])
+        prompt, completion = ids[:trained.index(True)], ids[trained.index(True):]
         assert prompt == [ord(ch) for ch in row["prompt"]]
         plain = re.split("(<think>|</think>)", row["completion"])
         want = [i for part in plain for i in ({"<think>": [256], "</think>": [257]}.get(part) or list(part.encode()))]

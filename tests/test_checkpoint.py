@@ -18,15 +18,15 @@ from engine import checkpoint, disk, run_folder
 from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final, save_model
 from engine.run_folder import open_run
 from engine.run_log import cut_log, write_log
-from engine.tokenizers import ByteTokenizer, load_tokenizer
+from engine.tokenizers import load_tokenizer
 from errors import BadInput, Stop
 from model import from_scratch, load_model
 
 from conftest import ROOT
 from families import make
-from tiny import run
+from tiny import byte_tokenizer, run
 
-TOKENIZER = ByteTokenizer({"markers": ["<a>"], "eos": "<eos>", "pad": "<pad>"})
+TOKENIZER = byte_tokenizer(["<a>"])
 CONFIG = dict(out_dir="x", max_iters=9, seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
 TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=16, initializer_range=8**-0.5, bos_token_id=None, eos_token_id=None)
@@ -150,7 +150,7 @@ def test_every_file_is_in_the_manifest(tmp_path):
     files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     assert set(manifest) == files  # manifest.json, which vouches for itself, among them
     assert {"state.json", "policy_optimizer.safetensors", "value_model_optimizer.safetensors", "policy/model.safetensors",
-            "policy/generation_config.json", "policy/tiktoken.json", "value_model/config.json"} <= files
+            "policy/generation_config.json", "policy/tokenizer.json", "value_model/config.json"} <= files
     del manifest["manifest.json"]
     for name, digest in manifest.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
@@ -298,7 +298,7 @@ def test_save_final(tmp_path):
     assert generation == {"eos_token_id": [257], "pad_token_id": 258}
     save_final(str(tmp_path), "reward_model", tiny("scalar"), TOKENIZER)
     assert not (tmp_path / "reward_model" / "generation_config.json").exists()
-    assert load_tokenizer(str(tmp_path / "reward_model")).encode("<a>b") == [256, 98]
+    assert load_tokenizer(str(tmp_path / "reward_model")).encode_texts(["<a>b"]) == [[256, 98]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def two(tmp_path_factory):
     return out_dir
 
 FILES = ["manifest.json", "config.json", "state.json", "policy_optimizer.safetensors", "policy/config.json",
-         "policy/generation_config.json", "policy/model.safetensors", "policy/tiktoken.json", "policy/tokenizer.json",
+         "policy/generation_config.json", "policy/model.safetensors", "policy/tokenizer.json",
          "policy/tokenizer_config.json"]
 
 

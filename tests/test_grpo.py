@@ -226,7 +226,7 @@ def test_another_tokenizers_reward_model_scores_the_text(ranks, world):
     assert len(batch["scores"]) == 15
     for (prompt, response), finished, score in zip(texts(batch, ours), batch["finished"], batch["reward/reward_model"],
                                                    strict=True):
-        ids = theirs.encode(prompt) + theirs.encode(response) + [theirs.eos_id] * int(finished)
+        ids = theirs.encode_texts([prompt + response])[0] + [theirs.eos_id] * int(finished)
         assert model.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1])).item() == pytest.approx(score.item(), abs=1e-12)
     assert (batch["scores"] == batch["reward/letters"] + 0.5 * batch["reward/reward_model"]).all()
 
@@ -287,6 +287,8 @@ model.Model.logprobs = uneven
 # Writes each forward that gives log-probs: [phase, whether the model is the trained one, whether gradients are recorded, rows];
 # and checks that the tokens of responses have logits, and nothing else has.
 FORWARDS = """
+import engine.report
+engine.report.measured_flops = lambda *_: 1e9
 import json, loss, model, parallel, torch
 original = loss.response_logprobs
 def noted(policy, mb, *rest, **more):
@@ -315,8 +317,8 @@ def sampling_cases(world):
         "always flat": (dict(reward_functions=world.rule("flat"), max_refills=3, max_iters=2), DUMP),
         "later flat": (dict(reward_functions=world.rule("fades"), checkpoint_interval=1, keep_checkpoints=9,
                             entropy_coef=0.1, num_minibatches=1), ""),
-        "two minibatches": (dict(max_iters=2, peak_tflops=0.001), FORWARDS),
-        "one minibatch": (dict(max_iters=2, peak_tflops=0.001, num_minibatches=1), FORWARDS),
+        "two minibatches": (dict(max_iters=2), FORWARDS),
+        "one minibatch": (dict(max_iters=2, num_minibatches=1), FORWARDS),
         "no reference": (dict(max_iters=2, num_minibatches=1, kl_coef=0, kl_in="reward"), FORWARDS),
         "KL in one minibatch": (dict(max_iters=2, num_minibatches=1, kl_in="reward"), FORWARDS),
         "all cut": (dict(reward_functions=letters, truncated="mask", dtype="float64", max_iters=2), UNFINISHED_ALL),
@@ -546,7 +548,7 @@ BAD = {  # name -> (keys, what is said)
     "no score head": (dict(reward_functions="reward_model", reward_path="POLICY"),
                       r"has no score head, it is a plain language model"),
     "no reward model": (dict(reward_path="nowhere"), r"nowhere: no such folder"),
-    "short reward model": (dict(reward_path="SHORT"), r"the prompt has \d tokens; from 1 to 2 fit"),
+    "short reward model": (dict(reward_path="SHORT"), r"it has \d tokens, and [^\n]* is 2;"),
     "cispo of sequences": (dict(loss_type="cispo", importance="sequence"), r"loss_type = 'cispo' has a weight a token"),
     "cispo with dual clip": (dict(loss_type="cispo", dual_clip=3.0), r"loss_type = 'cispo' .*dual_clip = 0"),
     "dual clip of 1": (dict(dual_clip=1.0), r"dual_clip = 1\.0 would stop bad tokens"),
@@ -616,7 +618,6 @@ def failing_cases(world, folder):
         for count in (1, 2) if name in ON_TWO else (1,):
             cases[f"{name} {count}"] = [one_run("grpo.py", *[args] * count)]
     cases["ppo without a reward model"] = [one_run("ppo.py", world.ppo("out", reward_functions=world.rule("letters")))]
-    cases["ppo with k1 as a loss"] = [one_run("ppo.py", world.ppo("out", kl_in="loss"))]
     for fault in FAULTS:
         for count, name in where_it_fails(fault):
             args = world.grpo("out", reward_functions=f"accuracy,{world.rule(name)}", reward_timeout=1)
@@ -661,10 +662,6 @@ def test_ppo_asks_for_a_value_model_that_can_be(forks):
     assert result["codes"] == [2] and is_one_line(result["stderr"][0], "type --value_init=policy"), result
     assert not os.path.exists(f"{folder}/ppo without a reward model/out")
 
-
-def test_ppo_refuses_k1_as_a_loss(forks):
-    result = forks[1]["ppo with k1 as a loss"][0]
-    assert result["codes"] == [2] and is_one_line(result["stderr"][0], BAD["k1 as a loss"][1], "ppo.py"), result
 
 
 @pytest.mark.parametrize("fault", FAULTS)

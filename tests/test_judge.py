@@ -15,7 +15,7 @@ from folders import several_paths
 from engine.judging import TEMPLATES, Judge, judged_by_reference, log_odds
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from formats import Rows
+from rows import Rows
 from model import freeze, load_model
 from rewards import judge_scores
 
@@ -45,9 +45,9 @@ def tiny_world(tmp_path_factory):
     return tiny.build(str(tmp_path_factory.mktemp("tiny")))
 
 
-def judge_of(folder, template="yes_no", principles="", format="auto", responses=("response",)):
+def judge_of(folder, template="yes_no", responses=("response",)):
     model, tokenizer = freeze(load_model(folder)), load_tokenizer(folder)
-    return Judge(model, tokenizer, folder, str(template), str(principles), format, responses)
+    return Judge(model, tokenizer, folder, str(template), responses)
 
 
 def theirs(folder, texts, letters, chat, **kwargs):
@@ -97,19 +97,17 @@ def filled(template, prompt, response, **more):
 
 @pytest.mark.parametrize("name", world.FAMILIES)
 def test_scores_as_transformers(name, folders, tmp_path):
-    """yes_no in the chat template and as plain text; rubric, whose ten answers make one number."""
+    """In the chat template, or as plain text where there is none; rubric, whose ten answers make one number."""
     folder, has_chat = folders[name], name in world.CHATS
     kwargs = dict(enable_thinking=False) if name == "qwen3" else {}
-    for format in ("auto", "plain"):
-        chat = has_chat and format == "auto"
-        template, letters = answers_of(name, folder, 2, tmp_path)
-        judge = judge_of(folder, template, format=format)
-        texts = [filled("yes_no", *pair) for pair in PAIRS]
-        want = theirs(folder, texts, letters, chat, **kwargs)
-        want = want[:, 0] - want[:, 1]
-        for size in (1, 3, 100):
-            got = judge_scores(batch_of(PAIRS), judge, size)
-            assert (got - want).abs().max() < 1e-4 < 0.01 < want.std()
+    template, letters = answers_of(name, folder, 2, tmp_path)
+    judge = judge_of(folder, template)
+    texts = [filled("yes_no", *pair) for pair in PAIRS]
+    want = theirs(folder, texts, letters, has_chat, **kwargs)
+    want = want[:, 0] - want[:, 1]
+    for size in (1, 3, 100):
+        got = judge_scores(batch_of(PAIRS), judge, size)
+        assert (got - want).abs().max() < 1e-4 < 0.01 < want.std()
     template, letters = answers_of(name, folder, 10, tmp_path)
     judge = judge_of(folder, template)
     logprobs = theirs(folder, [filled("rubric", *pair) for pair in PAIRS], letters, has_chat, **kwargs)
@@ -132,18 +130,6 @@ def test_log_odds_by_hand():
     assert log_odds(p.log()) == pytest.approx(want) and log_odds(p.log() + 7) == pytest.approx(want)
     assert log_odds(p.log().flip(0)) == pytest.approx(-want)
     assert log_odds(torch.tensor([[3.0, 1.0], [-2.0, 500.0]])).tolist() == [2.0, -502.0]
-
-
-def test_the_score_of_several_principles_is_their_mean(folders, tmp_path):
-    (tmp_path / "principles.txt").write_text("Be brief.\n\n  Do no harm. \n")
-    judge = judge_of(folders["llama3.2"], "principle", tmp_path / "principles.txt")
-    assert judge.principles == ["Be brief.", "Do no harm."] and "2 principles" in judge.in_words
-    each = []
-    for line in judge.principles:
-        logprobs = theirs(folders["llama3.2"], [filled("principle", *pair, principle=line) for pair in PAIRS], "AB", True)
-        each.append(logprobs[:, 0] - logprobs[:, 1])
-    assert (judge_scores(batch_of(PAIRS), judge, 3) - (each[0] + each[1]) / 2).abs().max() < 1e-4
-    assert (each[0] - each[1]).abs().max() > 1e-3
 
 
 def test_chats_become_text(folders):
@@ -182,7 +168,7 @@ def test_a_file_of_the_users(tiny_world, tmp_path):
     """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
     file = tmp_path / "mine.txt"
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} \\frac{1}{answer} {response} ok?\n\n')
-    with pytest.raises(BadInput, match=re.escape("unknown field {1}; there are {prompt}, {answer}, {principle}, {resp")):
+    with pytest.raises(BadInput, match=re.escape("unknown field {1}; there are {prompt}, {answer}, {resp")):
         judge_of(tiny_world.judge, file)
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} {answer} {response} ok?\n\n')
     judge = judge_of(tiny_world.judge, file)
@@ -207,9 +193,6 @@ def test_files_of_windows_and_free_spelling_of_the_first_line(tiny_world, tmp_pa
         (tmp_path / f"{number}.txt").write_bytes(content)
         judge = judge_of(tiny_world.judge, tmp_path / f"{number}.txt")
         assert judge.words == ["y", "n"] and judge.encode(dict(prompt="1+2="), ["3"]) == ids, number
-    (tmp_path / "two.txt").write_text("answers: y n\n{prompt}{response}{principle}")
-    (tmp_path / "principles.txt").write_bytes("\ufeffBe kind.\r\n\r\nBe brief.\r\n".encode())
-    assert judge_of(tiny_world.judge, tmp_path / "two.txt", tmp_path / "principles.txt").principles == ["Be kind.", "Be brief."]
 
 
 # what is wrong
@@ -225,7 +208,7 @@ def test_files_of_windows_and_free_spelling_of_the_first_line(tiny_world, tmp_pa
     ("answers: A\n{response}", "wanted two different answers or more in its first line"),
     ("answers: A A\n{response}", "wanted two different answers"), ("answers:\n{response}", "wanted two different answers"),
     ("answers: yes no\n{response}", "the answer 'yes' is not one token to the judge .*judge"),
-    ("A or B? {response} {principle}", "has the field {principle}; type --judge_principles=FILE")])
+    ("A or B? {response} {principle}", "unknown field {principle}")])
 def test_templates_that_are_refused(text, said, tiny_world, tmp_path):
     (tmp_path / "t.txt").write_text(text)
     with pytest.raises(BadInput, match=said.replace("{", r"\{")) as e:
@@ -234,16 +217,8 @@ def test_templates_that_are_refused(text, said, tiny_world, tmp_path):
 
 
 def test_judges_that_are_refused(folders, tiny_world, tmp_path):
-    (tmp_path / "none.txt").write_text("\n \n")
-    for arguments, said in (
-            (("yes_no", "", "chat"), "judge_format = 'chat', but the tokenizer of .*gpt2 has no chat template; type "),
-            (("nowhere.txt",), "'nowhere.txt' is no file, and none of yes_no, rubric, principle"),
-            (("yes_no", tmp_path / "none.txt"), "has no {principle} for those of judge_principles; type "),
-            (("principle",), "has the field {principle}; type --judge_principles=FILE"),
-            (("principle", "nowhere.txt"), "judge_principles 'nowhere.txt' is no file"),
-            (("principle", tmp_path / "none.txt"), "is empty; write one principle a line")):
-        with pytest.raises(BadInput, match=said.replace("{", r"\{")):
-            judge_of(folders["gpt2"], *arguments)
+    with pytest.raises(BadInput, match="'nowhere.txt' is no file"):
+        judge_of(folders["gpt2"], "nowhere.txt")
     (tmp_path / "ten.txt").write_text("answers: 10 9\n{prompt} {response}")
     with pytest.raises(BadInput, match="the answer '10' is not one token"):
         judge_of(tiny_world.judge, tmp_path / "ten.txt")
@@ -262,27 +237,14 @@ def dumped(self, mine, pending, rows):
     return said
 rewards.Scorer.score = dumped
 """
-COUNT = """
-import rewards
-def counted(name):
-    function = getattr(rewards, name)
-    def count(*args, **kwargs):
-        print("called", name)
-        return function(*args, **kwargs)
-    setattr(rewards, name, count)
-for name in ("judge_scores", "reward_model_scores"):
-    counted(name)
-"""
 FAIL = dict(
     no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
     unnamed=(dict(reward_functions="length"), "reward_functions = 'length' does not use judge; type --reward_functions=judge"),
     no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "judge_path = 'ref_policy', but with kl_coef = 0 there is no ref"),
-    moving=(dict(judge_path="ref_policy", ref_reset_iters=1), "judge_path = 'ref_policy' with ref_reset_iters: the judge would"),
     nowhere=(dict(judge_path="nowhere"), "nowhere: no such folder"),
-    chat=(dict(judge_format="chat"), "has no chat template; type --judge_format=plain"),
-    words=(dict(judge_template="WORDS", judge_principles=""), "the answer 'yes' is not one token"),
-    empty=(dict(judge_template="EMPTY", judge_principles=""), "is empty; write the question"),
-    short=(dict(judge_template="yes_no", judge_principles=""), "row 1: the question to the judge has .* tokens without the resp"))
+    words=(dict(judge_template="WORDS"), "the answer 'yes' is not one token"),
+    empty=(dict(judge_template="EMPTY"), "is empty; write the question"),
+    short=(dict(judge_template="yes_no"), "row 1: the question to the judge has .* tokens without the resp"))
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +266,7 @@ def runs(tiny_world, tmp_path_factory):
         cases[f"ppo-{ranks}"] = one_run("ppo.py", *[(w.ppo("out", **ppo | more), DUMP)] * ranks)
     for name, path, more in (("folder", w.policy, {}), ("ref", "ref_policy", {}), ("lora", "ref_policy", dict(lora="2")),
                              ("no-kl", w.policy, dict(kl_coef=0.0)), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
-                             ("sharded", "ref_policy", dict(zero_stage="3")), ("reset", w.policy, dict(ref_reset_iters=1))):
+                             ("sharded", "ref_policy", dict(zero_stage="3"))):
         args = w.grpo("out", **itself | dict(judge_path=path) | more)
         cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
     evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
@@ -318,10 +280,6 @@ def runs(tiny_world, tmp_path_factory):
             policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=4, out="eval")))
         cases[f"best-sample{name}"] = one_run("tools/sample.py", tiny.arguments(best | dict(
             policy_path=w.policy, prompts=w.rl_val, best_of=4, batch_size=5)))
-    for center in ("always", "never"):
-        args = w.ppo("out", **asked, reward_functions="reward_model,judge", center_scores=center,
-                     max_iters=1, eval_path="")
-        cases[f"centred-{center}"] = one_run("ppo.py", (args, COUNT))
     for name, (more, _) in FAIL.items():
         more = {key: f"{w.root}/{value}" if value in ("WORDS", "EMPTY") else value for key, value in more.items()}
         cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
@@ -354,17 +312,15 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
         lines = [json.loads(line) for line in open(f"{folder}/scores-0.jsonl")]
         assert len(lines) >= (21 if script != "eval" else 12) and "judge " in result["stdout"][0]
         for prompt, response, score in lines:
-            odds = []
-            for principle in ("brief", "kind"):
-                text = f"Good by {principle}? {prompt}{response}"
-                if script == "ppo":
-                    text = f"{principle}: {response}, to {prompt} ({answers[prompt]})"
-                with torch.no_grad():
-                    p = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1].softmax(-1)
-                y, n = (p[ord(c)] for c in "yn")
-                one, half, no = (p[ord(c)] for c in "123")
-                odds.append((y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log())
-            assert sum(odds).item() / 2 == pytest.approx(score, abs=1e-9)
+            text = f"Good? {prompt}{response}"
+            if script == "ppo":
+                text = f"right: {response}, to {prompt} ({answers[prompt]})"
+            with torch.no_grad():
+                p = model(torch.tensor([tokenizer.encode_texts([text])[0]])).logits[0, -1].softmax(-1)
+            y, n = (p[ord(c)] for c in "yn")
+            one, half, no = (p[ord(c)] for c in "123")
+            odds = (y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log()
+            assert odds.item() == pytest.approx(score, abs=1e-9)
 
 
 @pytest.mark.parametrize("which", ["", "-both"])
@@ -378,13 +334,10 @@ def test_best_of_n_by_a_judge(which, runs, tiny_world):
     folder, _ = succeeded(runs, f"best-eval{which}")
     samples = {}
     for record in map(json.loads, open(f"{folder}/eval.jsonl")):
-        odds = []
-        for principle in ("brief", "kind"):
-            ids = tokenizer.encode(f"Good by {principle}? {record['prompt']}{record['text']}")
-            with torch.no_grad():
-                logits = model(torch.tensor([ids])).logits[0, -1]
-            odds.append((logits[ord("y")] - logits[ord("n")]).item())
-        score = sum(odds) / 2
+        ids = tokenizer.encode_texts([f"Good? {record['prompt']}{record['text']}"])[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        score = (logits[ord("y")] - logits[ord("n")]).item()
         assert record["scores"]["judge"] == pytest.approx(score, abs=1e-9)
         if which:
             score += record["scores"]["reward_model"]
@@ -407,18 +360,10 @@ def test_best_of_n_by_a_judge(which, runs, tiny_world):
                    for four in samples.values())
 
 
-def test_no_judge_is_asked_while_scores_are_centred(runs):
-    """The reward model reads one batch more, of the first prompts; the judge has no zero to find."""
-    for center, reads in (("always", 2), ("never", 1)):
-        said = succeeded(runs, f"centred-{center}")[1]["stdout"][0].splitlines()
-        assert said.count("called reward_model_scores") == reads
-        assert said.count("called judge_scores") == 1
-
-
 def test_the_reference_as_its_own_judge(runs):
     """No second copy of its weights, with a KL or with LoRA; and the scores of a copy."""
-    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl", "reset"):
-        models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * (name[-2:] in ("kl", "et"))
+    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl"):
+        models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * name.endswith("kl")
         folder, result = succeeded(runs, f"itself-{name}")
         said = [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line]
         assert said == models, name
@@ -437,7 +382,6 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
     for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
         assert judged_by_reference(dict(judge_path=path, policy_path="x")), path
         assert judged_by_reference(dict(judge_path="x", policy_path="other", ref_path=path)), path
-        assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_reset_iters=1)), path
         assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_path="other")), path
         with pytest.raises(BadInput, match=f"reward_path: {path!r} is given twice"):
             several_paths(f"other,x,{path}", "reward_path")

@@ -71,14 +71,14 @@ def by_hand(world):
     judge = AutoModelForCausalLM.from_pretrained(world.judge, dtype=torch.float64).eval()
 
     def odds(text, a, b):
-        logits = judge(torch.tensor([theirs.encode(text)])).logits[0, -1]
+        logits = judge(torch.tensor([theirs.encode_texts([text])[0]])).logits[0, -1]
         return (logits[ord(a)] - logits[ord(b)]).item()
 
     found, left_out = [], dict(ended=0, same=0)
     for i, row in enumerate(read(world.rl_train)):
         answers = []
         for sample in range(SAMPLES):
-            batch = generate(policy, [tokenizer.encode(row["prompt"])], R, 1.0, tokenizer.eos_ids, tokenizer.pad_id,
+            batch = generate(policy, tokenizer.encode_texts([row["prompt"]]), R, 1.0, tokenizer.eos_ids, tokenizer.pad_id,
                              tokenizer.vocab_size, response_uniforms(SEED, "label", 0, [i], R, [sample]))
             answers.append((decode_responses(tokenizer, batch)[0], batch["finished"].item()))
         for (one, ended), (other, too) in zip(answers[::2], answers[1::2], strict=True):

@@ -7,7 +7,7 @@ import torch
 
 from engine.adapters import Adapted, fill_adapter, load_adapted, load_whole, save_adapter
 from engine.checkpoint import save_final
-from engine.tokenizers import load_tokenizer
+from engine.tokenizers import load_tokenizer, write_byte_tokenizer
 from errors import BadInput
 from model import from_scratch, load_model
 
@@ -23,8 +23,7 @@ CHOSEN = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    with open(tmp_path / "tiktoken.json", "w", encoding="utf-8") as f:
-        json.dump(dict(markers=tiny.MARKERS, eos="<eos>", pad="<pad>"), f)
+    write_byte_tokenizer(tmp_path, tiny.MARKERS)
     return load_tokenizer(str(tmp_path))
 
 

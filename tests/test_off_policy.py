@@ -58,9 +58,7 @@ def runs(tmp_path_factory):
     far = OFF.format(shift=0.05, more="")
     for script, make in (("ppo.py", world.ppo), ("grpo.py", world.grpo)):
         cases[f"{script} warns"] = [one_run(script, *[(make("out", dtype="bfloat16"), far)] * 2)]
-        for dtype, limit in (("bfloat16", 0.03), ("bfloat16", 0.07), ("float32", 0.0)):
-            arguments = make("out", dtype=dtype, sampler_gap_limit=limit, max_iters=1)
-            cases[f"{script} {dtype} {limit}"] = [one_run(script, (arguments, far))]
+        cases[f"{script} float32"] = [one_run(script, (make("out", dtype="float32", max_iters=1), far))]
         cases[f"{script} small cap"] = [one_run(script, make("out", importance_cap=0.5))]
     return {name: (f"{folder}/{name}/out", result)
             for name, (result,) in forked(folder, cases).items()}
@@ -99,14 +97,11 @@ def test_in_16_bits_a_gap_is_said_once_and_the_run_goes_on(runs, script):
 
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
-def test_a_limit_stops_it_and_float32_has_one(runs, script):
-    for name, limit in (("bfloat16 0.03", "0.03"), ("float32 0.0", "0.000111111")):
-        result = runs[f"{script} {name}"][1]
-        lines = [line for line in result["stderr"][0].splitlines() if "error" in line]
-        assert result["codes"] == [1] and len(lines) == 1, result
-        assert "log-probs of the sampler differ from the policy's by 0.0" in lines[0]
-        assert f"(limit {limit})" in lines[0]
-    assert runs[f"{script} bfloat16 0.07"][1]["codes"] == [0]
+def test_float32_has_a_limit(runs, script):
+    result = runs[f"{script} float32"][1]
+    lines = [line for line in result["stderr"][0].splitlines() if "error" in line]
+    assert result["codes"] == [1] and len(lines) == 1, result
+    assert "log-probs of the sampler differ from the policy's by 0.0" in lines[0] and "(limit 0.000111111)" in lines[0]
 
 
 @pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])

@@ -45,10 +45,9 @@ def test_none_is_no_score():
 
 def test_the_mix_leaves_out_what_does_not_apply(capsys):
     """By hand: 2 a - b + 0 c. c is only logged: it gives nobody a score."""
-    config = dict(reward_timeout=1, micro_batch_size=1, dtype="float32", master_weights=True, code_seconds=5,
-                  code_memory_mib=512, code_output_kib=64)
+    config = dict(reward_timeout=1, micro_batch_size=1, dtype="float32", master_weights=True, code_seconds=5)
     terms = [(2.0, "a", None), (-1.0, "b", None), (0.0, "c", None)]
-    scorer = Scorer(config, terms, [], None, None, None, torch.device("cpu"))
+    scorer = Scorer(config, terms, None, None, None, None, torch.device("cpu"))
     a, b = torch.tensor([1.0, NAN, 3.0, NAN]), torch.tensor([0.5, 0.5, NAN, NAN])
     batch = {"reward/a": a, "reward/b": b, "reward/c": torch.tensor([9.0, 9.0, NAN, 9.0]), "tokens": torch.zeros(4, 2)}
     scorer.add_up(batch)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ import torch
 import loss
 import parallel
 import batches
-import serving
 from engine import audit, launch, together
-from engine.crew import Crew
 from errors import BadInput, Stop
 
 from engine.run import Run
@@ -604,8 +601,7 @@ def is_collective(function):
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
-SCRIPTS = ("ppo.py", "grpo.py", "serving.py", "batches.py", "rollout.py", "rewards.py", "engine/run.py")
-IN_ROLES = SimpleNamespace(**vars(serving.ScoringRank) | vars(serving.Generator))  # self there
+SCRIPTS = ("ppo.py", "grpo.py", "batches.py", "rollout.py", "rewards.py", "engine/run.py")
 
 
 def collectives_in(script):
@@ -617,10 +613,10 @@ def collectives_in(script):
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), script, "exec"), names)
     names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names |= dict(run=Run, scorer=Scorer, batches=batches.Batches, crew=Crew,
-                  self={"engine/run.py": Run, "batches.py": batches.Batches, "serving.py": IN_ROLES}.get(script))
+    names |= dict(run=Run, scorer=Scorer, batches=batches.Batches,
+                  self={"engine/run.py": Run, "batches.py": batches.Batches}.get(script))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        function = re.sub(r"^self\.(run|crew)\.", r"\1.", ast.unparse(call.func))
+        function = re.sub(r"^self\.run\.", "run.", ast.unparse(call.func))
         first, *rest = function.split(".")  # "parallel", ["gather_rows"]
         if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
             marks = marked & set(range(call.lineno, call.end_lineno + 1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import placement
+from engine import places as places_room
 from engine.placement import no_grad_forwards
 from errors import BadConfig
 from engine.adapters import Adapted
@@ -76,13 +77,13 @@ def test_precisions():
     for dtype, master, want in (("float64", True, (torch.float64, None)), ("float32", True, (torch.float32, None)),
                                 ("bfloat16", True, (torch.float32, torch.bfloat16)),
                                 ("bfloat16", False, (torch.bfloat16, None))):
-        autocast, *found = placement.precisions(dtype, master, cpu)
+        autocast, *found = places_room.precisions(dtype, master, cpu)
         assert tuple(found) == want
         with autocast:
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         assert product.dtype == (want[1] or torch.float32)
     with pytest.raises(BadConfig, match="only works in bfloat16, not in float16"):
-        placement.precisions("float16", False, cpu)
+        places_room.precisions("float16", False, cpu)
 
 
 def test_what_is_held():

@@ -150,8 +150,8 @@ def test_sample_and_plot(chain, world, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # one run, any number of ranks, any memory knob
 
-IN_REWARD = dict(dtype="float64", num_minibatches=4, kl_coef_target=1.0, kl_horizon=20)  # of 2, 2, 2, 1 rows: fewer than ranks
-IN_LOSS = dict(dtype="float64", kl_in="loss", kl_estimator="k2", entropy_coef=0.05, target_kl=0.15, value_init="policy",
+IN_REWARD = dict(dtype="float64", num_minibatches=4, kl_coef_target=1.0)  # of 2, 2, 2, 1 rows: fewer than ranks
+IN_LOSS = dict(dtype="float64", kl_estimator="k2", entropy_coef=0.05, target_kl=0.15, value_init="policy",
                gamma=0.95, reward_clip=0.7, cliprange_value=0.0, grad_clip=0.3, weight_decay=0.1, warmup_iters=2, max_iters=4,
                learning_rate=3e-3)
 MEMORY = dict(micro_batch_size=64, rollout_batch_size=3, head_chunk=5, gradient_checkpointing=True)
@@ -303,7 +303,7 @@ def logits(original, self, states):
 
 patch(data, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
-patch(rewards, "reward_model_scores", scores)
+patch(rewards, "score_sequences", scores)
 patch(loss, "response_logprobs", spoil("policy"))
 patch(loss, "response_values", spoil("value_model"))
 patch(rollout, "generate_in_parts", generate)

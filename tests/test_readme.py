@@ -76,7 +76,7 @@ def test_imports_only_point_down_the_map():
 
 
 def test_nothing_imports_the_scripts_or_the_tools():
-    top = {"ppo.py", "grpo.py", "sft.py", "rm.py", *files("tools/*.py")}
+    top = {"ppo.py", "grpo.py", "sft.py", "rm.py", *files("tools/*.py")} - {"tools/dry_run.py"}  # a part of tools/memory.py
     for path in HOUSE:
         assert not imports_of(path) & top, path
 
@@ -188,7 +188,7 @@ def keys_of(path):
 KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.py",
                                        "runs/peers/*.py")))
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
-          "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir"}  # of pip, torchrun and hf
+          "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir", "repo_type"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
 
@@ -244,11 +244,10 @@ def logs(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("logs"))
     world = tiny.build(folder)
     rewards = f"{world.rule('some')},0*{world.rule('odd')},0*reward_model"
-    two = f"{world.reward},{world.second_reward}"
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
-    peak = dict(max_iters=1, peak_tflops=0.001)
-    both = peak | dict(reward_functions=rewards, reward_path=two, importance_cap=2, roles="train=1,generate=1,score=1",
+    peak = dict(max_iters=1)
+    both = peak | dict(reward_functions=rewards, importance_cap=2, roles="train=1,generate=1,score=1",
                        staleness=1)
     runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
                 grpo=world.grpo("out", max_refills=1, **both),

@@ -19,11 +19,10 @@ import torch
 
 from configurator import read_arguments, read_keys
 from data import encode_prompts
-from engine.tokenizers import load_tokenizer
+from engine.tokenizers import load_tokenizer, write_byte_tokenizer
 from errors import BadConfig, BadInput
-from formats import read_rows
 from model import load_model
-from rows import prompt_row
+from rows import prompt_row, read_rows
 
 import tiny
 from conftest import ROOT
@@ -45,14 +44,23 @@ def is_one_line(text, pattern, script="ppo.py", where=""):
 
 OPEN = "import os; os.dup2(os.open({!r}, os.O_RDONLY), 99)"  # one path, /proc/self/fd/99, is another file on each rank
 STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
-    "other prompts": (("rl_train", "rl_val"), "prompts_path", r"rank 1 differs from rank 0 in the content of /proc/self/fd/99;"),
+    "other prompts": (("rl_train", "rl_val"), "prompts_path",
+                      r"rank 1 differs from rank 0 in the content of /proc/self/fd/99/rows.jsonl;"),
     "other weights": (("policy", "other_policy"), "policy_path", r"rank 1 differs from rank 0 in the weights of policy;"),
     "other tokenizer": (("policy", "other_tokens"), "policy_path", r"rank 1 differs from rank 0 in the tokenizers;"),
     "no prompts on rank 1": (("rl_train", None), "prompts_path", "rank 1 could not start"),
-    "no prompts on rank 0": ((None, "rl_train"), "prompts_path", "/proc/self/fd/99: No such file"),
-    "no prompts at all": ((None, None), "prompts_path", "/proc/self/fd/99: No such file"),
+    "no prompts on rank 0": ((None, "rl_train"), "prompts_path", "/proc/self/fd/99/rows.jsonl: no such file"),
+    "no prompts at all": ((None, None), "prompts_path", "/proc/self/fd/99/rows.jsonl: no such file"),
     "no model on rank 1": (("policy", None), "policy_path", "rank 1 could not start"),
 }
+
+
+def folder_of(folder, file):
+    """The folder, with a copy of the file as rows.jsonl in it."""
+    os.makedirs(folder)
+    shutil.copy(file, f"{folder}/rows.jsonl")
+    return folder
+
 
 NOT_SHARED = """
 import os
@@ -79,7 +87,11 @@ def starts(world, tmp_path_factory):
     for name, (contents, key, _) in STARTS.items():
         paths = [content and (f"{folder}/{content}" if content.startswith("other") else getattr(world, content))
                  for content in contents]
-        cases[name] = [one_run("ppo.py", *((world.ppo("out", value_init="policy", **{key: "/proc/self/fd/99"}),
+        given = "/proc/self/fd/99"
+        if key == "prompts_path":  # a file's name says what it holds
+            given = f"{given}/rows.jsonl"
+            paths = [file and folder_of(f"{folder}/{name} {rank}", file) for rank, file in enumerate(paths)]
+        cases[name] = [one_run("ppo.py", *((world.ppo("out", value_init="policy", **{key: given}),
                                             OPEN.format(path) if path else "") for path in paths))]
     cases["another setting"] = [one_run("ppo.py", world.ppo("out", kl_coef=0.1), world.ppo("out", kl_coef=0.2))]
     cases["sft"] = [one_run("sft.py", world.sft("out"), world.sft("out", train_path="nowhere.jsonl"))]
@@ -194,7 +206,7 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     # while the other rank is sending its gradients already
     "dies in the last backward": ("once(parallel.Flat, 'complete_from', die)", -9, "iteration 1, update"),
     "hangs in the last backward": ("once(parallel.Flat, 'complete_from', hang)", 9, "iteration 1, update"),
-    "has a bug": ("once(rewards, 'reward_model_scores', fail)", 1, "iteration 1, score"),
+    "has a bug": ("once(rewards, 'score_sequences', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
 import torch
@@ -255,9 +267,9 @@ def hurt(world, tmp_path_factory):
     cases["drifts"] = [one_run("ppo.py", (args, AT), (args, AT + NUDGE))]
     args = world.sft("out", timeout=3)
     cases["slow disk"] = [one_run("sft.py", (args, AT + DISK), (args, AT))]
-    short, long = (world.ppo("out", timeout=3, reward_timeout=2, staleness=1, max_iters=n, checkpoint_interval=1,
-                             lr_decay="constant", value_lr_decay="constant", eval_path="") for n in (2, 3))
-    cases["slow disk at a resume"] = [one_run("ppo.py", short, short), one_run("ppo.py", (long, AT), (long, AT + SLOW_READ))]
+    args = world.ppo("out", timeout=3, reward_timeout=2, staleness=1, eval_path="")
+    cases["slow disk at a resume"] = [one_run("ppo.py", (args, tiny.stops(2)), args),
+                                      one_run("ppo.py", (args, AT), (args, AT + SLOW_READ))]
     whole = dict(max_iters=4, eval_interval=1, scale_scores="running")  # which is the loop's own state
     for name, (codes, _, _) in SIGNALS.items():
         args = world.ppo("out", **whole)
@@ -360,7 +372,7 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 
 def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
     keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20,
-                kl_coef_target=1.0, kl_horizon=20)
+                kl_coef_target=1.0)
     run = one_run("ppo.py", (world.ppo("out", **keys), "import torch; torch.set_num_threads(2)"))
     for result, in forked(str(tmp_path), {"a": [run], "b": [run]}).values():
         assert result["codes"] == [0], result
@@ -460,12 +472,12 @@ def bad(world, tmp_path_factory):
     data = {  # contents of the prompts' file -> what is said of it
         "an empty file": ("", "the file is empty"), "blank lines": ("\n\n", "the file is empty"),
         "not JSON": (row + "{prompt: 1}\n", "line 2: not JSON"),
-        "not an object": (row + "[1]\n", "line 2: wanted an object, found list"),
-        "a missing field": (row + '{"answer": "3"}\n', "line 2: field 'prompt' is missing; it has 'answer'"),
-        "a wrong type": (row + '{"prompt": 7}\n', "line 2: field 'prompt' must be a string, found int"),
+        "not an object": (row + "[1]\n", "line 2: wanted an object"),
+        "a missing field": (row + '{"answer": "3"}\n', "line 2: field 'prompt' is missing"),
+        "a wrong type": (row + '{"prompt": 7}\n', "line 2: field 'prompt'"),
         "not UTF-8": (row.encode() + b'{"prompt": "\xff"}\n', r"line 2: not UTF-8 \(byte 12\)"),
         "an empty prompt": (row + '{"prompt": ""}\n', "line 2: field 'prompt' is empty"),
-        "a long prompt": (row + json.dumps(dict(prompt="1" * 30)) + "\n", "row 2: the prompt has 30 tokens; from 1 to 24 fit"),
+        "a long prompt": (row + json.dumps(dict(prompt="1" * 30)) + "\n", "row 2: it has 30 tokens, and .* is 24;"),
         "half a surrogate": (row + '{"prompt": "\\ud800"}\n', "line 2: .*surrogate"),
         "messages without a template": (row + '{"prompt": [{"role": "user", "content": "x"}]}\n', "no chat template"),
     }
@@ -475,9 +487,9 @@ def bad(world, tmp_path_factory):
         "an empty mixture": ("", "the file is empty"),
         "a text of another type": ('{"text": 7}\n', "line 1: field 'text' must be"),
         "an empty text": ('{"text": ""}\n', "line 1: field 'text' is empty"),
-        "a long text": ('{"text": "a"}\n{"text": "123456"}\n', "row 2: .*7 tokens, more than ptx_max_tokens of 6.*too_long=drop"),
+        "a long text": ('{"text": "a"}\n{"text": "' + 99 * "1" + '"}\n', "row 2: .*tokens.*too_long=drop"),
     }
-    cases |= {name: ("ppo.py", world.ppo("out", ptx_path=write(f"{f}/in/{name}.jsonl", text), ptx_max_tokens=6), said)
+    cases |= {name: ("ppo.py", world.ppo("out", ptx_path=write(f"{f}/in/{name}.jsonl", text)), said)
               for name, (text, said) in texts.items()}
     config = {  # contents of a config file -> what is said of it
         "no key in a file": ("base = 3e9\ni = 2\n", r"unknown key '\w+'"),
@@ -498,22 +510,22 @@ def bad(world, tmp_path_factory):
     keys = {
         "unknown": (["--kl_coeff=1"], "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
         "mistyped": (["--seed=1.5"], "seed .*wanted int like 1, given float 1.5"),
-        "out of range": (["--lam=1.5"], r"lam = 1.5 .*out of range: \[0..1\]"), "no such choice": (["--kl_in=both"], "kl_in"),
+        "out of range": (["--lam=1.5"], r"lam = 1.5 .*out of range: \[0..1\]"),
+        "no such choice": (["--kl_estimator=k9"], "kl_estimator"),
         "not finite": (["--lam=1e999"], "lam .*finite"), "no value": (["--lam"], "a value is missing"),
         "no such file": (["config/nothing.py"], "cannot read config file 'config/nothing.py': No such file"),
         "out of range at last": (["--lam=1.0", "--lam=2"], r"lam = 2.0 .*out of range"),
         "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
         "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
         "a weight of 0 that adapts": (["--kl_coef=0", "--kl_coef_target=1.0"], "a weight of 0 stays 0 .*type --kl_coef=0.05"),
-        "no such end": (["--extra_eos_ids=5,260"], "extra_eos_ids = '5,260': '260' is no id .*numbers below 260"),
         "a stale first step": (["--target_kl=0.1", "--staleness=1"], "target_kl with staleness.*type --importance_cap=2"),
-        "a short horizon": (["--batch_size=100", "--kl_coef_target=1.0", "--kl_horizon=20"],
-                            "kl_horizon = 20 is no more than a fifth .*type --kl_horizon=100"),
     }
     base = world.ppo("out")
     cases |= {name: ("ppo.py", [a for a in base if not any(a.startswith(k.split("=")[0] + "=") for k in new)] + new, said)
               for name, (new, said) in keys.items()}
     policy, reward = world.policy, world.reward
+    big = edited(policy, f"{f}/in/big")
+    write_byte_tokenizer(big, [f"<{i}>" for i in range(50)])
     models = {
         "no folder": (dict(policy_path=f"{f}/nowhere"), "nowhere: no such model folder"),
         "a file": (dict(policy_path=world.rl_val), "no such model folder"),
@@ -525,12 +537,12 @@ def bad(world, tmp_path_factory):
         "another architecture": (dict(policy_path=edited(policy, f"{f}/in/t5", config__json=dict(model_type="t5"))),
                                  "t5: transformers cannot load it: .*T5Config"),
         "config.json is no JSON": (dict(policy_path=edited(policy, f"{f}/in/json", config__json="{")), "config.json: "),
-        "more tokens than embeddings": (dict(value_init="policy", policy_path=edited(policy, f"{f}/in/big", tiktoken__json=dict(
-            markers=[f"<{i}>" for i in range(50)]))), "tokenizer has 308 tokens but the model's vocabulary only 264"),
+        "more tokens than embeddings": (dict(value_init="policy", policy_path=big), "tokenizer has 308 tokens but the model's "
+                                        "vocabulary only 264"),
         "no score head": (dict(reward_path=policy), "no score head"),
-        "a short reward model": (dict(reward_path=world.short_reward, value_init="policy"), r"\d+ tokens; from 1 to 2 fit"),
+        "a short reward model": (dict(reward_path=world.short_reward, value_init="policy"), r"\d+ tokens, and .* is 2;"),
         "another tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
-        "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tiktoken__json=None, tokenizer__json=None,
+        "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tokenizer__json=None,
                                                  tokenizer_config__json=None)), "no tokenizer in this folder"),
         "no such device": (dict(device_type="cuda"), "torch sees no GPU"),
         "out_dir under a file": (dict(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
@@ -542,12 +554,12 @@ def bad(world, tmp_path_factory):
     write(f"{f}/in/long.jsonl", 3 * '{"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}\n' + long)
     cases |= {
         "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"),
-                            "row 4: prompt and completion make 45 tokens"),
+                            "row 4: it has 45 tokens"),
         "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"),
-                                    "row 4: prompt and completion make 45"),
+                                    "row 4: it has 45 tokens"),
         "sft: heads": ("sft.py", world.sft("out", d_model=18, n_head=4), "d_model = 18 must be a multiple"),
         "sft: no completion": ("sft.py", world.sft("out", train_path=world.rl_train), "field 'completion' is missing"),
-        "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: prompt and chosen make 45 tokens"),
+        "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: it has 45 tokens"),
         "rm: a long demonstration": ("rm.py", world.rm("out", demonstrations_path=f"{f}/in/long.jsonl"), "row 4: .*45 tokens"),
         "rm: no pairs": ("rm.py", world.rm("out", train_path=world.sft_train), "field 'chosen' is missing"),
     }
@@ -624,7 +636,7 @@ def test_no_line_of_data_makes_a_traceback(world, tmp_path):
         path = write(tmp_path / "rows.jsonl", bytes(line))
         try:
             rows = read_rows(path, prompt_row)
-            assert all(encode_prompts(rows, tokenizer, 100, path))
+            assert all(encode_prompts(rows, path, tokenizer, 100, "all"))
         except BadInput as e:
             refused += 1
             assert "\n" not in str(e).strip() and len(str(e)) < 500, str(e)

@@ -6,13 +6,14 @@ import textwrap
 import pytest
 import torch
 
-from engine.tokenizers import ByteTokenizer
 from model import freeze, from_scratch, load_model
 import rewards
-from rewards import (accuracy, alike_for_equal_texts, final_answer, last_real, reward_model_scores, score_sequences,
+from engine.answers import final_answer
+from rewards import (accuracy, alike_for_equal_texts, last_real, read_texts, score_sequences,
                      thinks)
 
 from families import make, padded
+from tiny import byte_tokenizer
 
 LENGTHS = [9, 12, 1, 4, 7, 12, 2]
 MARKERS = ["<think>", "</think>"]
@@ -77,7 +78,8 @@ def test_final_answer(completion, answer):
 
 def test_accuracy():
     pairs = [("42", "42", 1), ("<think>6*7=41</think> 42", "42", 1), ("<think>42</think>41", "42", 0), ("42 ", " 42\n", 1),
-             ("042", "42", 1), ("4 2", "42", 0), ("", "42", 0), ("42</think>", "42", 0), ("the answer is 42", "42", 0)]
+             ("042", "42", 1), ("4 2", "42", 0), ("", "42", 0), ("42</think>", "42", 0), ("the answer is 42", "42", 1),
+             ("the answer is not 42", "42", 0)]
     batch = dict(completions=[p[0] for p in pairs] + ["42"], rows=[dict(answer=p[1]) for p in pairs] + [dict(prompt="6*7=")])
     scores = accuracy(batch)
     assert scores.is_floating_point() and scores.shape == (len(pairs) + 1,)
@@ -97,9 +99,6 @@ def test_the_headers_example():
         assert names[name](names["batch"]).tolist() == printed == [1.0, 0.0]
     begun = dict(rows=[{}], prompts=["7?<think>"], completions=["3+4</think>7"])
     assert rewards.whole_responses(begun) == ["<think>3+4</think>7"]
-    row = dict(numbers=[3, 5, 7], target=26)
-    batch = dict(rows=[row] * 2, completions=["<answer>3*7+5</answer>", "<answer>21+5</answer>"])
-    assert rewards.countdown(batch).tolist() == [pytest.approx(1.0), pytest.approx(0.1)]
     lengths = torch.tensor([[80], [90], [100]])
     assert rewards.length(dict(response_mask=torch.arange(100) < lengths)).tolist() == pytest.approx([0, -0.5, -1])
     assert final_answer(r"<think>3+6+0=09</think>so \boxed{579}") == "579"
@@ -174,96 +173,46 @@ def test_scores_are_at_least_float32():
 # a learned reward for a batch of responses
 
 
-def batch_of(rows, tokenizer):
-    """The batch that generate and a decoder would give: (prompt, completion, finished), left and right padded."""
-    sequences = []
-    for prompt, completion, finished in rows:
-        sequences.append((ids(prompt), ids(completion) + [258] * finished))
-    P, R = (max(len(s[i]) for s in sequences) for i in (0, 1))
-    tokens, mask = torch.full((len(rows), P + R), 259), torch.zeros(len(rows), P + R, dtype=torch.bool)
-    for i, (prompt, response) in enumerate(sequences):
-        tokens[i, P - len(prompt):P + len(response)] = torch.tensor(prompt + response)
-        mask[i, P - len(prompt):P + len(response)] = True
-    assert tokenizer.encode(rows[0][0] + rows[0][1]) == ids(rows[0][0] + rows[0][1])
-    return dict(tokens=tokens, attention_mask=mask, response_mask=mask[:, P:], finished=torch.tensor([r[2] for r in rows]),
-                rows=[dict(prompt=r[0]) for r in rows], completions=[r[1] for r in rows])
-
 ROWS = [("12+30=", "<think>40+2</think>42", True), ("1+1=", "<think>1<think>", False), ("7=", "", True), ("a<think>b", "é", True),
         ("1+1=", "2", False)]
 
 
-def byte_tokenizer(markers):
-    return ByteTokenizer(dict(markers=markers, eos="<eos>", pad="<pad>"))
+def scores_of(rows, model, tokenizer, micro_batch_size=4):
+    """What the reward model gives for [(prompt, completion, finished), ...]."""
+    prompts, completions, finished = [dict(prompt=p) for p, _, _ in rows], [c for _, c, _ in rows], [f for _, _, f in rows]
+    read = read_texts(prompts, completions, finished, tokenizer, model.max_positions, "cpu")
+    return score_sequences(model, *read, micro_batch_size)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
 @torch.no_grad()
-def test_reward_of_the_sampled_ids(micro_batch_size):
-    """With the policy's own tokenizer the very ids are scored, the EOS included, and never a re-tokenized text."""
-    tokenizer = byte_tokenizer(MARKERS)
-    model = scalar_model(score_shift=0.75)
-    batch = batch_of(ROWS, tokenizer)
-    want = torch.tensor([alone(model, ids(p) + ids(c) + [258] * f) for p, c, f in ROWS], dtype=torch.float64)
-    got = reward_model_scores(batch, model, byte_tokenizer(MARKERS), tokenizer, micro_batch_size)
-    assert (got - want).abs().max() < 1e-10
-    assert (want[:, None] - want).abs().add(torch.eye(len(ROWS))).min() > 1e-4
-    unreadable = dict(batch, completions=["?"] * len(ROWS), rows=[dict(prompt="?")] * len(ROWS))
-    assert torch.equal(reward_model_scores(unreadable, model, tokenizer, tokenizer, micro_batch_size), got)
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
-@torch.no_grad()
-def test_reward_with_another_tokenizer(micro_batch_size):
-    """A reward model whose markers have other ids, and which has one more: the text is re-tokenized for it."""
-    policy_tokenizer = byte_tokenizer(MARKERS)
-    for markers in (MARKERS[::-1], ["<extra>", *MARKERS]):
-        tokenizer = byte_tokenizer(markers)
-        eos = 256 + len(markers)
+def test_reward_of_the_text(micro_batch_size):
+    """In the reward model's own tokens, EOS included where the response has ended by itself."""
+    for markers in (MARKERS, MARKERS[::-1], ["<extra>", *MARKERS]):
         model = scalar_model(vocab_size=262, score_shift=0.75)
-        sequences = [ids(p, markers) + ids(c, markers) + [eos] * f for p, c, f in ROWS]
+        sequences = [ids(p, markers) + ids(c, markers) + [256 + len(markers)] * f for p, c, f in ROWS]
         want = torch.tensor([alone(model, sequence) for sequence in sequences], dtype=torch.float64)
-        batch = batch_of(ROWS, policy_tokenizer)
-        kept = {name: batch[name].clone() for name in ("tokens", "attention_mask", "finished")}
-        got = reward_model_scores(batch, model, tokenizer, policy_tokenizer, micro_batch_size)
+        got = scores_of(ROWS, model, byte_tokenizer(markers), micro_batch_size)
         assert (got - want).abs().max() < 1e-10
-        same_ids = reward_model_scores(batch, model, policy_tokenizer, policy_tokenizer, micro_batch_size)
-        assert ((got - same_ids)[[0, 1, 3]].abs() > 1e-4).all()  # the policy's ids would have meant something else
-        assert all(torch.equal(batch[name], x) for name, x in kept.items())
+        assert (want[:, None] - want).abs().add(torch.eye(len(ROWS))).min() > 1e-4
 
 
 def test_too_long_for_the_reward_model():
     """Its context has 64 positions. 63 letters and the EOS fit; of more it reads the first 64, an EOS not among them."""
-    policy_tokenizer, tokenizer = byte_tokenizer(MARKERS), byte_tokenizer(MARKERS[::-1])
     model = scalar_model()
-    fits = batch_of([("1=", "x" * 61, True)], policy_tokenizer)
-    assert reward_model_scores(fits, model, tokenizer, policy_tokenizer, 4).isfinite().all()
     with torch.no_grad():
-        want = alone(model, ids("1=" + "x" * 62))
-    for n in (62, 63, 100):
-        got = reward_model_scores(batch_of([("1=", "x" * n, True)], policy_tokenizer), model, tokenizer, policy_tokenizer, 4)
-        assert got.item() == pytest.approx(want, abs=1e-10)
-
-
-def test_an_unfinished_response_needs_no_room_for_an_eos():
-    """64 tokens without an EOS fill a context of 64 exactly, and are scored at the last of them."""
-    policy_tokenizer, tokenizer = byte_tokenizer(MARKERS), byte_tokenizer(MARKERS[::-1])
-    model = scalar_model()
-    batch = batch_of([("1=", "x" * 62, False)], policy_tokenizer)
-    with torch.no_grad():
-        want = alone(model, ids("1=" + "x" * 62))
-    for reward_tokenizer in (policy_tokenizer, tokenizer):
-        got = reward_model_scores(batch, model, reward_tokenizer, policy_tokenizer, 4)
-        assert got.item() == pytest.approx(want, abs=1e-10)
+        full, ended = alone(model, ids("1=" + "x" * 62)), alone(model, ids("1=" + "x" * 61) + [258])
+    rows = [("1=", "x" * 61, True), *(("1=", "x" * n, n != 62) for n in (62, 63, 100))]
+    assert scores_of(rows, model, byte_tokenizer()).tolist() == pytest.approx([ended, full, full, full], abs=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("markers", [MARKERS, MARKERS[::-1]], ids=["same tokenizer", "another tokenizer"])
-def test_empty_batch(markers, dtype):
+def test_empty_batch(dtype):
     """As on a rank that has no rows: no scores, of the type that some would have."""
     empty = dict(tokens=torch.zeros(0, 9, dtype=torch.int64), attention_mask=torch.zeros(0, 9, dtype=torch.bool),
                  response_mask=torch.zeros(0, 4, dtype=torch.bool), rows=[], completions=[],
                  finished=torch.zeros(0, dtype=torch.bool))
-    scores = reward_model_scores(empty, scalar_model(dtype=dtype), byte_tokenizer(markers), byte_tokenizer(MARKERS), 4)
+    scores = scores_of([], scalar_model(dtype=dtype), byte_tokenizer())
     assert scores.shape == (0,)
     assert scores.dtype == torch.promote_types(dtype, torch.float32)
     assert accuracy(empty).shape == thinks(empty).shape == (0,)

@@ -9,7 +9,6 @@ import transformers as hf
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.placement import decoding_copy
-from engine.text_ends import TextEnds
 from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze, load_model
@@ -107,9 +106,11 @@ def test_generate_is_the_loop_of_the_header(variant, temperature, eos, strings, 
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / variant, dtype=torch.float64).eval()
     prompts = [PROMPTS[i] for i in (0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 5, 1)]
     u = uniforms(len(prompts), R)
-    ends = TextEnds(strings, PIECES, PIECES) if strings else None
+    def has_stop(ids):
+        return any(s.encode() in b"".join(PIECES[i] for i in ids) for s in strings)
+
     out = generate(model, prompts, R, temperature, eos_ids=eos, pad_id=pad, vocab_size=vocab_size, uniforms=u,
-                   batch_size=batch_size, text_ends=ends)
+                   batch_size=batch_size, has_stop=has_stop if strings else None)
     lengths = []
     for row, prompt in enumerate(prompts):
         want, logprobs, finished = naive(theirs, prompt, u[row], temperature, eos, vocab_size, strings)
@@ -520,3 +521,21 @@ def test_stop_leaves_early_and_keeps_the_shapes():
     assert len(asked) == 3 and batch.keys() == whole.keys()
     assert all(batch[k].shape == whole[k].shape for k in whole)
     assert torch.equal(batch["tokens"][:, :2 + 3], whole["tokens"][:, :2 + 3]) and not batch["finished"].any()
+
+
+def test_the_cache_holds_what_transformers_cache_holds():
+    """Over its spare columns, where rows are dropped, or are there twice."""
+    from decoding_cache import SPARE, decoding_cache
+
+    config = hf.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    ours, theirs = decoding_cache(config), hf.DynamicCache(config=config)
+    rows = 4
+    for step in range(SPARE + 10):
+        new = torch.randn(2, rows, 2, 3 if step == 0 else 1, 4)  # keys and values of new tokens
+        for x, y in zip(ours.update(*new, 0), theirs.update(*new, 0), strict=True):
+            assert torch.equal(x, y)
+        if step in (5, SPARE + 4):
+            kept = torch.tensor([2, 0, 2])
+            ours.batch_select_indices(kept), theirs.batch_select_indices(kept)
+            rows = 3
+    assert ours.get_seq_length() == theirs.get_seq_length() == SPARE + 12

@@ -3,21 +3,19 @@ The rule-based rewards of rewards.py. What is right was written down by hand, or
 the code under test.
 """
 import random
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from engine.answers import evaluate_arithmetic, same_answer
+from engine.answers import final_answer, same_answer
 from engine import reward_mix
 from engine.reward_mix import NEEDS, call_rewards, check_rows, collect, parse_rewards
 from errors import BadInput, Stop
-from rewards import RULES, accuracy, countdown, final_answer, format, length, soft_overlong, thinks
+from rewards import RULES, accuracy, format, length, soft_overlong, thinks
 
 
 def mix(rewards, batch):
@@ -276,10 +274,9 @@ def test_hostile_text():
         slowest = max(slowest, min(tries))
         assert all(type(r) is bool for r in results)
         assert same_answer(text, text) == bool(text.strip())
-        assert evaluate_arithmetic(text) is None or isinstance(evaluate_arithmetic(text), Fraction)
     assert slowest < 0.02
-    batch = dict(completions=texts, rows=[dict(prompt="", answer="12", numbers=[1, 2], target=3)] * len(texts))
-    for rule in (accuracy, format, thinks, countdown):
+    batch = dict(completions=texts, rows=[dict(prompt="", answer="12")] * len(texts))
+    for rule in (accuracy, format, thinks):
         assert rule(batch).shape == (len(texts),) and rule(batch).isfinite().all()
 
 
@@ -308,7 +305,12 @@ def test_long_completions_take_linear_time(text):
     ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"), ("**Answer: 34**", "34"), ("#### **72**", "72"),
     ("Answer: 1\nanswer : 2", "2"), ("Answer:\n3", "Answer:\n3"), ("The answer: 3", "The answer: 3"),
     (r"Answer: \boxed{1}", "1"), ("<answer>**4 * 5**</answer>", "4 * 5"), ("<think>Answer: 1</think>2", "2"),
-    (r"no thinking \boxed{3}.", "3"), ("<Answer>4</Answer>", "<Answer>4</Answer>")])
+    (r"no thinking \boxed{3}.", "3"),
+    ("3 + 2 = 5.\nThe answer is 5.", "5"), ("So the final answer is: **1/2**!", "1/2"),
+    ("2 and 3 make\n**5**", "5"), ("**2** and **3** make **5**.", "5"),
+    ("The answer is 4. No, the answer is 5.", "4. No, the answer is 5"),
+    ("The answer is 5.\nOr so I think", "The answer is 5.\nOr so I think"),
+    ("**5** or so", "**5** or so"), ("<Answer>4</Answer>", "<Answer>4</Answer>")])
 def test_where_the_answer_is(completion, answer):
     assert final_answer(completion) == answer
 
@@ -401,87 +403,14 @@ def test_length_of_a_batch():
     assert length(dict(response_mask=torch.ones(0, 10, dtype=torch.bool))).shape == (0,)
 
 
-# countdown
-
-
-@pytest.mark.parametrize("text, value", [
-    ("1+2*3", 7), ("(1+2)*3", 9), ("8/3/2", Fraction(4, 3)), ("8/(3/2)", Fraction(16, 3)), ("10-4-3", 3), ("10-(4-3)", 9),
-    ("1/3*3", 1), (" ( 1 + 2 ) / 3 ", 1), ("2×3÷4", Fraction(3, 2)), ("5−2", 3), ("0", 0), ("((7))", 7), ("-3+5", 2),
-    ("2*-3", -6),
-    ("2--3", 5), ("-(2+3)", -5), ("1\n+\n2", 3), ("9" * 150, int("9" * 150)),
-    ("", None), (" ", None), ("()", None), ("1+", None), ("+1", None), ("*1", None), ("1 2", None), ("(1", None), ("1)", None),
-    (")(", None), ("2(3)", None), ("(2)(3)", None), ("2**3", None), ("7//2", None), ("1/0", None), ("1/(2-2)", None),
-    ("1.5", None),
-    ("1e3", None), ("1_0", None), ("07", None), ("00", None), ("a", None), ("1+2=3", None), ("x", None), ("2^3", None),
-    ("5%3", None),
-    ("1,2", None), ("٣+1", None), ("3²", None), ("__import__('os')", None), ("1+" * 100 + "1", None), ("1" * 201, None),
-    ("(" * 20 + "1" + ")" * 20, None), ("(" * 19 + "1" + ")" * 19, 1), ("(" * 100, None), ("-" * 100 + "1", None)])
-def test_evaluate_arithmetic(text, value):
-    assert evaluate_arithmetic(text) == value
-    assert value is None or isinstance(evaluate_arithmetic(text), Fraction)
-
-
-def random_sum(rng, depth):
-    """A random expression in Python's own notation, with few parentheses, so that precedence matters."""
-    if depth == 0 or rng.random() < 0.2:
-        return str(rng.choice([0, 1, 2, 3, 7, 10, 99]))
-    text = rng.choice(["", "", "", " ", "-"]) + random_sum(rng, depth - 1)
-    for _ in range(rng.randrange(1, 3)):
-        text += rng.choice([" + ", "-", "*", " / ", "/"]) + random_sum(rng, depth - 1)
-    return f"({text})" if rng.random() < 0.4 else text
-
-
-def test_evaluate_arithmetic_against_python():
-    """Python's eval of the same expression with each integer made a Fraction."""
-    rng, compared, divisions = random.Random(3), 0, 0
-    for _ in range(3000):
-        text = random_sum(rng, 3)
-        if len(text) > 200:
-            continue
-        try:
-            want = eval(re.sub(r"[0-9]+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
-        except ZeroDivisionError:
-            want, divisions = None, divisions + 1
-        assert evaluate_arithmetic(text) == want, text
-        compared += 1
-    assert compared > 2500 and divisions > 100
-
-
-@pytest.mark.parametrize("completion, score", [
-    ("<answer>(3 + 5) * 2</answer>", 1), ("<think>3*5=15</think><answer>2*(5+3)</answer> done", 1),
-    ("<answer>2×(3+5)</answer>", 1),
-    ("<answer>1</answer><answer>(3+5)*2</answer>", 1),
-    ("<answer>3*5+2</answer>", 0.1), ("<answer>3+5+2+2+2+2</answer>", 0.1), ("<answer>16</answer>", 0.1),
-    ("<answer>8*2</answer>", 0.1),
-    ("<answer>(3+5)*2=16</answer>", 0.1), ("<answer>(3+5)*2*1</answer>", 0.1), ("<answer>no idea</answer>", 0.1),
-    ("<answer>1/0</answer>", 0.1), ("<answer>(3+5)*2</answer><answer>16</answer>", 0.1), (f"<answer>{'9' * 5000}</answer>", 0.1),
-    ("(3+5)*2", 0), (r"\boxed{(3+5)*2}", 0), ("<answer></answer>", 0), ("<answer> </answer>", 0), ("<answer>(3+5)*2", 0), ("", 0),
-    ("<think><answer>(3+5)*2</answer></think>", 0), ("<think><answer>(3+5)*2</answer>", 0)])
-def test_countdown(completion, score):
-    row = dict(prompt="?", numbers=[2, 3, 5], target=16)
-    assert countdown(dict(completions=[completion], rows=[row])).tolist() == [pytest.approx(score)]
-    opened = dict(row, prompt="?\n<think>")
-    assert countdown(dict(completions=["hm</think>" + completion], rows=[opened])).tolist() == [pytest.approx(score)]
-    unended = countdown(dict(completions=[completion], rows=[opened])).item()
-    assert unended == pytest.approx(score if "</think>" in completion else 0)
-
-
-def test_countdown_uses_each_number_once():
-    row = dict(prompt="?", numbers=[4, 4, 1], target=16)
-    batch = dict(completions=[f"<answer>{e}</answer>" for e in ("4*4*1", "4*4", "4*4*1*1", "(1*4)*4")], rows=[row] * 4)
-    assert countdown(batch).tolist() == pytest.approx([1, 0.1, 0.1, 1])
-    exact = dict(prompt="?", numbers=[1, 3, 3], target=1)  # 1/3*3 in floats would only be close
-    assert countdown(dict(completions=["<answer>1/3*3</answer>"], rows=[exact])).tolist() == [1]
-
-
 # the choice of rewards
 
 
 def test_parse_rewards():
     assert parse_rewards("accuracy", RULES, ".") == [(1.0, "accuracy", accuracy)]
     assert parse_rewards("1.0*accuracy,0.1*format", RULES, ".") == [(1.0, "accuracy", accuracy), (0.1, "format", format)]
-    assert parse_rewards(" 2 * length , -0.5*thinks,1e-1*countdown ", RULES, ".") == [
-        (2.0, "length", length), (-0.5, "thinks", thinks), (0.1, "countdown", countdown)]
+    assert parse_rewards(" 2 * length , -0.5*thinks,1e-1*format ", RULES, ".") == [
+        (2.0, "length", length), (-0.5, "thinks", thinks), (0.1, "format", format)]
 
 MINE = """
 from dataclasses import dataclass
@@ -626,14 +555,14 @@ def test_collect_puts_the_parts_together_and_does_not_wait_for_ever():
 
 def test_check_rows(monkeypatch):
     monkeypatch.setattr(reward_mix, "check_sandbox", lambda: None)  # is for the code of responses
-    rows = [dict(prompt="?", answer="7", numbers=[1, 2], target=3, tests=[dict(stdin="", stdout="")]),
-            dict(prompt="?", answer="0", numbers=[0], target=-1, tests=[dict(stdin="", stdout="")])]
-    rewards = parse_rewards("accuracy,format,length,thinks,countdown", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
+    rows = [dict(prompt="?", answer="7", tests=[dict(stdin="", stdout="")]),
+            dict(prompt="?", answer="0", tests=[dict(stdin="", stdout="")])]
+    rewards = parse_rewards("accuracy,format,length,thinks", RULES, ".") + [(1.0, "code", len), (1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
-    assert set(NEEDS) == {"accuracy", "math", "countdown", "code"}
+    assert set(NEEDS) == {"accuracy", "math", "code"}
     only = [r for r in rewards if r[1] not in NEEDS]
     check_rows(only, [dict(prompt="?")], "data.jsonl")
-    for field, name in (("answer", "accuracy"), ("numbers", "countdown"), ("target", "countdown"), ("tests", "code")):
+    for field, name in (("answer", "accuracy"), ("tests", "code")):
         short = {k: x for k, x in rows[1].items() if k != field}
         with pytest.raises(BadInput, match=f"^data.jsonl, row 2: the reward '{name}' needs the field '{field}'; the row has 'p"):
             check_rows(rewards, [rows[0], short], "data.jsonl")
@@ -641,11 +570,7 @@ def test_check_rows(monkeypatch):
             check_rows(rewards, [dict(rows[0], **{field: None})], "data.jsonl")
 
 
-@pytest.mark.parametrize("field, value", [
-    ("answer", ""), ("answer", " "), ("answer", True),
-    ("numbers", []), ("numbers", "1,2"), ("numbers", [1, -2]), ("numbers", [1.0]),
-    ("numbers", [True]), ("numbers", {"1": 2}), ("target", "7"), ("target", 7.5), ("target", True)])
-def test_check_rows_looks_at_the_values(field, value):
-    row = dict(prompt="?", answer="7", numbers=[1, 2], target=3)
-    with pytest.raises(BadInput, match=f"^data.jsonl, row 1: the field '{field}' must be"):
-        check_rows(parse_rewards("accuracy,countdown", RULES, "."), [dict(row, **{field: value})], "data.jsonl")
+@pytest.mark.parametrize("value", ["", " ", True])
+def test_check_rows_looks_at_the_values(value):
+    with pytest.raises(BadInput, match="^data.jsonl, row 1: the field 'answer' must be"):
+        check_rows(parse_rewards("accuracy", RULES, "."), [dict(prompt="?", answer=value)], "data.jsonl")

@@ -5,27 +5,21 @@ paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 """
 import json
 import os
-import re
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from data import batch_rows, right_pad
 from engine.checkpoint import save_model
-from engine.placement import Place, load_placed
+from engine.placement import load_placed
+from engine.places import Place
 from engine.tokenizers import load_tokenizer
-from errors import BadInput, Stop
 from loss import masked_whiten
-from model import freeze, load_model
-from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences, zero_is_known
+from model import load_model
+from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences
 from rollout import add_up
-from rows import demonstrated_row
 
-import models_of_the_world
 import tiny
 from tiny import forked, measured, one_run
 
@@ -36,30 +30,16 @@ MOVES = (-15.0, 0.0, 15.0)  # of the reward model's zero
 # formulas
 
 
-def test_a_missing_eos_is_replaced_or_subtracted():
-    scores, finished = torch.tensor([2.0, -3.0, 4.0]), torch.tensor([True, False, False])
-    assert punish_missing_eos(scores, finished, 1.5, "replace").tolist() == [2.0, -1.5, -1.5]
-    assert punish_missing_eos(scores, finished, 1.5, "subtract").tolist() == [2.0, -4.5, 2.5]
-    assert punish_missing_eos(scores, finished, 0.0, "replace").tolist() == [2.0, -3.0, 4.0]
-    # GRPO: a response without a score, which also never ended, is punished only where replaced
-    none = torch.tensor([torch.nan])
-    assert punish_missing_eos(none, finished[1:2], 1.5, "replace").tolist() == [-1.5]
-    assert punish_missing_eos(none, finished[1:2], 1.5, "subtract").isnan().all()
+def test_a_response_that_never_ends_scores_minus_the_penalty():
+    scores, finished = torch.tensor([2.0, -3.0, torch.nan]), torch.tensor([True, False, False])
+    assert punish_missing_eos(scores, finished, 1.5).tolist() == [2.0, -1.5, -1.5]
+    assert punish_missing_eos(scores, finished, 0.0)[:2].tolist() == [2.0, -3.0]
 
 
 def test_the_shift_is_of_the_responses_that_ended():
     scores = torch.tensor([14.0, 16.0, -90.0])
     assert centering_shift(scores, torch.tensor([True, True, False])) == -15.0
     assert centering_shift(scores, torch.tensor([False] * 3)) == 20.0  # none has ended: all count
-
-
-def test_who_says_where_the_zero_is(tmp_path):
-    world = tiny.build(str(tmp_path))
-    ours = load_model(world.reward, "scalar")
-    assert zero_is_known(ours, "auto") and not zero_is_known(ours, "always")
-    forget_shift(world.reward, world.reward)
-    theirs = load_model(world.reward, "scalar")
-    assert not zero_is_known(theirs, "auto") and zero_is_known(theirs, "never")
 
 
 def test_rewards_are_whitened_with_and_without_their_mean():
@@ -171,31 +151,14 @@ def runs(tmp_path_factory):
     add("ranks", "ppo.py", ranks=3, value_init="reward", **SETTINGS)
     add("roles", "ppo.py", ranks=3, value_init="reward", roles="train=1,generate=2", **SETTINGS)
     add("rules", "ppo.py", reward_functions=letters, value_init="policy", **SETTINGS)
-    add("never", "ppo.py", (15.0,), center_scores="never", **SETTINGS)
-    add("unmoved", "ppo.py", learning_rate=1e-12, value_learning_rate=1e-12, samples_to_log=9,
-        **SETTINGS)
+    add("unmoved", "ppo.py", learning_rate=1e-12, value_learning_rate=1e-12, **SETTINGS)
     add("warm-up", "ppo.py", critic_warmup_iters=2, checkpoint_interval=1, keep_checkpoints=9,
         ema_decay=0.5, **SETTINGS)
-    shown = dict(prompts_path=world.sft_train, eval_path="", dtype="float64", max_iters=2)
-    for name, more in (("less", dict(subtract_demonstration=True)), ("not less", {}),
-                       ("less, ranks", dict(subtract_demonstration=True, zero_stage=3))):
-        cases[name] = [one_run("ppo.py", *[world.ppo("out", **shown | more)] * (1 + ("ranks" in name)))]
-    add("less", "ppo.py", (-15.0, 15.0), subtract_demonstration=True, value_init="policy", **shown)
-    tiny.jsonl(f"{folder}/long.jsonl", [dict(prompt="1=", completion="1"), dict(prompt="1=", completion="1" * 30)])
-    for name, more in (("bare rows", dict(prompts_path=world.rl_train)),
-                       ("long shown", dict(prompts_path=f"{folder}/long.jsonl")),
-                       ("rules alone", dict(reward_functions=letters, value_init="policy"))):
-        keys = shown | dict(subtract_demonstration=True) | more
-        cases[name] = [one_run("ppo.py", world.ppo("out", **keys))]
     add("half", "ppo.py", (15.0,), dtype="bfloat16", value_init="policy")
     add("too long", "ppo.py", critic_warmup_iters=3)
     arguments = world.ppo("out", reward_path=f"{folder}/moved 15.0", **SETTINGS)
     cases["resumed"] = [one_run("ppo.py", (arguments, tiny.stops(2))), one_run("ppo.py", arguments)]
-    arguments = world.ppo("out", center_scores="always", **SETTINGS)
-    cases["always"] = [one_run("ppo.py", arguments)]
-    both = ",".join(f"{folder}/moved {move}" for move in (15.0, -15.0))
-    arguments = world.ppo("out", reward_path=both, value_init="policy", **SETTINGS)
-    cases["both"] = [one_run("ppo.py", *[(arguments, COUNT)] * 2)]
+    cases["said"] = [one_run("ppo.py", world.ppo("out", **SETTINGS))]
     results = forked(folder, cases)
     runs = {name: (f"{folder}/{name}/out", result[-1]) for name, result in results.items()}
     return runs | dict(world=world)
@@ -205,14 +168,6 @@ def succeeded(run):
     out, result = run
     assert set(result["codes"]) == {0}, result
     return out
-
-
-def test_a_demonstration_whose_score_is_not_finite_stops_the_run():
-    """Taken from a score it would make NaN, which says that no reward applies."""
-    batch = dict(tokens=torch.zeros(2, 3), sampler_logprobs=torch.zeros(2, 1))
-    batch |= {"reward/reward_model": torch.ones(2), "reward/demonstration": torch.tensor([0.5, torch.nan])}
-    with pytest.raises(Stop, match="demonstration"):
-        add_up(batch, None, [({}, [], 0, 0)] * 2, 3)
 
 
 def test_equal_texts_have_equal_scores_where_their_rows_are_equal():
@@ -287,16 +242,6 @@ def test_an_evaluation_changes_no_zero_and_ranks_neither(runs):
             assert tiny.distance(here, f"{succeeded(runs[name])}/{model}") < 1e-9
 
 
-def test_the_members_of_an_ensemble_read_one_sample_for_their_zeros(runs):
-    """Each gets the zero that it has alone; sampled are the zeros' batch, an evaluation and so on."""
-    said = runs["both"][1]["stdout"][0] if succeeded(runs["both"]) else ""
-    alone = [re.search("the reward model scores .* at first", runs[f"policy {move}"][1]["stdout"][0])
-             for move in (15.0, -15.0)]
-    assert re.findall("the reward model scores .* at first", said) == [found[0] for found in alone]
-    assert re.findall("sampled for (.*)", said) == [
-        "rollout 0", "eval 0", "rollout 0", "eval 0", "rollout 1", "eval 0", "rollout 2", "eval 0"]
-
-
 def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):
     whole, resumed = succeeded(runs["reward 15.0"]), succeeded(runs["resumed"])
     assert "resuming from" in runs["resumed"][1]["stdout"][0]
@@ -309,10 +254,8 @@ def test_a_resumed_run_has_the_same_zero_to_the_last_bit(runs):
 
 def test_rules_and_models_that_say_their_zero_are_left_alone(runs):
     assert "objective/score_shift" not in tiny.read_log(succeeded(runs["rules 0.0"]))[0]
-    never = tiny.read_log(succeeded(runs["never 15.0"]))[0]
-    assert never["objective/score_shift"] == 0 and never["objective/scores"] > 10
-    always = tiny.read_log(succeeded(runs["always"]))[0]["objective/score_shift"]
-    assert always != 0.25  # which is in its config
+    said = tiny.read_log(succeeded(runs["said"]))[0]["objective/score_shift"]
+    assert said == 0.25  # which is in its config
 
 
 def test_evaluations_of_one_policy_have_one_score(runs):
@@ -355,111 +298,3 @@ def test_a_run_under_autocast(runs):
     assert len(records) == 4 and all(abs(r["objective/scores"]) < 3 for r in records[:-1])
 
 
-def test_scores_less_those_of_the_demonstrations(runs):
-    """The same texts: of the first iteration, the score is the plain one less the demonstration's."""
-    less, plain = (tiny.read_log(succeeded(runs[name]))[0] for name in ("less", "not less"))
-    assert less["objective/texts"] == plain["objective/texts"]
-    world = runs["world"]
-    model = load_model(world.reward, "scalar", torch.float64)
-    with open(world.sft_train, encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    scores = []
-    for i in batch_rows(1, 0, 7, len(rows)):
-        ids = [*rows[i]["prompt"].encode()]
-        for piece in re.split("(</?think>)", rows[i]["completion"]):
-            ids += {"<think>": [256], "</think>": [257]}.get(piece, [*piece.encode()])
-        scores.append(model.scores(torch.tensor([ids + [258]]), torch.tensor([len(ids)])).item())
-    mean = sum(scores) / len(scores)
-    assert max(scores) - min(scores) > 0.1 and len(scores) == 7
-    assert less["objective/reward/demonstration"] == pytest.approx(mean, abs=1e-9)
-    assert less["objective/scores"] == pytest.approx(plain["objective/scores"] - mean, abs=1e-9)
-    assert "objective/reward/demonstration" not in plain
-
-
-def test_demonstrations_on_ranks_and_where_the_zero_moves(runs):
-    records = [measured(r) for r in tiny.read_log(succeeded(runs["less"]))]
-    ranks = [measured(r) for r in tiny.read_log(succeeded(runs["less, ranks"]))]
-    assert tiny.alike(records, ranks, 1e-9)
-    moved = [[measured(r) for r in tiny.read_log(succeeded(runs[f"less {by}"]))] for by in (-15.0, 15.0)]
-    shifts = [[r.pop("objective/score_shift") for r in records[:-1]] for records in moved]
-    assert shifts[0][0] == pytest.approx(shifts[1][0] + 30) and tiny.alike(*moved, 1e-7)
-    # the demonstrations are the zero: of the first iteration's prompts they score 0
-    assert abs(moved[0][0]["objective/reward/demonstration"]) < 1e-9
-
-
-def test_demonstrations_that_are_not_there(runs):
-    for name, said in (("bare rows", "line 1: subtract_demonstration wants in each row an answer to its prompt, as "
-                                     "sft.py does: field 'completion' is missing; it has 'prompt', 'answer'"),
-                       ("long shown", "row 2: 33 tokens of a reward model whose context has 32"),
-                       ("rules alone", "subtract_demonstration is for learned scores")):
-        out, result = runs[name]
-        assert result["codes"] == [2] and said in result["stderr"][0], result
-        assert result["stderr"][0].count("\n") == 1 and not os.path.exists(out)
-
-
-USER, ANSWER = dict(role="user", content="u"), dict(role="assistant", content="a")
-ON = dict(role="assistant", content="on")
-
-
-@pytest.mark.parametrize("row, prompt, shown", [
-    (dict(prompt="p", completion="c", answer="1"), "p", "c"),
-    (dict(question="p", completion="c"), "p", "c"),
-    (dict(prompt="p", completion=[ANSWER]), [dict(role="user", content="p")], [ANSWER]),
-    (dict(prompt=[USER], completion="a"), [USER], [ANSWER]),
-    (dict(prompt=[USER, ANSWER], completion="on"), [USER, ANSWER], [ON]),
-    (dict(messages=[USER, ANSWER, USER, ON]), [USER], [ANSWER]),  # the first turn answers it
-    (dict(prompt="u", messages=[USER, ANSWER]), [USER], [ANSWER]),
-    (dict(system="s", messages=[USER, ANSWER]), [dict(role="system", content="s"), USER], [ANSWER]),
-    (dict(conversations=[{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]), [USER], [ANSWER]),
-    (dict(instruction="i", output="o"), "### Instruction:\ni\n\n### Response:\n", "o")])
-def test_demonstrations_of_every_kind(row, prompt, shown):
-    made = demonstrated_row(row)
-    assert (made["prompt"], made["completion"]) == (prompt, shown)
-    assert made.get("answer") == row.get("answer")
-
-
-@pytest.mark.parametrize("row, said", [
-    (dict(prompt="p", answer="1"), "field 'completion' is missing"), (dict(prompt="p", completion=" "), "it is blank"),
-    (dict(prompt=[USER], completion=""), "it is blank"), (dict(prompt="p", completion=3), "must be a string"),
-    (dict(prompt="p", chosen="a", rejected="b"), "field 'completion' is missing"),
-    (dict(prompt=[USER]), "field 'completion' is missing"),
-    (dict(problem="p", instruction="i", output="o"), "and here it answers another one")])
-def test_rows_without_a_demonstration(row, said):
-    with pytest.raises(BadInput, match=f"^subtract_demonstration wants .*{said}"):
-        demonstrated_row(row)
-
-
-def test_a_demonstration_is_read_as_the_responses_are(tmp_path):
-    """
-    A reward model of rm.py reads the policy's tokens, and so the run's system prompt. It must read
-    that before a demonstration, too: the truth is transformers', up to the end of the turn.
-    """
-    folder = models_of_the_world.make(tmp_path / "reward", "qwen2.5", head="scalar")
-    with open(f"{folder}/config.json", encoding="utf-8") as f:
-        config = json.load(f) | dict(score_shift=0.5)
-    with open(f"{folder}/config.json", "w", encoding="utf-8") as f:
-        json.dump(config, f)
-    policy, reward = load_tokenizer(folder, dict(system_prompt="Be brief.")), load_tokenizer(folder)
-    model = freeze(load_model(folder, "scalar"))
-    keys = dict(reward_timeout=9, code_seconds=1, code_memory_mib=64, code_output_kib=1, dtype="float32",
-                master_weights=True, micro_batch_size=2, micro_batch_tokens=0, subtract_demonstration=True,
-                reward_ensemble="mean", reward_ensemble_coef=1.0)
-    terms = [(1.0, "reward_model", None)]
-    with ThreadPoolExecutor(1) as threads:
-        scorer = Scorer(keys, terms, [model], policy, reward, threads, torch.device("cpu"))
-        rows = [dict(prompt=[USER], completion=[ON]), dict(prompt=[USER, ANSWER, USER], completion=[ANSWER])]
-        ids = [policy.encode_response(row["prompt"], "x") for row in rows]
-        tokens, mask = right_pad(ids, policy.pad_id)
-        batch = dict(rows=rows, prompts=["", ""], completions=["x", "x"], tokens=tokens, attention_mask=mask,
-                     response_mask=mask[:, -1:], finished=torch.tensor([True, True]),
-                     sampler_logprobs=torch.zeros(2, 1))
-        said = scorer.score(batch, [scorer.start(batch, 1.0)], 2)
-    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for row, got in zip(rows, said["reward/demonstration"], strict=True):
-        messages = [dict(role="system", content="Be brief."), *row["prompt"], *row["completion"]]
-        text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
-        theirs.config.pad_token_id = None  # the end of the turn, at which rm.py reads, is its padding
-        with torch.no_grad():
-            want = theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() + 0.5
-        assert got.item() == pytest.approx(want, abs=1e-4)

@@ -17,12 +17,9 @@ import tiny
 from data import batch_rows
 from engine.curves import choose_metrics, points, save_picture, short_names
 from engine.report import flops_a_token, peak_flops
-from engine.tokenizers import load_tokenizer
 from errors import BadConfig
-from formats import read_rows
 from engine.adapters import Adapted
 from model import from_scratch
-from rows import ptx_row
 from tiny import arguments, forked, in_a_row, one_run
 
 KILL = """
@@ -51,27 +48,29 @@ fake("wandb"), fake("trackio")
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
 
+# a peak of 1e9 operations a second
+PEAK = "import engine.report\nengine.report.measured_flops = lambda *_: 1e9\n"
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """The folder, the world, and {name: results} of its runs."""
     folder = str(tmp_path_factory.mktemp("seeing"))
     world = tiny.build(f"{folder}/world")
-    often = dict(eval_interval=1, samples_to_log=2, eval_size=3, max_iters=4, checkpoint_interval=2)
-    ppo = world.ppo("out", peak_tflops=0.001, **often)
+    often = dict(eval_interval=1, eval_size=3, max_iters=4, checkpoint_interval=2)
+    ppo = world.ppo("out", **often)
     two = dict(max_iters=2, lr_decay="constant", checkpoint_interval=1)
     both = dict(report_to="wandb, trackio")
     cases = {
-        "whole": [one_run("ppo.py", ppo)],
+        "whole": [one_run("ppo.py", (ppo, PEAK))],
         "killed": [one_run("ppo.py", (ppo, KILL)), one_run("ppo.py", ppo)],
         "grpo": [one_run("grpo.py", *[world.grpo("out", **often)] * 2)],
-        "ptx": [one_run("ppo.py", world.ppo("out", peak_tflops=0.001, max_iters=2, eval_path="", ptx_batch_size=5,
-                                            ptx_path=f"{world.texts},0.5*{world.sft_val}"))],
-        "none": [one_run("ppo.py", world.ppo("out", samples_to_log=0, max_iters=1))],
+        "none": [one_run("ppo.py", world.ppo("out", max_iters=1))],
         "sft": [one_run("sft.py", (world.sft("out", **two | both), f"FAILS = 99{FAKES}")),
                 one_run("sft.py", (world.sft("out", **two | both | dict(max_iters=4)), f"FAILS = 3{FAKES}"))],
         "missing": [one_run("rm.py", (world.rm("out", report_to="wandb"), "import sys\nsys.modules['wandb'] = None"))],
         "unknown": [one_run("ppo.py", *[world.ppo("out", report_to="tensorbored")] * 2)],
-        "speed": [one_run("sft.py", *[world.sft("out", peak_tflops=0.001)] * 2)],
+        "speed": [one_run("sft.py", *[(world.sft("out"), PEAK)] * 2)],
     }
     return folder, world, forked(folder, cases)
 
@@ -88,17 +87,17 @@ def lines(path):
 def test_a_killed_run_leaves_the_samples_of_one_that_was_not(done):
     folder, _, results = done
     assert [result["codes"] for result in results["killed"]] == [[9], [0]]
-    assert [line["iteration"] for line in lines(f"{folder}/killed/out/samples.jsonl")] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    seen = [line["iteration"] for line in lines(f"{folder}/killed/out/samples.jsonl")]
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
     assert open(files[0], "rb").read() == open(files[1], "rb").read()
-    assert not os.path.exists(f"{folder}/none/out/samples.jsonl")
 
 
 def test_samples_say_what_the_log_says(done):
-    """Two of three held-out prompts, so their means are compared on a run that keeps all."""
+    """Of all three held-out prompts of each evaluation."""
     folder, world, results = done
     assert results["grpo"][0]["codes"] == [0, 0]
-    prompts = [row["prompt"] for row in lines(world.rl_val)][:2]
+    prompts = [row["prompt"] for row in lines(world.rl_val)][:3]
     for name in ("whole", "grpo"):
         samples = lines(f"{folder}/{name}/out/samples.jsonl")
         assert [(s["row"], s["prompt"]) for s in samples] == list(enumerate(prompts)) * 5
@@ -108,8 +107,8 @@ def test_samples_say_what_the_log_says(done):
         assert scores["reward/letters"] == pytest.approx(letters)
         assert scores["scores"] == pytest.approx(letters + 0.5 * scores["reward/reward_model"])
         assert 1 <= sample["length"] <= 8 and (sample["finished"] or sample["length"] == 8)
-    first = [s["scores"]["kl"] for s in samples[:2]]
-    assert first == pytest.approx([0, 0], abs=1e-5) and abs(samples[-1]["scores"]["kl"]) > 1e-3
+    first = [s["scores"]["kl"] for s in samples[:3]]
+    assert first == pytest.approx([0, 0, 0], abs=1e-5) and abs(samples[-1]["scores"]["kl"]) > 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,41 +206,16 @@ def test_share_of_peak(done):
         # sampling; policy, reference, reward model and value model read; two passes train policy and value model
         flops = read * (2 * n + 2 * (n + n + v + v) + 2 * 6 * (n + v))
         assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
-        # and by phase: (tokens, operations)
-        work = dict(rollout=(sampled, read * 2 * n), score=(read, read * 4 * (n + v)), update=(2 * read, read * 12 * (n + v)))
-        for phase, (tokens, flops) in work.items():
-            assert record[f"time/{phase}_tokens_per_second"] == pytest.approx(tokens / record[f"time/{phase}"])
-            assert record[f"time/{phase}_mfu"] == pytest.approx(flops / record[f"time/{phase}"] / 1e9)
 
 
-def test_share_of_peak_with_the_texts_of_ptx(done):
-    """In each of four steps an iteration, the policy learns five texts of a mix as well; their tokens are bytes here."""
-    folder, world, results = done
-    assert results["ptx"][0]["codes"] == [0], results["ptx"]
-    n, v = (sum(t.numel() for key, t in tiny.read_weights(f"{folder}/ptx/out/{name}").items()
-                if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model"))
-    prompts = [row["prompt"] for row in lines(world.rl_train)]
-    read_ptx = read_rows(f"{world.texts},0.5*{world.sft_val}", ptx_row)
-    tokenizer = load_tokenizer(world.policy)
-    lengths = [len(tokenizer.encode(row.get("prompt") or "")) + len(tokenizer.encode(row["completion"])) + 1
-               for row in read_ptx]
-    for k, record in enumerate(tiny.read_log(f"{folder}/ptx/out")[:-1]):
-        read = 7 * record["objective/length"] + sum(len(prompts[i]) for i in batch_rows(1, k, 7, 40))
-        texts = sum(lengths[i] for step in range(4 * k, 4 * k + 4) for i in batch_rows(1, step, 5, read_ptx.mix))
-        flops = 2 * read * 6 * (n + v) + texts * 6 * n
-        assert record["policy/steps"] == 4 and texts > 100
-        assert record["time/update_mfu"] == pytest.approx(flops / record["time/update"] / 1e9)
-
-
-def test_a_peak_is_given_known_or_measured(monkeypatch):
+def test_a_peak_is_known_or_measured(monkeypatch):
     cpu = torch.device("cpu")
-    assert peak_flops(dict(peak_tflops=2.5, dtype="float32"), cpu) == 2.5e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(dict(peak_tflops=0, dtype="bfloat16"), torch.device("cuda:0")) == 989e12
+    assert peak_flops(dict(dtype="bfloat16"), torch.device("cuda:0")) == 989e12
     # products of 0.02 s, but for the first, that takes a second, and one of 0.01 s: 2 * 384^3 operations in 0.01 s
     seconds = iter([0, 0, 1, 1, 1.02, 1.02, 1.03, 1.03, 1.05, 1.05])
     monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
-    assert peak_flops(dict(peak_tflops=0, dtype="float64"), cpu) == pytest.approx(2 * 384**3 / 0.01)
+    assert peak_flops(dict(dtype="float64"), cpu) == pytest.approx(2 * 384**3 / 0.01)
 
 
 def test_the_value_model_on_a_shared_trunk_is_its_head_alone():
@@ -251,7 +225,7 @@ def test_the_value_model_on_a_shared_trunk_is_its_head_alone():
 
 def test_the_line_of_an_iteration_has_speed_and_memory(done):
     out = done[2]["whole"][0]["stdout"][0] + done[2]["speed"][0]["stdout"][0]
-    phases = " ".join(rf"{phase} [\d.]+s \(\d+%\)" for phase in ("rollout", "score", "update"))
+    phases = " ".join(rf"{phase} [\d.]+s" for phase in ("rollout", "score", "update"))
     speed = r" \| \d+ tok/s \| [\d.]+% of peak \| \d+ MiB \| eta"
     assert len(re.findall(phases + speed, out)) == 4 and len(re.findall(speed, out)) >= 6
     assert "% of peak" in done[2]["none"][0]["stdout"][0]  # measured
@@ -279,7 +253,6 @@ def test_curves():
 
 
 def test_a_pictures_folder_is_made(tmp_path):
-    """runs/ensembles.py has not asked check_picture for it."""
     figure = SimpleNamespace(tight_layout=lambda: None, savefig=lambda path, dpi: open(path, "x").close())
     save_picture(figure, SimpleNamespace(flat=[]), f"{tmp_path}/new/a.png")
     assert os.listdir(tmp_path / "new") == ["a.png"]

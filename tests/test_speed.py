@@ -1,11 +1,10 @@
 """
-How speed is measured: random models that end when they shall (tools/bench.py), where a step goes (runs/step_time.py), and the
-table of peers (runs/peers).
+How speed is measured: random models that end when they shall (tools/bench.py), and the table of peers
+(runs/peers).
 """
 import importlib.util
 import json
 import os
-import re
 import statistics
 import sys
 
@@ -17,7 +16,7 @@ from engine.tokenizers import load_tokenizer
 from errors import BadConfig
 from model import load_model
 from rollout import generate
-from tiny import arguments, forked, one_run
+from tiny import arguments
 from tools.bench import make_models
 
 SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=3, num_hidden_layers=2, num_attention_heads=2,
@@ -29,7 +28,7 @@ def test_random_models_end_as_often_as_they_shall(tmp_path, share):
     make_models(tmp_path, SIZES, prompt_length=3, longest=16, end_share=share, prompts=400)
     policy, tokenizer = load_model(tmp_path / "policy"), load_tokenizer(tmp_path / "policy")
     assert (tokenizer.eos_id, tokenizer.pad_id) == (38, 39)
-    prompts = [tokenizer.encode_prompt(json.loads(line)["prompt"]) for line in (tmp_path / "prompts.jsonl").open()]
+    prompts = tokenizer.encode_prompts([json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").open()])
     assert len(prompts) == 400 and all(len(ids) == 3 and max(ids) < 38 for ids in prompts)
     out = generate(policy, prompts, 16, eos_ids=tokenizer.eos_ids, pad_id=39)
     lengths = out["response_mask"].sum(1).tolist()
@@ -42,19 +41,6 @@ def test_random_models_end_as_often_as_they_shall(tmp_path, share):
         assert (sampled == 38).double().mean().item() == pytest.approx(0.125, abs=0.03)
     reward_model = load_model(tmp_path / "reward_model", "scalar")
     assert not reward_model.new_head and reward_model.hf.config.score_shift == 0
-
-
-@pytest.mark.parametrize("mix", ["full", "real"])
-def test_step_time_says_where_a_training_step_goes(mix, tmp_path):
-    keys = dict(mix=mix, batch_size=4, micro_batch_size=2, prompt_length=3, max_new_tokens=16, d_model=16, n_layer=1, n_head=2,
-                d_ff=8, vocab_size=8, repeats=1, longest=2)
-    result, = forked(str(tmp_path), {"step": [one_run("runs/step_time.py", arguments(keys))]})["step"]
-    assert result["codes"] == [0], result
-    rows = re.findall(r"^ +([\d.]+) %  (.+)$", result["stdout"][0], re.MULTILINE)
-    assert {name for _, name in rows[:4]} == {"matrix products of the linear maps", "attention, forward", "attention, backward",
-                                              "all else"}
-    assert sum(float(share) for share, _ in rows[:4]) == pytest.approx(100, abs=0.2) and len(rows) == 4 + 2
-    assert all(float(share) > 0 for share, _ in rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from formats import read_rows
-from rows import prompt_row
+from rows import prompt_row, read_rows
 from engine.reward_mix import call_rewards, check_rows, parse_rewards
 from rewards import RULES
 
@@ -78,13 +77,41 @@ def test_countdown_as_chat_and_in_a_run(tmp_path, run_here):
     assert run_here(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
     path = str(tmp_path / "rl_train.jsonl")
     rows = read_rows(path, prompt_row)
-    rewards = parse_rewards("countdown,0.5*format", RULES, ".")
+    rewards = parse_rewards("data/countdown/reward.py:countdown,0.5*format", RULES, ROOT)
     check_rows(rewards, rows, path)
     assert [m["role"] for row in rows for m in row["prompt"]] == ["user"] * 3
     assert all(str(row["numbers"]) in row["prompt"][0]["content"] and "<think>" in row["prompt"][0]["content"] for row in rows)
     completions = ["<think>?</think><answer>1</answer>", "<answer>1</answer>", "1"]
     each = call_rewards(rewards, dict(completions=completions, rows=rows))
     assert sum(w * each[name] for w, name, _ in rewards).tolist() == pytest.approx([0.6, 0.1, 0])
+
+
+SOLVED, TRIED = "(3 + 5) * 2", 0.1
+SCORES = [
+    (f"<answer>{SOLVED}</answer>", 1), ("<think>3*5=15</think><answer>2*(5+3)</answer> done", 1), ("<answer>2×(3+5)</answer>", 1),
+    (f"<answer>1</answer><answer>{SOLVED}</answer>", 1), ("<answer>2--14</answer>", TRIED), ("<answer>(3+5)*2*1</answer>", TRIED),
+    ("<answer>3+5+2+2+2+2</answer>", TRIED), ("<answer>(3+5)*2=16</answer>", TRIED), ("<answer>no idea</answer>", TRIED),
+    ("<answer>1/0</answer>", TRIED), (f"<answer>{'9' * 5000}</answer>", TRIED), ("<answer>__import__('os')</answer>", TRIED),
+    (SOLVED, 0), ("<answer> </answer>", 0), ("<answer>(3+5)*2", 0), (f"<think><answer>{SOLVED}</answer>", 0), ("", 0)]
+
+
+@pytest.mark.parametrize("completion, score", SCORES)
+def test_countdown(completion, score):
+    (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
+    row = dict(prompt="?", numbers=[2, 3, 5], target=16)
+    assert countdown(dict(completions=[completion], rows=[row])).tolist() == [pytest.approx(score)]
+
+
+@pytest.mark.parametrize("text, value", [
+    ("1+2*3", 7), ("8/3/2", Fraction(4, 3)), ("8/(3/2)", Fraction(16, 3)), ("10-(4-3)", 9), ("1/3*3", 1),
+    ("-(2+3)", -5), ("2--3", 5),
+    ("5−2×3÷4", Fraction(7, 2)), ("", None), ("1+", None), ("1 2", None), (")(", None),
+    ("2(3)", None), ("2**3", None), ("1.5", None),
+    ("07", None), ("1+2=3", None), ("٣+1", None), ("1/(2-2)", None), ("1" * 201, None),
+    ("(" * 100, None), ("-" * 100 + "1", None)])
+def test_arithmetic_is_exact_and_no_python(text, value):
+    (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
+    assert countdown.__globals__["evaluate_arithmetic"](text) == value
 
 
 @pytest.mark.parametrize("script, options, message", [
@@ -163,9 +190,9 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, run_
 
 
 @pytest.mark.parametrize("number, line, message", [
-    (2, '{"question": "a", ', "not JSON "), (1, "[1]", "wanted an object, found list"),
+    (2, '{"question": "a", ', "not JSON "), (2, "[1]", "wanted an object"),
     (3, '{"answer": "a"}', "field 'prompt' is missing"),
-    (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string, found int"),
+    (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string"),
     (1, '{"question": "\\ud83d", "answer": "#### 5"}', "field 'prompt' holds half a surrogate pair")])
 def test_gsm8k_bad_rows_are_one_line(tmp_path, source, run_here, number, line, message):
     lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")

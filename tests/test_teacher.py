@@ -10,15 +10,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
-import models_of_the_world as models
 import tiny
 from engine.estimates import agreement, correlation
-from engine.reading import ids_read, reader_of
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from model import freeze, load_model
 from rows import completions_of
 from tiny import forked, jsonl, one_run
 
@@ -60,7 +57,7 @@ def refused(world, folder):
                   "mixed.jsonl has 1 pairs and 1 single responses; .* one of them alone"),
         "empty": (dict(teacher=world.reward, train_path=f"{folder}/empty.jsonl"), "empty.jsonl: the file is empty"),
         "too long": (dict(teacher=world.short_reward, train_path=long, val_path=""),
-                     "long.jsonl, row 2: 1[0-9] tokens of a reward model whose context has 10; leave the row out"),
+                     "long.jsonl, row 2: it has 1[0-9] tokens, and the model's context is 10; "),
         "no labels": (dict(train_path=world.sft_train), "sft_train.jsonl, line 1: field 'chosen' is missing"),
     }
 
@@ -147,7 +144,8 @@ def test_teachers_say_what_they_say_in_transformers(done, world):
                 rows = [json.loads(line) for line in f]
             theirs = []
             for row in rows:
-                ids = [tokenizer.encode(row["prompt"] + row[field]) + [tokenizer.eos_id] for field in ("chosen", "rejected")]
+                texts = [row["prompt"] + row[field] for field in ("chosen", "rejected")]
+                ids = [found + [tokenizer.eos_id] for found in tokenizer.encode_texts(texts)]
                 with torch.no_grad():  # one text, without padding
                     states = [model.transformer(torch.tensor([x])).last_hidden_state[0, -1] for x in ids]
                 theirs.append([(model.score.weight[0] @ s).item() for s in states])
@@ -155,29 +153,6 @@ def test_teachers_say_what_they_say_in_transformers(done, world):
             assert (ours - (theirs - theirs.mean())).abs().max() < 1e-4 < 0.01 < ours.std()
     on_ranks = [torch.load(f"{done[0]}/three ranks/said-{rank}.pt") for rank in range(3)]
     assert all((a - b).abs().max() < 1e-12 for told in on_ranks for a, b in zip(told, said, strict=True))
-
-
-@pytest.mark.parametrize("name", models.FAMILIES)
-def test_a_teacher_of_others_is_read_as_transformers_reads_it(name, tmp_path):
-    """In its chat template, up to the last token that is not its padding: what is behind that is cut off."""
-    folder = models.make(tmp_path / name, name, head="scalar")
-    rows = [dict(prompt=f"What is {i}?", completion="Paris is 1+2=3 " * (i + 1)) for i in range(4)]
-    theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    own = freeze(load_model(folder, "scalar"))
-    reader, _ = reader_of(own, load_tokenizer(folder), "auto", folder)
-    found = ids_read(reader, rows, "rows.jsonl", ["completion"], own)
-    for row, (ids,) in zip(rows, found, strict=True):
-        if tokenizer.chat_template:
-            chat = [dict(role="user", content=row["prompt"]), dict(role="assistant", content=row["completion"])]
-            whole = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)["input_ids"]
-        else:
-            whole = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
-        with torch.no_grad():
-            want = theirs(torch.tensor([whole])).logits[0, 0]
-            ours = own.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1]))[0]
-        assert abs(want - ours) < 1e-4 and whole[:len(ids)] == ids
-    with pytest.raises(BadInput, match="^rows.jsonl, row 2: [0-9]+ tokens of a reward model whose context has"):
-        ids_read(reader, [rows[0], rows[0] | dict(completion="Paris " * 10_000)], "rows.jsonl", ["completion"], own)
 
 
 def test_agreement_and_correlation():

@@ -162,7 +162,7 @@ def test_good_files(runs):
 def test_bad_row_ends_the_process(runs):
     out, _, stderr, code = runs["bad"]
     assert code == 2
-    assert stderr == f'prepare.py: error: {out}/raw/batch3.json:4: choice: wanted one of 0, 1, found "1"\n'
+    assert stderr == f'prepare.py: error: {out}/raw/batch3.json, line 4: choice: wanted one of 0, 1, found "1"\n'
 
 
 def test_downloads_are_kept_and_limit_counts_rows_written(tmp_path, tokenizer, prepare_here):
@@ -188,10 +188,10 @@ def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_h
     assert messages[0]["content"].endswith("\n\n" + text[:text.rindex("\n\nTL;DR:")])
 
 BAD_POSTS = [
-    (2, '{"subreddit": "cats", "title": ', "row: not JSON: "),
+    (2, '{"subreddit": "cats", "title": ', "not JSON "),
     (3, lambda row: {key: row[key] for key in row if key != "post"}, "post: missing"),
     (1, lambda row: row | {"title": None}, "title: wanted a string, found null"),
-    (1, lambda row: row | {"summary": "\ud83d"}, "summary: holds half a surrogate pair"),
+    (1, lambda row: row | {"summary": "\ud83d"}, "summary holds half a surrogate pair"),
 ]
 BAD_COMPARISONS = [
     (2, lambda row: row | {"choice": 2}, "choice: wanted one of 0, 1, found 2"),
@@ -209,7 +209,7 @@ def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, ch
     damage(next(source.rglob(file)), number, change)
     code, _, stderr = prepare_here(source, out, tokenizer)
     assert code == 2
-    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / file}:{number}: {message}") and stderr.count("\n") == 1
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / file}, line {number}: {message}") and stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import ROOT
+from engine.tokenizers import write_byte_tokenizer
 from errors import BadConfig, BadInput
 from tiny import arguments, forked, one_run
 
@@ -70,8 +71,7 @@ def copy(tmp_path_factory):
     task.mkdir(parents=True)
     for file in glob.glob(os.path.join(ROOT, "data", "arithmetic", "*.py")):
         shutil.copy(file, task)
-    (task / "tokenizer").mkdir()
-    (task / "tokenizer" / "tiktoken.json").write_text('{"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}')
+    write_byte_tokenizer(task / "tokenizer", ["<think>", "</think>"])
     demonstrations = [{"prompt": "1+4=", "completion": str(answer)} for answer in (5, 6)]
     for name in ("sft_train", "sft_val"):
         (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
@@ -109,7 +109,7 @@ def test_shell_scripts_parse(script):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["tools/sample.py", "tools/score.py", "tools/bench.py", "data/label.py"])
+@pytest.mark.parametrize("script", ["tools/sample.py", "tools/bench.py", "data/label.py"])
 def test_a_gpu_that_is_not_there(script, run_here):
     with pytest.raises(BadConfig, match="torch sees no GPU here; type --device_type=cpu"):
         run_here(os.path.join(ROOT, script), "--device_type=cuda", *["--judge_path=x"] * (script == "data/label.py"))
@@ -120,12 +120,7 @@ def test_bench_looks_at_its_file_first(run_here):
         run_here(os.path.join(ROOT, "tools/bench.py"), "--json=/proc/a.json", "--d_model=3")  # 3: or it would begin
 
 
-def test_a_reward_model_is_not_moved_onto_itself(tmp_path, run_here):
-    with pytest.raises(BadInput, match="out = .* would replace .*, which is read here"):
-        run_here(os.path.join(ROOT, "data/arithmetic/move_zero.py"), f"--reward_path={tmp_path}", f"--out={tmp_path}/.")
-
-
-@pytest.mark.parametrize("arguments, said", [(["one"], "the seed must be a number"), (["1", "both"], "wanted labels or reward")])
+@pytest.mark.parametrize("arguments, said", [(["one"], "one"), (["1", "both"], "both")])
 def test_judge_refuses_what_it_does_not_know(arguments, said):
     done = subprocess.run(["bash", "runs/judge.sh", *arguments], cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
@@ -149,16 +144,12 @@ def toy(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["1", "2", "--help"], "wanted nothing but a seed, given '1 2 --help'; type bash runs/SCRIPT 2"),
-    # sft.py refuses the last two, when the folders would be gone
-    *[([seed], f"the seed must be a whole number such as 2, given '{seed}'")
-      for seed in ("one", "--help", "-1", "1.5", "", " 1", "01", "9" * 19)]])
+@pytest.mark.parametrize("arguments", [["1", "2"], ["one"], ["--help"], ["-1"], ["1.5"], [""], [" 1"], ["01"], ["9" * 19]])
 @pytest.mark.parametrize("script", ["quickstart.sh", "code.sh"])
-def test_seeds_that_are_none_are_refused_first(script, arguments, said, toy, tmp_path):
+def test_seeds_that_are_none_are_refused_first(script, arguments, toy, tmp_path):
     done = toy(script, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{script}: {said.replace('SCRIPT', script)}\n"
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert script in done.stderr and " ".join(arguments) in done.stderr
     assert len(list(tmp_path.glob("out/arithmetic_*/config.json"))) == 3 and not (tmp_path / "said").exists()
 
 
@@ -170,38 +161,18 @@ def test_quickstart_deletes_what_the_readme_says(arguments, seed, toy, tmp_path)
     assert "deletes `out/arithmetic_{sft,rm,ppo}` of an earlier one" in open(f"{ROOT}/README.md").read()
 
 
-@pytest.mark.parametrize("script, seed", [("zero.sh", 3), ("ptx.sh", 3), ("sampling.sh", 3), ("judge.sh", 3),
-                                          ("student.sh", 1), ("ensembles.sh", 1)])
-def test_the_toys_figures_begin_with_the_quickstart_of_their_seed(script, seed, toy, tmp_path):
-    """seed: that of the models; the argument of the last two is PPO's."""
-    cases = {"4": "there is no out/arithmetic_sft of seed 4", "34": "first: bash runs/quickstart.sh 34"}
-    cases = cases | {"one": "the seed must be a number"} if seed == 3 else {"3": "first: bash runs/quickstart.sh 1"}
-    for argument, said in cases.items():
-        done = toy(script, argument)
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done
+def test_judge_begins_with_the_quickstart_of_its_seed(toy, tmp_path):
+    done = toy("judge.sh", "34")
+    assert done.returncode == 2 and "quickstart.sh 34" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "said").exists()
-    if seed == 1:
-        for config in (tmp_path / "out").glob("*/config.json"):
-            config.write_text('{"seed": 1}')
-    done = toy(script, "3")
-    assert done.returncode == 0, done.stderr
-    steps = (tmp_path / "said").read_text().splitlines()
-    assert sum("--seed=3" in step for step in steps) >= 2
+    assert toy("judge.sh", "3", "reward").returncode == 0
+    assert "grpo.py config/arithmetic_judge_grpo.py --seed=3" in (tmp_path / "said").read_text()
 
 
-def test_steps_beside_others(toy, tmp_path):
-    """Two at a time at most; the script waits for all of them, and fails as the first one that does."""
-    (tmp_path / "runs" / "two.sh").write_text(
-        'source runs/toy.sh 3\nfor i in 1 2 3 4; do beside out/$i.txt sleeper 1; jobs -r | wc -l >> at_once; done\nall_end\n'
-        'jobs -r | wc -l >> at_once\n')
-    done = toy("two.sh", AT_ONCE="2")
-    assert done.returncode == 0, done.stderr
-    counts = (tmp_path / "at_once").read_text().split()
-    assert max(counts) == "2" and counts[-1] == "0" and len((tmp_path / "said").read_text().splitlines()) == 4
-    (tmp_path / "runs" / "bad.sh").write_text(
-        "source runs/toy.sh 3\nbeside out/bad.txt bad\nbeside out/long.txt sleeper 1000\nall_end\necho not reached\n")
-    done = toy("bad.sh", AT_ONCE="2")
-    assert done.returncode == 7 and "it is bad" in done.stderr and "not reached" not in done.stdout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_says_that_there_is_none():
+    done = subprocess.run(["bash", "runs/gpu.sh"], cwd=ROOT, env=ENV | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
 def test_a_machine_without_venv_is_told_so(tmp_path):

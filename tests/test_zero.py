@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import optimizers, placement
+from engine import places as places_room
 from engine.tokenizers import load_tokenizer
 from errors import BadConfig, Stop
 from model import from_scratch, load_model
@@ -155,7 +156,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size, capsys):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    place = placement.Place(optimizer="adafactor")
+    place = places_room.Place(optimizer="adafactor")
     optimizer = optimizers.make_optimizer(model, place, 0.01, (0.5, 0.9), 1e-5, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("policy: adafactor has no beta1, beta2") and said.count("\n") == 1
@@ -249,14 +250,14 @@ STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
 }
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
     "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "update"),
-    "dies in the score": ("once(rewards, 'reward_model_scores', die)", -9, "score"),
+    "dies in the score": ("once(rewards, 'score_sequences', die)", -9, "score"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "update")}
 RULED = {"a rule fails beside a sharded reward model": ("raises_on_1", "reward 'raises_on_1' failed at .*rules.py, line")}
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step": (1, dict(max_iters=1, num_minibatches=1)),
     "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
     "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7)), "none": (0, dict(max_iters=1, num_minibatches=1))}
-SIGNALLED = {"score": "once(rewards, 'reward_model_scores', term)",
+SIGNALLED = {"score": "once(rewards, 'score_sequences', term)",
              "update": "once(loss, 'learning_rate_at', term)"}
 
 
@@ -484,10 +485,10 @@ def test_layers_are_gathered_in_16_bits_with_the_same_bits(short, name):
 
 def test_frozen_matrices_alone_are_stored_in_16_bits(world):
     cpu, tables = torch.device("cpu"), {"hf.transformer.wte.weight", "hf.transformer.wpe.weight"}
-    frozen = placement.load_placed(world.policy, placement.Place(), cpu, matrices=torch.bfloat16)
+    frozen = placement.load_placed(world.policy, places_room.Place(), cpu, matrices=torch.bfloat16)
     for name, p in frozen.named_parameters():
         assert (p.dtype == torch.bfloat16) == (p.dim() == 2 and name not in tables) and not p.requires_grad, name
-    trained = placement.load_placed(world.policy, placement.Place(), cpu, matrices=torch.bfloat16, trained=True)
+    trained = placement.load_placed(world.policy, places_room.Place(), cpu, matrices=torch.bfloat16, trained=True)
     assert {p.dtype for p in trained.parameters()} == {torch.float32} and all(p.requires_grad for p in trained.parameters())
 
 
@@ -634,7 +635,7 @@ def test_offloaded_adamw_is_adamw_to_the_bit(dtype, weight_decay):
     results = []
     for offload in ("none", "optimizer"):
         model = small(dtype)
-        optimizer = optimizers.make_optimizer(model, placement.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
+        optimizer = optimizers.make_optimizer(model, places_room.Place(offload=offload), 1.0, (0.9, 0.99), 1e-6, weight_decay)
         assert isinstance(optimizer, optimizers.OffloadedAdamW) == (offload == "optimizer")
         results.append(train(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -660,7 +661,7 @@ def test_offloaded_adamw_is_the_paper():
 def test_optimizer_states_by_name_come_back():
     """optimizer_tensors -> fill_optimizer, between an offloaded optimizer and a plain one, then two more steps."""
     whole, first, second = small(), small(), small()
-    kinds = [optimizers.make_optimizer(m, placement.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
+    kinds = [optimizers.make_optimizer(m, places_room.Place(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
              for m, o in ((whole, "none"), (first, "none"), (second, "optimizer"))]
     want = train(whole, kinds[0], 4)
     train(first, kinds[1], 2)
@@ -715,7 +716,7 @@ def test_the_moving_average_by_hand(dtype):
 # the keys
 
 ALL = ("policy", "ref", "reward", "judge", "value")
-P = placement.Place
+P = places_room.Place
 PLACES = [  # zero_stage, offload, lora, optimizer -> places that are not as usual
     (("", "", "", "adamw"), {}),
     (("3", "", "", "adamw"), {n: P(3) for n in ALL}),
@@ -731,23 +732,23 @@ PLACES = [  # zero_stage, offload, lora, optimizer -> places that are not as usu
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    assert placement.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+    assert places_room.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
 
 
 def test_places_without_a_value_model():
-    assert placement.placements(("policy",), "3", "reward=params", "", "adamw") == dict(
+    assert places_room.placements(("policy",), "3", "reward=params", "", "adamw") == dict(
         policy=P(3), ref=P(3), reward=P(3, "params"), judge=P(3))
     with pytest.raises(BadConfig, match="value"):
-        placement.placements(("policy",), "value=3", "", "", "adamw")
+        places_room.placements(("policy",), "value=3", "", "", "adamw")
 
 
 def test_the_place_of_a_script_s_one_model():
-    assert placement.place_of_one("reward", "", "", "", "adamw") == P()
-    assert placement.place_of_one("reward", "3", "reward=optimizer", "", "adamw") == P(3, "optimizer")
-    assert placement.place_of_one("policy", "policy=1", "", "", "policy=adafactor") == P(
+    assert places_room.place_of_one("reward", "", "", "", "adamw") == P()
+    assert places_room.place_of_one("reward", "3", "reward=optimizer", "", "adamw") == P(3, "optimizer")
+    assert places_room.place_of_one("policy", "policy=1", "", "", "policy=adafactor") == P(
         1, optimizer="adafactor")
     with pytest.raises(BadConfig, match="NAME is one of reward and"):
-        placement.place_of_one("reward", "policy=3", "", "", "adamw")
+        places_room.place_of_one("reward", "policy=3", "", "", "adamw")
 
 BAD = [  # as above -> the key that is named
     (("4", "", "", "adamw"), "zero_stage"), (("policy=-1", "", "", "adamw"), "zero_stage"),
@@ -769,7 +770,7 @@ CONFLICTS = [  # as above -> the key that is named; all of them parse
 @pytest.mark.parametrize("keys, named", BAD + CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
-        placement.placements(("policy", "value"), *keys)
+        places_room.placements(("policy", "value"), *keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
     assert (keys, named) not in BAD or "wanted VALUE, or NAME=VALUE" in message, message
@@ -785,7 +786,7 @@ def test_no_text_makes_a_traceback():
         for i in rng.sample(range(4), 2):
             keys[i] = "".join(rng.choice(bits) for _ in range(rng.randrange(5)))
         try:
-            places = placement.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
+            places = places_room.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
             assert set(places) == set(ALL)
             assert all(place.stage in range(4) for place in places.values())
             taken += 1
@@ -799,11 +800,11 @@ def test_precisions():
     for dtype, master, wanted, under in (("float32", True, (f32, None), None), ("float64", True, (torch.float64, None), None),
                                          ("bfloat16", True, (f32, b16), b16), ("float16", True, (f32, f16), f16),
                                          ("bfloat16", False, (b16, None), None)):
-        context, *kinds = placement.precisions(dtype, master, cpu)
+        context, *kinds = places_room.precisions(dtype, master, cpu)
         assert tuple(kinds) == wanted
         with context:
             assert torch.is_autocast_enabled("cpu") == (under is not None)
             assert under is None or torch.get_autocast_dtype("cpu") == under
     for dtype in ("float32", "float16", "float64"):
         with pytest.raises(BadConfig, match=f"^master_weights = False .*not in {dtype}; type --dtype=bfloat16"):
-            placement.precisions(dtype, False, cpu)
+            places_room.precisions(dtype, False, cpu)

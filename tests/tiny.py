@@ -135,8 +135,7 @@ class World:
 
     def judged(self, **keys):
         """The keys of a run whose reward is the judge."""
-        return dict(reward_functions="judge", judge_path=self.judge, judge_template=f"{self.root}/question.txt",
-                    judge_principles=f"{self.root}/principles.txt") | keys
+        return dict(reward_functions="judge", judge_path=self.judge, judge_template=f"{self.root}/question.txt") | keys
 
     def rule(self, name):
         """How the key `rewards` names a function of RULES, below."""
@@ -157,6 +156,15 @@ class World:
         return arguments(defaults | keys)
 
 
+def byte_tokenizer(markers=MARKERS):
+    """The built-in tokenizer with these markers."""
+    from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(folder, markers)
+        return load_tokenizer(folder)
+
+
 def arguments(keys):
     return [f"--{key}={value}" for key, value in keys.items()]
 
@@ -166,14 +174,12 @@ def build(folder):
     import torch
 
     from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from engine.tokenizers import load_tokenizer, write_byte_tokenizer
     from model import from_scratch
 
     tokenizers = {}
     for name, markers in (("tokenizer", MARKERS), ("other_tokenizer", MARKERS[::-1])):
-        os.makedirs(os.path.join(folder, name))
-        with open(os.path.join(folder, name, "tiktoken.json"), "w", encoding="utf-8") as f:
-            json.dump(dict(markers=markers, eos="<eos>", pad="<pad>"), f)
+        write_byte_tokenizer(os.path.join(folder, name), markers)
         tokenizers[name] = load_tokenizer(os.path.join(folder, name))
     tokenizer = tokenizers["tokenizer"]
     # four embeddings more than tokens: they must never be sampled, nor counted in a probability
@@ -195,9 +201,8 @@ def build(folder):
     for name, seed in (("judge", 3), ("other_judge", 4)):  # with a tokenizer of its own, and room for a question
         model = from_scratch(config | dict(n_positions=80), seed=seed)
         save_model(os.path.join(folder, name), model, tokenizers["other_tokenizer"])
-    for name, text in (("question.txt", "answers: y n\nGood by {principle}? {prompt}{response} "),
-                       ("other_question.txt", "answers: 1, 2, 3\n{principle}: {response}, to {prompt} ({answer})\n"),
-                       ("principles.txt", "brief\n\nkind\n"), ("other_principles.txt", "right\n")):
+    for name, text in (("question.txt", "answers: y n\nGood? {prompt}{response} "),
+                       ("other_question.txt", "answers: 1, 2, 3\nright: {response}, to {prompt} ({answer})\n")):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
             f.write(text)
 

@@ -35,12 +35,14 @@ from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
-from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
-from engine.run_folder import today  # noqa: E402
-from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.placement import in_memory, load_placed, outline  # noqa: E402
+from engine.places import Place, precisions  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput, warn  # noqa: E402
-from formats import check_writable, sources_of  # noqa: E402
-from rewards import Scorer, final_answer, reward_terms, whole_responses  # noqa: E402
+from folders import check_writable  # noqa: E402
+from rows import sources_of  # noqa: E402
+from engine.answers import final_answer  # noqa: E402
+from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
 from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 
 
@@ -58,33 +60,24 @@ temperature = 1.0  # of the samples [> 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
-extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
-chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
 # judging
 k = ""  # of pass@k, majority@k and best@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
-right_by = "accuracy"  # a response is right where this reward is 1, such as code or countdown
+right_by = "accuracy"  # a response is right where this reward is 1, such as code
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
-reward_path = ""  # a reward model, whose score is added; A,B,C: an ensemble; empty = none
-reward_ensemble = "mean"  # what counts of its scores; penalised: see next [mean | min | penalised]
-reward_ensemble_coef = 1.0  # penalised: mean - this x the models' standard deviation [>= 0]
-reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
+reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
-judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
-judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
-judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/feedback.md
 # who wins, and which of k samples is the best; empty = scores (the sum of all rewards), or without
 # rewards right_by, and no best of k
 compare_by = ""
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
-code_memory_mib = 512  # address space of such a process; Python itself takes 20 [64..1000000]
-code_output_kib = 64  # what it may write, besides what its tests expect [1..100000]
 micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
@@ -137,21 +130,19 @@ if not prompts_path:
 rows = build.read_prompts(prompts_path, terms, fields)
 rows = rows[:limit or None]
 read = [path for path, _ in sources_of(prompts_path)]
-read += [judge_template, judge_principles, chat_template]  # or a word, or empty: no file's name
+read += [judge_template, chat_template]  # or a word, or empty: no file's name
 together.alone(lambda: [check_writable(f"{out}{ending}", reads=read)
                         for ending in (".jsonl", ".json")])
-config["chat_date"] = chat_date or together.from_rank(today)
 if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
-tokenizers = [load_tokenizer(path, config) for path in paths]
-for tokenizer in tokenizers:
-    add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
+tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
+              for path in paths]
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 # the keys of a training run that this script does not have, as they are by default
 settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
                 master_weights=True, gradient_checkpointing=False, compile=False,
                 micro_batch_tokens=0, policy_path="") | config
-reward_models, reader = build.load_reward_models(settings, device, None, tokenizers[0], terms)
+reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
 judge = build.load_judge(settings, device, None, None, terms)
 if judge:
     judge.check_rows(rows, prompts_path, max_new_tokens)
@@ -168,8 +159,8 @@ checked = []  # (name, path, its tokenizer, that of the reward model, ids of the
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
     check_tokenizer_fits(tokenizer, policy, path)
-    reward_tokenizer = reader if reward_models else tokenizer
-    models = in_memory(policy=policy, reward_model=reward_models)
+    reward_tokenizer = reader if reward_model else tokenizer
+    models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
     del policy, models  # before the next one is loaded
@@ -184,7 +175,7 @@ truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
-    scorer = Scorer(settings, terms, reward_models, tokenizer, reward_tokenizer, threads, device,
+    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
                     judge)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
@@ -202,7 +193,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, stop=launch.stop_asked,
                                  truncation=truncation if heat else None,
-                                 text_ends=tokenizer.text_ends)
+                                 has_stop=tokenizer.has_stop)
             if launch.stop_agreed():
                 if rank == 0:
                     print("stopped; nothing is written")

@@ -32,10 +32,11 @@ sys.path.insert(0, ROOT)
 
 import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
+import data  # noqa: E402
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import batch_rows, prompt_text  # noqa: E402
-from engine import build, encoded, launch, run_folder  # noqa: E402
+from engine import build, launch, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture  # noqa: E402
 from folders import read_json  # noqa: E402
@@ -136,7 +137,7 @@ def asked_row(rows, config, terms):
     return row
 
 
-encode_prompts, response_uniforms = encoded.encode_prompts, rollout.response_uniforms
+encode_for_all, response_uniforms = data.encode_for_all, rollout.response_uniforms
 
 
 def one_more_iteration(script, config, checkpoint, iteration, keys):
@@ -146,21 +147,22 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
     """
     asked = None  # the number of the prompt's row
 
-    def with_the_prompt(keys, rows, path, *rest):
+    def with_the_prompt(rows, path, *rest):
         nonlocal asked
-        ids = encode_prompts(keys, rows, path, *rest)  # rows that are too long may be dropped here
+        ids = encode_for_all(rows, path, *rest)  # rows that are too long may be dropped here
         if path == config["prompts_path"]:
             prompts = config["batch_size"] // config.get("group_size", 1)
             asked = batch_rows(config["seed"], iteration, prompts, rows.mix)[0]
             rows[asked] = asked_row(rows, config, reward_terms(config["reward_functions"]))
-            how = "cut" if keys["too_long"] == "cut" else "error"
-            ids[asked], = encode_prompts(keys | dict(too_long=how), [rows[asked]], path, *rest)
+            *rest, too_long = rest
+            how = "cut" if too_long == "cut" else "error"
+            ids[asked], = encode_for_all([rows[asked]], path, *rest, how)
         return ids
 
     def end_of_iteration(self, record, tokens=0):
         raise Enough(sys._getframe(1).f_globals)
 
-    encoded.encode_prompts = with_the_prompt
+    data.encode_for_all = with_the_prompt
     # the run's own seed decides which prompts are in the batch; the noise may have another
     rollout.response_uniforms = lambda _, *rest: response_uniforms(seed, *rest)
     Run.log = end_of_iteration
@@ -171,10 +173,6 @@ def one_more_iteration(script, config, checkpoint, iteration, keys):
         folder = os.path.join(parent, "run")
         os.mkdir(folder)
         os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
-        # the token ids of large data, which the run has left beside its folder
-        ids = os.path.join(os.path.dirname(os.path.abspath(run)), "encoded")
-        if os.path.isdir(ids):
-            os.symlink(ids, os.path.join(parent, "encoded"))
         arguments = keys | dict(out_dir=folder)
         sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in arguments.items())]
         try:
@@ -334,9 +332,6 @@ def said_of_score(names):
              for weight, name, _ in names["terms"]]
     right = batch["accuracy"][0].item()
     known = "" if math.isnan(right) else f"; the answer is {'right' if right else 'wrong'}"
-    if "reward/demonstration" in batch:
-        known += "; the reward model's is less its demonstration's " + number(
-            batch["reward/demonstration"][0].item())
     return f"{number(batch['scores'][0].item())} = {' + '.join(parts)}{known}"
 
 
@@ -390,7 +385,7 @@ def print_ppo(columns, names):
     kl_coef = names["record"]["objective/kl_coef"]  # of this iteration: it may adapt after it
     white = "" if names["whiten_rewards"] == "none" else \
         f"; then whitened over the batch ({names['whiten_rewards']})"
-    in_reward = names["kl_in"] == "reward"
+    in_reward = names.get("kl_in", "reward") == "reward"
     shaped, sums, formulas = names["scores"][0].item(), [], LOGPROBS[:1]
     rewards = f"{number(sum(columns['reward']))} = shaped score {number(shaped)}"
     if names["whiten_rewards"] != "none":
@@ -404,8 +399,7 @@ def print_ppo(columns, names):
     print_lines(
         ("score", said_of_score(names)),
         ("shaped score", f"{number(shaped)}, after scale_scores = {names['scale_scores']}, "
-                         f"missing_eos_penalty = {names['missing_eos_penalty']:g} "
-                         f"({names['missing_eos']}) and "
+                         f"missing_eos_penalty = {names['missing_eos_penalty']:g} and "
                          f"reward_clip = {names['reward_clip']:g}"),
         *sums,
         ("rewards", rewards),
@@ -461,7 +455,7 @@ def print_grpo(columns, names):
     print("\nresponse 1, token by token")
     print_tokens(columns, [*BEFORE, ("", "advantage", "advantage"), *AFTER])
 
-    kl_coef, in_loss = names["kl_coef"], names["kl_in"] == "loss"
+    kl_coef, in_loss = names["kl_coef"], names.get("kl_in", "reward") == "loss"
     lines = [("score", said_of_score(names))]
     if scores[0].item() != batch["scores"][0].item():
         less = "" if in_loss else f", less kl_coef {kl_coef:g} * the KL"
@@ -602,7 +596,7 @@ def draw_rewards(axis, columns, names):
     x = range(len(columns["token"]))
     score = names["scores"][0].item()
     costs = [*columns["reward"][:-1], columns["reward"][-1] - score]
-    if names["kl_in"] == "reward":
+    if names.get("kl_in", "reward") == "reward":
         axis.bar(x, costs, color="C3", width=bar_width(x), label="-kl_coef * KL")
     axis.bar(x[-1], score, color="C2", width=bar_width(x), label="score")
     axis.axhline(0, color="0.7", linewidth=0.8)
@@ -647,7 +641,7 @@ if not prompt.strip():
     raise BadConfig('prompt is empty; type --prompt="123+456="')
 if out:
     check_picture(out)
-check_text(prompt, "prompt", "command line")
+check_text(prompt, "command line: the prompt")
 script, config, checkpoint, iteration = read_run()
 keys, notes = keys_of_one_iteration(config, iteration)
 names = one_more_iteration(script, config, checkpoint, iteration, keys)

@@ -6,8 +6,8 @@ python tools/page.py --run=out/arithmetic_ppo --out=out/arithmetic_ppo.html
 python tools/page.py --run=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.html
 
 The page itself, tools/page.html, draws what this script puts into it. Samples are there if the run
-has a samples.jsonl (ppo.py and grpo.py write it, see samples_to_log). Sort them by a score to see
-what earns it: a reward that is being hacked shows at once.
+has a samples.jsonl (ppo.py and grpo.py write it, 16 of each evaluation). Sort them by a score to
+see what earns it: a reward that is being hacked shows at once.
 """
 import html
 import json
@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from engine.curves import metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadInput  # noqa: E402
-from formats import check_writable  # noqa: E402
+from folders import check_writable  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------

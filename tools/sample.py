@@ -25,13 +25,12 @@ from data import encode_for_all  # noqa: E402
 from engine.estimates import kl_of_best_of  # noqa: E402
 from engine.judging import Judge  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import Place, load_placed, precisions  # noqa: E402
-from engine.reading import reader_of  # noqa: E402
-from engine.tokenizers import add_ends, check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.placement import load_placed  # noqa: E402
+from engine.places import Place, precisions  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
-from formats import read_rows  # noqa: E402
-from rows import check_text, prompt_row  # noqa: E402
-from rewards import judge_scores, reward_model_scores  # noqa: E402
+from rows import check_text, prompt_row, read_rows  # noqa: E402
+from rewards import judge_scores, read_texts, score_sequences  # noqa: E402
 from rollout import decode_responses, generate, response_uniforms  # noqa: E402
 
 
@@ -44,23 +43,18 @@ limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 best_of = 1  # of so many for each of these only that of the best score is shown [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
-reward_format = "auto"  # others' in their chat template, or as text [auto | chat | plain]
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
-judge_template = "yes_no"  # its question: yes_no, rubric, principle, or a file; docs/feedback.md
-judge_principles = ""  # a file with a principle a line: the judge is asked about each of them
-judge_format = "auto"  # in the judge's chat template, or as text [auto | chat | plain]
+judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/feedback.md
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
-extra_eos_ids = ""  # tokens that end a response as EOS does, beside the model's own: "198,50256"
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once [1..1000000]
 chat_template = ""  # a Jinja file in the place of the tokenizer's own chat template
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
-chat_date = ""  # the date in templates that print one, as 2026-01-31; empty: today
 seed = 1  # decides the responses [>= 0]
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
@@ -86,25 +80,20 @@ def load(path, head="lm"):
 
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
-tokenizer = load_tokenizer(policy_path, config)
-add_ends(tokenizer, extra_eos_ids, stop_strings, max_new_tokens)
+tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
 policy = load(policy_path)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_path:
-    scorer_tokenizer = load_tokenizer(reward_path, {"chat_date": chat_date})
     scorer = load(reward_path, "scalar")
-    scorer_tokenizer, said = reader_of(scorer, scorer_tokenizer, reward_format, reward_path)
-    if said:
-        print(said)
+    scorer_tokenizer = load_reader(reward_path, scorer, tokenizer)
     models["reward_model"] = scorer
 judge = None
 if judge_path:
-    judge_tokenizer = load_tokenizer(judge_path, {"chat_date": chat_date})
+    judge_tokenizer = load_tokenizer(judge_path)
     model = load(judge_path)
     check_tokenizer_fits(judge_tokenizer, model, judge_path)
-    judge = Judge(model, judge_tokenizer, judge_path, judge_template, judge_principles,
-                  judge_format)
+    judge = Judge(model, judge_tokenizer, judge_path, judge_template)
     print(judge.in_words)
 
 
@@ -136,12 +125,14 @@ def respond(picks):
     with torch.no_grad(), autocast:
         batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                         truncation=truncation, text_ends=tokenizer.text_ends)
+                         truncation=truncation, has_stop=tokenizer.has_stop)
         texts = decode_responses(tokenizer, batch)
         batch |= dict(rows=rows, completions=texts)
         scores = torch.zeros(len(rows), device=device)
         if reward_path:
-            scores = reward_model_scores(batch, scorer, scorer_tokenizer, tokenizer, batch_size)
+            read = read_texts(rows, texts, batch["finished"].tolist(), scorer_tokenizer,
+                              scorer.max_positions, device)
+            scores = score_sequences(scorer, *read, batch_size)
         if judge:
             scores = scores + judge_scores(batch, judge, batch_size)
     return list(zip(rows, which, texts, batch["finished"].tolist(), scores.tolist(), strict=True))
@@ -162,7 +153,7 @@ def as_row(text, where):
     A row of data with this text as its prompt: a chat message, if the model has a chat template.
     where: for errors. Raises BadInput.
     """
-    check_text(text, "prompt", where)
+    check_text(text, f"{where}: the prompt")
     return {"prompt": [{"role": "user", "content": text}] if tokenizer.template else text}
 
 

@@ -32,9 +32,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure  # noqa: E402
 from folders import read_text  # noqa: E402
 from engine.judging import answers_and_question, fill  # noqa: E402
-from formats import read_rows  # noqa: E402
 from prepare import guess, think  # noqa: E402
-from rows import sft_row  # noqa: E402
+from rows import read_rows, sft_row  # noqa: E402
 
 rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]

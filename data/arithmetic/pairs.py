@@ -23,8 +23,7 @@ from data import batch_rows  # noqa: E402
 from engine.adapters import load_whole  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
-from formats import read_rows  # noqa: E402
-from rows import prompt_row  # noqa: E402
+from rows import prompt_row, read_rows  # noqa: E402
 from model import freeze  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
@@ -45,7 +44,7 @@ for iteration in range(100):
     # 128 problems, `samples` answers to each
     picked = batch_rows(seed, iteration, 128, len(problems))
     rows = [problems[i] for i in picked for _ in range(samples)]
-    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
+    prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
     uniforms = response_uniforms(seed, "pairs", iteration, range(len(rows)), max_new_tokens)
     batch = generate(model, prompts, max_new_tokens, eos_ids=tokenizer.eos_ids,
                      pad_id=tokenizer.pad_id, vocab_size=tokenizer.vocab_size, uniforms=uniforms)

@@ -19,13 +19,18 @@ import argparse
 import json
 import os
 import random
+import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+
+from engine.tokenizers import write_byte_tokenizer  # noqa: E402
+
 DIGITS = 3
 THINKS = 0.3  # share of the demonstrations that think
 LUCKY = 0.1  # share of the others that are right
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
-TOKENIZER = {"markers": ["<think>", "</think>"], "eos": "<eos>", "pad": "<pad>"}
 
 
 def think(a, b):
@@ -78,9 +83,7 @@ def main():
                 f.write(json.dumps(row) + "\n")
         del everything[:size]
         print(f"{name}.jsonl: {size} rows")
-    os.makedirs(os.path.join(HERE, "tokenizer"), exist_ok=True)
-    with open(os.path.join(HERE, "tokenizer", "tiktoken.json"), "w", encoding="utf-8") as f:
-        json.dump(TOKENIZER, f, indent=2)
+    write_byte_tokenizer(os.path.join(HERE, "tokenizer"), ["<think>", "</think>"])
     print("tokenizer/: 256 bytes, <think>, </think>, <eos>, <pad>")
 
 

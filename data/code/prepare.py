@@ -21,23 +21,22 @@ Writes beside itself, or into --out:
 No problem of a _val file is in a _train file. No demonstration with a mistake passes the tests of
 its problem. No text is evaluated here: what each piece of code does is also written as a function.
 """
-import json
 import os
 import random
 import string
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
+sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 from convert import check_range, parser_of, stop, write_rows  # noqa: E402
+from engine.tokenizers import write_byte_tokenizer  # noqa: E402
 
 # Shares of the demonstrations: right; a mistake in the first step; another operation in the second
 # step; a number too small by one; a number too large by one
 SHARES = [0.25, 0.55, 0.1, 0.05, 0.05]
 CASES = 5  # tests of a problem; more, if its mistakes pass that many
 NUMBERS = range(2, 10)  # the numbers of the second step
-TOKENIZER = {"markers": [], "eos": "<eos>", "pad": "<pad>"}
 
 # The first step, by the function's parameters: {in words: [the right code, the mistake]}
 FIRST = {
@@ -186,9 +185,7 @@ def main():
     check_range("sft", args.sft, 1, 1_000_000)
     check_range("val", args.val, 1, len(everything) - 1)
     try:
-        os.makedirs(os.path.join(args.out, "tokenizer"), exist_ok=True)
-        with open(os.path.join(args.out, "tokenizer", "tiktoken.json"), "w") as f:
-            json.dump(TOKENIZER, f, indent=2)
+        write_byte_tokenizer(os.path.join(args.out, "tokenizer"))
     except OSError as e:
         stop(f"--out={args.out}: {e.strerror}")
     write_rows(args.out, ["rl_val", "sft_val", "rl_train", "sft_train"], rows(args, everything))

@@ -99,7 +99,8 @@ def main():
     args = parser.parse_args()
     check_range("train", args.train, 1, 1_000_000)
     check_range("val", args.val, 1, 100_000)
-    from engine.answers import evaluate_arithmetic  # here: --help need not wait for it
+    sys.path[:0] = [HERE, os.path.dirname(os.path.dirname(HERE))]
+    from reward import evaluate_arithmetic  # here: --help need not wait for it
 
     write_rows(args.out, ["rl_train", "rl_val"], rows(args, evaluate_arithmetic))
 

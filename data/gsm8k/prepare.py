@@ -25,9 +25,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from convert import BASE, check_range, fetch, parser_of, write_rows  # noqa: E402
-from formats import read_rows  # noqa: E402
-from rows import prompt_row  # noqa: E402
+from convert import BASE, check_range, fetch, ours, parser_of, write_rows  # noqa: E402
+from rows import read_rows  # noqa: E402
 
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 FILES = {"rl_train": "train.jsonl", "rl_val": "test.jsonl"}  # our file -> theirs
@@ -36,10 +35,10 @@ TASK = (r"{question} Reason step by step between <think> and </think>, then give
 
 
 def rows(args, kept):
-    """(our file, row, or why it is dropped) of each problem. rows.py finds the answer."""
+    """(our file, row, or why it is dropped) of each problem."""
     for name, file in FILES.items():
         path = fetch(args.source, file, os.path.join(args.out, "raw"))
-        for row in read_rows(path, prompt_row):
+        for row in read_rows(path, lambda row: ours(row, "prompts")[0]):
             if args.limit and kept[name] >= args.limit:
                 break
             task = TASK.format(question=row["prompt"].strip())

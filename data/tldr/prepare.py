@@ -41,6 +41,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
 from convert import fetch, parser_of, stop, write_rows  # noqa: E402
+from rows import check_text, raw_rows  # noqa: E402
 
 SOURCE = "https://openaipublic.blob.core.windows.net/summarize-from-feedback"
 POSTS = {"train": "train", "valid": "val"}  # their file: our part
@@ -48,19 +49,6 @@ SPLITS = {"train": "train", "valid1": "val", "valid2": "val"}  # of comparisons:
 BATCHES = [f"batch{i}" for i in [*range(3, 21), 22]] + ["edit_b2_eval_test"]  # there is no batch21
 QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query, of a completion with its EOS
 NAMES = [f"{kind}_{part}" for kind in ("sft", "prompts", "prefs") for part in ("train", "val")]
-
-
-def rows(path):
-    """
-    Yield (where, row) for each line of a JSONL file. The files of comparisons are JSONL as well,
-    though their names end in .json.
-    """
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                yield f"{path}:{number}", json.loads(line)
-            except (ValueError, RecursionError) as e:
-                stop(f"{path}:{number}: row: not JSON: {e}")
 
 
 def field(where, row, name, allowed=()):
@@ -80,8 +68,8 @@ def field(where, row, name, allowed=()):
              f"found {json.dumps(value)[:40]}")
     if not allowed and not isinstance(value, str):
         stop(f"{where}: {name}: wanted a string, found {json.dumps(value)[:40]}")
-    if not allowed and any("\ud800" <= ch <= "\udfff" for ch in value):
-        stop(f"{where}: {name}: holds half a surrogate pair, which is not text")
+    if not allowed:
+        check_text(value, f"{where}: {name}", may_be_empty=True)
     return value
 
 
@@ -130,7 +118,8 @@ def all_rows(args, count, kept):
     """(our file, row, or why it is dropped) of everything."""
     raw, limit = os.path.join(args.out, "raw"), args.limit if args.limit > 0 else math.inf
     for file, part in POSTS.items():
-        for where, row in rows(fetch(args.source, f"datasets/tldr_3_filtered/{file}.jsonl", raw)):
+        path = fetch(args.source, f"datasets/tldr_3_filtered/{file}.jsonl", raw)
+        for where, row in raw_rows(path):
             if kept[f"sft_{part}"] >= limit:
                 break
             said = (field(where, row, name) for name in ("subreddit", "title", "post"))
@@ -143,7 +132,7 @@ def all_rows(args, count, kept):
     for batch in BATCHES:
         if min(kept["prefs_train"], kept["prefs_val"]) >= limit:
             break  # before the next download
-        for where, row in rows(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
+        for where, row in raw_rows(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
             part = SPLITS[field(where, row, "split", allowed=list(SPLITS))]
             if kept[f"prefs_{part}"] >= limit:
                 continue

@@ -1,0 +1,52 @@
+"""
+The keys and values of the tokens so far, while a policy decodes: transformers' cache, but for one
+thing. To append a token, transformers' DynamicLayer copies all that it holds. Here a layer has
+spare columns, and a token is written into the next one.
+"""
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+SPARE = 64  # columns
+
+
+class RoomyLayer(DynamicLayer):
+    """
+    A layer with full attention. rooms: its keys and its values, (rows, heads, columns, width) each,
+    with spare columns behind those that are used; self.keys and self.values are views of them.
+    """
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if begin == 0 or end > self.rooms[0].shape[-2]:
+            self.rooms = [self.larger(old, new, end + SPARE) for old, new
+                          in ((self.keys, key_states), (self.values, value_states))]
+        for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+            room[:, :, begin:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+        return self.keys, self.values
+
+    def larger(self, old, new, columns):
+        """What is there so far, in so many columns: (rows, heads, columns, width)."""
+        room = new.new_empty(*new.shape[:2], columns, new.shape[-1])
+        if old.numel():
+            room[:, :, :old.shape[-2]] = old
+        return room
+
+    def batch_select_indices(self, indices):
+        """Keep these rows alone, in this order; a row may be there several times."""
+        used = self.get_seq_length()
+        if used:
+            self.rooms = [room[indices] for room in self.rooms]
+            self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+
+
+def decoding_cache(model_config):
+    """An empty cache for a model of transformers. Layers of other kinds stay as they are there."""
+    cache = DynamicCache(config=model_config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer
+                    for layer in cache.layers]
+    return cache

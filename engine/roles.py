@@ -1,0 +1,246 @@
+"""
+Ranks with roles: who has which, and how one role sends tensors to another. What they send, and in
+which order, stands in batches.py.
+
+    trainers     the first ranks; rank 0 leads the run
+    generators   the next ranks
+    scorers      the last ranks
+
+The ranks of a role do their collectives among themselves (parallel.group). A message between roles
+goes from the first rank of the one to the first rank of the other, which broadcasts it to its own.
+It is sent in the background, through the CPU's memory. Its label, (what, iteration, attempt), is
+known to the receiver before it comes: what is sent next is a function of the iteration.
+
+No rank asks whether another one lives. A process that is killed breaks its connections, and its
+neighbours fail at once; one that hangs is lost after `timeout` seconds.
+"""
+import collections
+import contextlib
+import datetime
+import json
+import os
+import re
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import parallel
+from engine.together import PATIENCE, patience
+from errors import BadConfig, BadInput, Lost, Stop, shorten
+from parallel import wire
+
+ROLES = "train", "generate", "score"
+
+ranks = {}  # {role: the range of its ranks}; empty where all ranks do everything
+role = ""  # this rank's
+leads = False  # whether it is the first one of its role
+ways = {}  # (from, to): the group in which these two roles send
+sent = collections.defaultdict(collections.deque)  # to: messages under way, of the first rank
+wait = None  # how long for another role, a timedelta
+store = None  # what stands in it, all ranks see
+heard = set()  # what stands there: "stop", asked by a signal; "left", for the trainers have saved
+
+
+class Ended(Exception):
+    """The trainers have left, so that nobody waits for what this rank would do next."""
+
+
+# --------------------------------------------------------------------------------------------------
+# who has which role
+
+
+def parse_roles(text, world_size):
+    """
+    "train=6,generate=1,score=1" -> {role: the range of its ranks}, the roles without ranks left
+    out; {} where all ranks train. Raises BadConfig.
+    """
+    given = text.replace(" ", "")
+    counts = dict(re.findall(r"(train|generate|score)=(\d{1,6})", given))
+    if ",".join(f"{name}={number}" for name, number in counts.items()) != given:
+        raise BadConfig(f"roles = {shorten(text)}: wanted how many ranks train, generate and "
+                        "score, each once, as train=6,generate=1,score=1")
+    counts = {name: int(counts[name]) for name in ROLES if int(counts.get(name, 0))}
+    total = sum(counts.values())
+    if given and "train" not in counts:
+        raise BadConfig(f"roles = {shorten(text)} has no ranks that train; give it train=1 or more")
+    if given and total != world_size:
+        raise BadConfig(f"roles = {shorten(text)} has {total} ranks, but there are {world_size}; "
+                        f"change it, or start so many: torchrun --nproc_per_node={total}")
+    found, first = {}, 0
+    for name, number in counts.items():
+        found[name] = range(first, first + number)
+        first += number
+    return found if len(found) > 1 else {}
+
+
+def begin(found, rank, timeout, signalled):
+    """
+    A collective of all ranks: make a group of each role. found: what parse_roles gave. signalled: a
+    function, whether this rank has got a signal to stop.
+    """
+    global ranks, role, leads, store, heard, wait
+    sent.clear()
+    ranks, role = found, next(name for name, numbers in found.items() if rank in numbers)
+    wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
+    groups = {name: dist.new_group(list(numbers), wait) for name, numbers in ranks.items()}
+    # A group for each direction. Of gloo on GPUs, too: a message may wait for long until it is
+    # taken, and NCCL's would hold up the GPU until then. All ranks of both roles are in it: the
+    # name that torch gives to a later group within a role depends on how many a rank is in
+    for a in ranks:
+        for b in ranks:
+            if a != b:
+                ways[a, b] = dist.new_group([*ranks[a], *ranks[b]], wait, "gloo")
+    name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
+    parallel.broadcast(name)
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(bytes(name.tolist()).hex(), default)
+    parallel.group, parallel.first = groups[role], ranks[role][0]
+    parallel.others = f"the other ranks that {role}"
+    leads, heard = rank == parallel.first, set()
+    threading.Thread(target=watch_store, args=[heard, signalled], daemon=True).start()
+
+
+# --------------------------------------------------------------------------------------------------
+# messages
+
+
+def send(to, label, tensors=(), keep=1, **said):
+    """
+    Send {name: tensor}, and what is said with it, to another role. All ranks of this role call it,
+    and the first one sends. tensors: a dict, or pairs that are made one by one; where that is a
+    collective, all ranks make them. keep: so many messages may be under way at once; then the
+    oldest one is waited for. What is sent is a copy, in the CPU's memory.
+    """
+    pairs = tensors.items() if isinstance(tensors, dict) else tensors
+    if not leads:
+        collections.deque(pairs, maxlen=0)  # make each, and drop it
+        return
+    while len(sent[to]) >= keep:
+        for work, _ in sent[to].popleft():
+            with_role(to, work.wait)
+    sent[to].append([])
+    for name, t in pairs:
+        body = t.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
+        header = dict(name=name, shape=list(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+        sent[to][-1] += post(to, header | dict(label=label), body)
+    sent[to][-1] += post(to, said | dict(label=label))
+
+
+def post(to, said, body=()):
+    """On the first rank: send a text and bytes to another role. Returns [(work, buffer), ...]."""
+    text = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    buffers = [torch.tensor([len(text), len(body)]), text] + [body] * (len(body) > 0)
+    return [(with_role(to, dist.isend, t, ranks[to][0], ways[role, to]), t) for t in buffers]
+
+
+def receive(source, label):
+    """A collective of this role: ({name: tensor}, what was said) of a message, see receive_each."""
+    tensors = {}
+    said = receive_each(source, label, tensors.__setitem__)
+    return tensors, said
+
+
+def receive_each(source, label, use):
+    """
+    A collective of this role: call use(name, tensor) for each tensor that another role has sent,
+    and return what was said with them. label: what is due; None: anything. Raises Stop in the words
+    of a role that has failed, and Ended where the trainers have left.
+    """
+    while True:
+        text, size = take(source, 2, torch.int64).tolist()
+        said = json.loads(bytes(take(source, text).tolist()))
+        body = take(source, size)
+        if "error" in said:
+            raise (BadConfig if said["bad_input"] else Stop)(said["error"])
+        if "ended" in said:
+            raise Ended
+        if label is not None and said["label"] != list(label):
+            raise Stop(f"{parallel.phase}: the ranks that {source} have sent {said['label']} where "
+                       f"those that {role} wait for {list(label)}")
+        if "name" not in said:  # that was all
+            return said
+        use(said["name"], body.view(getattr(torch, said["dtype"])).view(said["shape"]))
+
+
+def take(source, size, dtype=torch.uint8):
+    """A collective of this role: the next tensor from another one, (size,)."""
+    t = torch.empty(size, dtype=dtype)
+    if size > 0:
+        if leads:
+            work = with_role(source, dist.irecv, t, ranks[source][0], ways[source, role])
+            with_role(source, work.wait, wait)
+        t = t.to(wire())
+        parallel.broadcast(t)
+    return t
+
+
+def with_role(other, operation, *args):
+    """operation(*args), which is done with the ranks of another role. Raises Lost."""
+    try:
+        return operation(*args)
+    except RuntimeError as e:
+        raise parallel.lost(e, f"the ranks that {other}") from e
+
+
+# --------------------------------------------------------------------------------------------------
+# the end
+
+
+def watch_store(heard, signalled):
+    """
+    A thread: tell all ranks "stop" when this one has got a signal, and note in `heard` what they
+    tell. The main thread does not ask: on a host whose cable is cut a question to the store returns
+    after a quarter of an hour.
+    """
+    while True:
+        time.sleep(0.2)
+        try:
+            if signalled():
+                store.set("stop", "")
+            heard.update(name for name in ("stop", "left") if store.check([name]))
+        except RuntimeError:  # the store has ended; so does the run
+            return
+
+
+def end():
+    """On the trainers, before they leave: let the other roles leave, too."""
+    if ranks:
+        store.set("left", "")
+        tell(ROLES, ended=True)
+
+
+def wait_for_the_end():
+    """A collective of another role: wait for what `receive` raises when the trainers leave."""
+    global wait
+    with patience():  # they may save their models before
+        wait = datetime.timedelta(seconds=PATIENCE)
+        while True:
+            receive("train", None)
+
+
+def tell(others, **said):
+    """Send these other roles, where there are any, words in the place of what they wait for."""
+    for to in others:
+        if leads and to in ranks and to != role:
+            sent[to].append(post(to, said))
+
+
+def fail(error):
+    """Tell the other roles with which BadInput or Stop this one leaves."""
+    tell(ROLES, error=str(error), bad_input=isinstance(error, BadInput))
+
+
+def fail_and_leave(error):
+    """
+    errors.py calls this as this rank leaves: those that wait for it now get the message. A rank
+    that has lost others says nothing: all notice that by themselves.
+    """
+    if isinstance(error, Lost):
+        return
+    with contextlib.suppress(RuntimeError):  # the others have left, or are busy
+        fail(error)
+        for messages in sent.values():
+            for work, _ in messages[-1] if messages else ():
+                work.wait(datetime.timedelta(seconds=1))

@@ -1,0 +1,208 @@
+"""data/convert.py: rows as they lie on the hub, by one command each; the columns that are left out; rows that make no sense."""
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from errors import BadInput
+from rows import PAIR, preference_row, prompt_row, read_rows, sft_row
+from tiny import jsonl
+
+CONVERT = os.path.join(ROOT, "data", "convert.py")
+sys.path.insert(0, os.path.dirname(CONVERT))
+from convert import ours  # noqa: E402
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+S, U, A, B = {"role": "system", "content": "s"}, user("u"), assistant("a"), assistant("b")
+ULTRA = {"prompt": "u", "prompt_id": "x", "chosen": [U, A], "rejected": [U, B], "messages": [U, A], "score_chosen": 8.0}
+VERL = {"data_source": "x", "prompt": [U], "ability": "MATH", "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {"index": 0}}
+HUB = {  # name, split and options: (rows, the first row of our file, what is said of the others, of the columns)
+    "gsm8k:main:train": ([{"question": "Two?", "answer": "1+1 = <<1+1=2>>2\n#### 1,002"}], {"prompt": "Two?", "answer": "1002"},
+     "", ""),
+    "MATH:algebra:train": ([{"problem": "p", "level": "Level 5", "type": "Algebra",
+     "solution": r"$\boxed{1}$ no: $\boxed{\frac{1}{2}}$."}],
+                           {"prompt": "p", "answer": r"\frac{1}{2}"}, "", "level, type"),
+    "OpenR1-Math-220k:data:train --kind=prompts --chat": (
+        [{"problem": "p", "solution": "s", "answer": "02", "messages": [user("p"), A], "generations": ["x"]}],
+        {"prompt": [user("p")], "answer": "02"}, "", "generations, messages, solution"),
+    "OpenR1-Math-220k:train": ([{"problem": "u", "answer": "02", "messages": [U, A]}], {"prompt": [U], "completion": [A]}, "",
+     "answer, problem"),
+    "DeepMath-103K:train": ([{"question": "q", "final_answer": "12", "difficulty": 5.0, "r1_solution_1": "..."}],
+                            {"prompt": "q", "answer": "12"}, "", "difficulty, r1_solution_1"),
+    "DAPO-Math-17k:train": ([VERL], {"prompt": [U], "answer": "34"}, "", "ability, data_source, extra_info"),
+    "Skywork-OR1-RL-Data:math": (
+        [VERL | {"reward_model": {"ground_truth": r'["\\frac{1}{2}"]'}}, VERL | {"reward_model": {"ground_truth": ["a"]}}],
+        {"prompt": [U], "answer": r"\frac{1}{2}"}, "; dropped 1: field 'answer'",
+         "ability, data_source, extra_info"),
+    "ultrafeedback_binarized:train_prefs": (
+        [ULTRA, ULTRA | {"rejected": [U, A]}, ULTRA | {"rejected": [user("v"), B]}],
+            {"prompt": [U], "chosen": [A], "rejected": [B]},
+        "; dropped 1: chosen and rejected are the same; dropped 1: chosen and rejected have different prompts",
+        "messages, prompt, prompt_id, score_chosen"),
+    "hh-rlhf:harmless-base:train": (
+        [{"chosen": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: a",
+            "rejected": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u"
+          "\n\nAssistant: b"}, {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}],
+        {"prompt": [user("x\ny"), assistant("go"), U], "chosen": [A], "rejected": [B]},
+        "; dropped 1: chosen and rejected have different prompts", ""),
+    "tulu-3-sft-mixture:train": ([{"id": "x", "messages": [U, A, U, B], "source": "y"}], {"prompt": [U], "completion": [A, U, B]},
+     "", "id, source"),
+    "SlimOrca:train": (
+        [{"conversations": [{"from": "system", "value": "s", "weight": None}, {"from": "human", "value": "u", "weight": 0.0},
+                            {"from": "gpt", "value": "a", "weight": 1.0}]},
+         {"conversations": [{"from": "gpt", "value": "I begin."}]},
+         {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 0.0}]}],
+        {"prompt": [S, U], "completion": [A]}, "; dropped 1: field 'messages' has a message of the assistant with weight N.N",
+         ""),
+    "OpenOrca:train --fields=question>prompt,response>completion": (
+        [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}], {"prompt": [S, U], "completion": [A]}, "", "id"),
+    "alpaca:train": ([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is"}],
+                     {"prompt": [user("Add.\n\n1 2")], "completion": [assistant("3")]}, "", "text"),
+    "tldr:train": ([{"prompt": "TL;DR:", "completion": " short"}], {"prompt": "TL;DR:", "completion": " short"}, "", ""),
+    "orca_dpo_pairs:train": ([{"system": "s", "question": "u", "chosen": "a", "rejected": "b"}],
+                             {"prompt": [S, U], "chosen": [A], "rejected": [B]}, "", ""),
+    "full-hh-rlhf:train": ([{"prompt": "\n\nHuman: u\n\nAssistant:", "response": " a", "chosen": " a", "rejected": " b"}],
+                           {"prompt": [U], "chosen": [A], "rejected": [B]}, "", "response"),
+    "kto-mix-14k:train": ([{"prompt": [U], "completion": [A], "label": True}], None, "no row is left for .*: field 'label'", ""),
+    "xlam-tools:train": ([{"messages": [U, A], "tools": "[{}]"}], None, "no row is left for .*: field 'tools'", ""),
+    "llava:train": ([{"messages": [user([{"type": "image"}]), A]}], None, "no row is left for .*images are not read", ""),
+}
+
+
+@pytest.fixture
+def convert(run_here):
+    """data/convert.py in this process: exit code, stdout, stderr."""
+    return functools.partial(run_here, CONVERT)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_data_sets_of_the_hub(name, tmp_path, convert):
+    """As a local folder in the layout of the hub; and what we write, we read."""
+    rows, want, dropped, left = HUB[name]
+    source, *options = name.split()
+    set_name, *folder, split = source.split(":")
+    place = tmp_path / set_name / (folder[0] if folder else "data")
+    place.mkdir(parents=True)
+    jsonl(place / f"{split}-00000-of-00001.jsonl", rows)
+    code, stdout, stderr = convert(f"--source=hf:{tmp_path}/{source}", f"--out={tmp_path}/out.jsonl", *options)
+    if want is None:
+        assert code == 2 and re.fullmatch(f"convert.py: error: {dropped}.*\n", stderr) and not (tmp_path / "out.jsonl").exists()
+        return
+    assert (code, stderr) == (0, "")
+    said, *columns = stdout.splitlines()
+    assert said.startswith("out.jsonl: 1 rows" + dropped) and columns == ([f"left out: the columns {left}"] if left else [])
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [want]
+    shape = preference_row if "chosen" in want else sft_row if "completion" in want else prompt_row
+    assert read_rows(f"{tmp_path}/out.jsonl", shape) == [want]
+
+
+@pytest.mark.parametrize("kind, row, want", [
+    ("prompts", ULTRA, {"prompt": "u"}), ("prompts", {"chosen": [S, U, A], "rejected": [S, U, B]}, {"prompt": [S, U]}),
+    ("prompts", {"messages": [U, A, U]}, {"prompt": [U, A, U]}), ("prompts", {"messages": [U, A, U, B]}, {"prompt": [U]}),
+    ("prompts", {"prompt": "p", "numbers": [1], "target": 3, "tests": [{"fn": "f"}], "id": 1},
+     {"prompt": "p", "numbers": [1], "target": 3, "tests": [{"fn": "f"}]}),
+    ("prompts", {"question": "q", "answer": "no #### 3 but\n#### x, y"}, {"prompt": "q", "answer": "x, y"}),
+    ("prompts", {"question": "q", "answer": '["1", "2"]'}, {"prompt": "q", "answer": '["1", "2"]'}),
+    ("sft", {"prompt": "u", "completion": [A]}, {"prompt": [U], "completion": [A]}),
+    ("sft", {"system": "t", "messages": [S, U, A]}, {"prompt": [S, U], "completion": [A]}),
+    ("sft", {"messages": [U, A | {"thinking": "hm", "train": True, "loss": None}]},
+     {"prompt": [U], "completion": [A | {"thinking": "hm"}]}),
+    ("preferences", {"prompt": "u", "chosen": [S, U, A], "rejected": [S, U, B], "margin": 2},
+     {"prompt": [S, U], "chosen": [A], "rejected": [B], "margin": 2.0}),
+    ("preferences", {"chosen": [U, A, U, B], "rejected": [U, B]}, {"prompt": [U], "chosen": [A, U, B], "rejected": [B]})])
+def test_other_rows(kind, row, want):
+    before = json.dumps(row)
+    made, left = ours(row, kind)
+    assert made == want and json.dumps(row) == before
+    if "system" in row:
+        assert left == {"system"}  # the messages have one of their own
+
+
+def test_strings_become_chats_if_asked():
+    assert ours({"prompt": "u", "chosen": " a\n", "rejected": "b"}, "preferences", chat=True)[0] == {
+        "prompt": [U], "chosen": [A], "rejected": [B]}
+    assert ours({"question": "u", "answer": "#### 4"}, "prompts", chat=True)[0] == {"prompt": [U], "answer": "4"}
+    assert ours({"prompt": "u", "completion": ""}, "sft", chat=True)[0] == {"prompt": [U], "completion": [assistant("")]}
+
+
+def test_rows_are_held_out_and_limited(tmp_path, convert):
+    rows = [{"task": f"{i % 300}?", "more": {"result": i % 300, "id": i}} for i in range(600)]  # each prompt twice
+    (tmp_path / "theirs.json").write_text(json.dumps(rows))
+    fields = "--fields=task>prompt,more.result>answer,more.id>id"
+    options = f"--source={tmp_path}/theirs.json", fields, f"--out={tmp_path}/train.jsonl"
+    code, stdout, stderr = convert(*options, "--val=0.1", "--chat")
+    assert (code, stderr) == (0, "")
+    train, val = (read_rows(str(tmp_path / f"{name}.jsonl"), prompt_row) for name in ("train", "train_val"))
+    assert stdout == f"train.jsonl: {len(train)} rows\ntrain_val.jsonl: {len(val)} rows\nleft out: the columns more\n"
+    assert 30 < len(val) < 90 and len(train) + len(val) == 600 and not {r["answer"] for r in train} & {r["answer"] for r in val}
+    assert all(r == {"prompt": [user(r["answer"] + "?")], "answer": r["answer"], "id": r["id"]} for r in train + val)
+    assert convert(*options, "--limit=5")[1].startswith("train.jsonl: 5 rows\n")
+    for more, said in ((["--val=1"], "--val=1.0 is out of range"), (["--kind=x"], "invalid choice"),
+        (["--fields=a"], "fields = 'a'"),
+                       (["--out=/dev/null/x/y.jsonl"], "Not a directory"), (["--out=x.csv"], "must end with .jsonl"),
+                       ([f"--source={tmp_path}/train.jsonl"], "which is read here"),
+                       ([f"--source={tmp_path}/none.json"], "no such file"),
+                       ([f"--source={tmp_path}/train_val.jsonl", "--val=0.1"], "which is read here"),
+                       (["--kind=sft"], "no row is left for .*'completion' is")):
+        code, stdout, stderr = convert(*options, *more)
+        assert (code, stdout) == (2, "") and re.fullmatch(f"convert.py: error: .*{said}.*\n", stderr), stderr
+
+
+def test_as_a_user_runs_it(tmp_path):
+    (tmp_path / "rows.csv").write_text("instruction,input,output\nAdd.,1 2,03\n")
+    done = subprocess.run([sys.executable, CONVERT, "--source=rows.csv", "--out=ours.jsonl"], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "ours.jsonl: 1 rows\n")
+    assert read_rows(f"{tmp_path}/ours.jsonl", sft_row) == [{"prompt": [user("Add.\n\n1 2")], "completion": [assistant("03")]}]
+
+
+def test_nothing_is_glued_whatever_comes():
+    """Rows of random parts: each is refused in a line, or makes a dialogue whose messages are all there, in their order."""
+    rng, made = random.Random(5), 0
+    texts = ["u", "", "a b", None, 3, "\n\nHuman: u\n\nAssistant: c", "\ud800", ["x"], {}, "\n\nAssistant:"]
+
+    def messages():
+        if rng.random() < 0.5:  # a dialogue, as it should be
+            return [[user(f"{rng.random()}"), assistant(f"{rng.random()}")][i % 2] for i in range(rng.choice([1, 2, 2, 4, 3]))]
+        return [{rng.choice(["role"] * 9 + ["from"]): rng.choice(["user", "assistant", "system", "tool", 5, ["x"]]),
+                 "content": rng.choice(texts[:3] * 3 + texts)} for _ in range(rng.randrange(5))]
+
+    names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output",
+        "answer",
+             "question", "system", "tools", "label", "reward_model", "solution"]
+    for _ in range(4000):
+        row = {name: messages() if rng.random() < 0.5 else rng.choice(texts) for name in rng.sample(names, rng.randrange(1, 5))}
+        if rng.random() < 0.4:
+            start = messages()
+            row |= {"chosen": start + messages(), "rejected": start + messages()}
+        for kind, fields in (("sft", ["completion"]), ("preferences", PAIR), ("prompts", [])):
+            try:
+                got, left = ours(row, kind)
+            except BadInput as e:
+                assert "\n" not in str(e) and len(str(e)) < 600
+                continue
+            made += 1
+            assert len({type(got[field]) for field in ["prompt", *fields]}) == 1 and left <= row.keys()
+            for field in fields if isinstance(got["prompt"], list) else []:
+                roles = [m["role"] for m in got["prompt"] + got[field]]
+                assert set(roles) <= {"system", "user", "assistant"} and "system" not in roles[1:]
+                assert got[field][0]["role"] == got[field][-1]["role"] == "assistant" and "user" in roles[:len(got["prompt"])]
+                whole = row.get(field) if field != "completion" else row.get("messages")
+                if isinstance(whole, list) and whole and whole[0]["role"] != "assistant" and "system" not in row:
+                    assert got["prompt"] + got[field] == whole
+    assert made > 300

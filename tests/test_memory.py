@@ -1,0 +1,197 @@
+"""tools/memory.py: rows by hand, peaks against what torch's MemTracker sees in runs of the scripts, and the command line."""
+import json
+import os
+import re
+
+import pytest
+
+from conftest import ROOT
+from tools import dry_run, memory
+from tiny import arguments, build, forked, jsonl, one_run
+
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=8,
+             num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=32, max_position_embeddings=64,
+             tie_word_embeddings=False, bos_token_id=None, eos_token_id=2)
+# a run under MemTracker, which writes the peak of each phase of its last iteration to peaks-RANK.json
+TRACKED = """
+import json, os
+from unittest import mock
+import engine.run
+from torch.distributed._tools.mem_tracker import MemTracker
+
+class Tracker(MemTracker):
+    def __init__(self):
+        super().__init__()
+        self._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail where a module is called twice
+
+tracker, peaks, enter = Tracker(), {}, engine.run.Run.enter
+tracker.__enter__()
+
+def entered(self, phase):
+    if not peaks:
+        tracker.track_external(*self.models.values())
+    peaks[self.phase] = max(tracker._peak_mem.values(), default=0) / 2**20
+    tracker._peak_mem.clear()
+    if phase == "log":
+        with open("peaks-" + os.environ.get("RANK", "0") + ".json", "w") as f:
+            json.dump(peaks, f)
+    enter(self, phase)
+
+engine.run.Run.enter = entered
+"""
+
+
+def read_table(text):
+    """{row: {column: number}} of the first table of the tool's output, and {phase: its peak}."""
+    first, second = text.split("at the peak of\n")
+    titles, *lines = [line.split() for line in first.partition("\n\n")[2].strip().splitlines()]
+    n = len(titles) - 1
+    rows = {" ".join(line[:-n]): dict(zip(titles[1:], map(float, line[-n:]), strict=True)) for line in lines}
+    return rows, {line.split()[0]: float(line.split()[1]) for line in second.strip().splitlines() if "   " in line}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
+    from engine.adapters import Adapted, save_adapter
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
+    from model import from_scratch
+
+    folder = str(tmp_path_factory.mktemp("memory"))
+    world = build(folder)
+    tokenizer = load_tokenizer(world.tokenizer)
+    settings = {k: v for k, v in LLAMA.items() if k != "architectures"} | dict(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    policy = from_scratch(settings, seed=1)
+    save_model(f"{folder}/llama", policy, tokenizer)
+    scores = from_scratch(settings, head="scalar", seed=2)
+    scores.score_shift = 0.5
+    save_model(f"{folder}/scores", scores, tokenizer)
+    save_adapter(Adapted(policy, "scalar", rank=4, seed=3), f"{folder}/adapter", f"{folder}/llama")
+    jsonl(f"{folder}/prompts.jsonl", [dict(prompt=f"{100 + i}+{200 + i}=", answer=str(300 + 2 * i)) for i in range(40)])
+    return world
+
+
+SETTINGS = {  # (script, ranks, keys)
+    "ppo": ("ppo", 1, dict()),
+    "checkpointing": ("ppo", 1, dict(micro_batch_size=8, gradient_checkpointing=True)),
+    "chunks": ("ppo", 1, dict(head_chunk=16, entropy_coef=0.01)),
+    "bf16": ("ppo", 1, dict(dtype="bfloat16", ema_decay=0.9)),
+    "lora": ("ppo", 1, dict(lora=4, dtype="bfloat16")),
+    "one trunk": ("ppo", 1, dict(lora=4, share_base=True, value_init="policy", reward_path="{}/adapter")),
+    "shared": ("ppo", 1, dict(value_init="shared", optim="adafactor")),
+    "stage 3": ("ppo", 2, dict(zero_stage="policy=3,value=1")),
+    "grpo": ("grpo", 1, dict()),
+    "grpo, stage 3, bf16": ("grpo", 2, dict(zero_stage=3, dtype="bfloat16")),
+}
+
+
+def keys_of(world, script, more):
+    keys = dict(policy_path=f"{world.root}/llama", reward_path=f"{world.root}/scores",
+                prompts_path=f"{world.root}/prompts.jsonl", reward_timeout=30,
+                max_prompt_tokens=8, max_new_tokens=24, batch_size=16, micro_batch_size=4, num_minibatches=1, max_iters=2,
+                kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu", learning_rate=1e-5)
+    if script == "ppo":
+        keys |= dict(ppo_epochs=1, missing_eos_penalty=0)
+    else:
+        keys |= dict(group_size=4, reward_functions=world.rule("letters"))
+        del keys["reward_path"]
+    keys |= more
+    return {k: v.format(world.root) if isinstance(v, str) else v for k, v in keys.items()}
+
+
+def test_peaks(world, tmp_path):
+    """Ten runs, as MemTracker sees them and as they are predicted."""
+    cases = {}
+    for name, (script, ranks, more) in SETTINGS.items():
+        keys = keys_of(world, script, more)
+        run = [(arguments(keys | dict(out_dir="out")), TRACKED)] * ranks
+        tool = [*arguments(keys), f"--world-size={ranks}"]
+        cases[name] = [one_run(f"{script}.py", *run), one_run("tools/memory.py", tool)]
+    results, wrong = forked(str(tmp_path), cases), []
+    for name, (run, tool) in results.items():
+        assert set(run["codes"] + tool["codes"]) == {0}, (name, run["stderr"], tool["stderr"])
+        with open(tmp_path / name / "peaks-0.json", encoding="utf-8") as f:
+            took = json.load(f)
+        _, said = read_table(tool["stdout"][0])
+        took["reading"] = took["score"]
+        for phase in ("rollout", "update"):
+            if abs(said[phase] / took[phase] - 1) > 0.05:
+                wrong.append((name, phase, said[phase], took[phase]))
+        if max(said, key=said.get) != max(said, key=took.get):
+            wrong.append((name, said, took))
+    assert not wrong
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Folders with nothing but a config.json: a policy and a reward model."""
+    for name, kind in (("policy", "LlamaForCausalLM"), ("scores", "LlamaForSequenceClassification")):
+        os.makedirs(tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | dict(architectures=[kind], num_labels=1)))
+    return arguments(dict(policy_path=tmp_path / "policy", reward_path=tmp_path / "scores"))
+
+
+def test_rows_by_hand(folders):
+    """
+    A Llama of 8 layers, d = 8: embedding and head 32 x 8 each; a layer's q and o 8 x 8, k and v 4 x 8, three maps of the MLP
+    8 x 16, two norms of 8; a last norm. With a score in the place of the head: 8.
+    """
+    layer = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
+    policy, value, tensors = 2 * 256 + 8 * layer + 8, 256 + 8 * layer + 8 + 8, 8 * 9 + 3
+    keys = [*folders, "--value_init=reward", "--max_new_tokens=8", "--max_prompt_tokens=8", "--batch_size=4"]
+
+    def rows(*more):
+        return memory.predict(*memory.read_run([*keys, *more]), 1)[0]
+
+    plain = rows("--ema_decay=0.9")
+    assert plain["policy"] == dict(weights=4 * policy, gradients=4 * policy, optimizer=8 * policy + 4 * tensors,
+                                   average=4 * policy, copy=0)
+    assert plain["value_model"]["optimizer"] == 8 * value + 4 * tensors
+    assert plain["ref_policy"]["weights"] == 4 * policy and plain["reward_model"]["weights"] == 4 * value
+    # matrices in 16 bits, but not the embedding, norms and the score; LoRA: rank (in + out) of each linear map
+    short = rows("--dtype=bfloat16", "--lora=policy=2", "--offload=value=optimizer,reward=params")
+    adapters = 2 * 8 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 16))
+    assert short["policy"]["weights"] == short["policy"]["gradients"] == 4 * adapters
+    assert short["ref_policy"]["weights"] == 2 * (256 + 8 * (layer - 16)) + 4 * (256 + 8 * 16 + 8)
+    assert short["value_model"]["optimizer"] == 0 and short["value_model"]["CPU"] == 12 * value + 4 * tensors
+    assert short["reward_model"]["weights"] == 0 and short["reward_model"]["CPU"] == 2 * 8 * (layer - 16) + 4 * (256 + 136 + 8)
+
+
+def test_period():
+    """The layers of gemma3 repeat after six, those of a Llama after one; without a period all of them count."""
+    from transformers import AutoConfig
+
+    keys = {k: v for k, v in LLAMA.items() if k not in ("architectures", "model_type")}
+    for kinds, wanted in ((["sliding_attention"] * 5 + ["full_attention"], (6, 12, 14)),
+                          (["full_attention"], (3, 4, 14)), (["full_attention"] * 9 + ["sliding_attention"], (14, 14, 14))):
+        config = AutoConfig.for_model("gemma3_text", **keys | dict(num_hidden_layers=14, sliding_window=4,
+                                                                   layer_types=(kinds * 14)[:14]))
+        assert dry_run.steps_of(config) == wanted
+        assert len(dry_run.cut(config, 3).layer_types) == 3
+
+
+def test_the_command(folders, tmp_path):
+    """What users type, on models of which only config.json is here, and what they mistype."""
+    config, small = "config/llama_8b.py", ["--max_prompt_tokens=8", "--max_new_tokens=8", "--batch_size=64"]
+    good = {"one": [config, *folders, *small, "--world-size=8", "--gpu-gb=80"],
+            "small": [config, *folders, *small, "--gpu-gb=0.0001"],
+            "all": [config, *folders, *small, "--compare"],
+            "sft": [f"--init_from={tmp_path}/policy", "--max_tokens=8", "--batch_size=2", "--val_path="]}
+    bad = {"hub": ([config], ("meta-llama/Llama-3.1-8B-Instruct", "config.json", "--policy_path=")),
+           "key": ([config, "--lorra=3"], ("lorra", "lora")), "size": ([config, "--world-size=x"], ("--world-size=x",)),
+           "lora": ([config, *folders, "--share_base=True"], ("share_base", "--lora=16"))}
+    calls = good | {name: argv for name, (argv, _) in bad.items()}
+    calls = {name: [os.path.join(ROOT, a) if a == config else a for a in argv] for name, argv in calls.items()}
+    got = forked(str(tmp_path), {name: [one_run("tools/memory.py", argv)] for name, argv in calls.items()})
+    for name in good:
+        assert got[name][0]["codes"] == [0], got[name]
+    assert "largest micro_batch_size that fits is 2\n" in got["one"][0]["stdout"][0]  # 64 / 4 minibatches / 8 ranks
+    assert "fits is none\nit does not fit" in got["small"][0]["stdout"][0]
+    assert re.search(r"GiB +PPO +PPO \+ LoRA +one trunk +GRPO", got["all"][0]["stdout"][0])
+    for name, (_, words) in bad.items():
+        run = got[name][0]
+        assert run["codes"] == [2] and len(run["stderr"][0].splitlines()) == 1, run
+        assert all(word in run["stderr"][0] for word in words), run

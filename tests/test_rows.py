@@ -1,0 +1,282 @@
+"""rows.py: files of every kind, texts that must not change, how bad rows are named; several files, sets of the hub."""
+import gzip
+import json
+import sys
+import types
+
+import pytest
+
+import rows
+from errors import BadInput
+from rows import (Rows, files_of, parse_fields, preference_row, prompt_row, ptx_row, read_rows, rename, sft_row, sources_of,
+                  where_is)
+from tiny import jsonl
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+S, U, A, B = {"role": "system", "content": "s"}, user("u"), assistant("a"), assistant("b")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# texts arrive as they were written
+
+TEXTS = ["02", "NA", "null", "nan", "2024-01-31", "314159265358979323846264338327", "1e5", "True", " x ",
+    "a, \"b\"\né\u2028\U0001f600",
+         "0.10", "N/A", "\\frac{1}{2}", "'", "1,000"]
+
+
+def write_tables(folder, table):
+    """The same rows of texts as files of every kind; returns their paths."""
+    lines = "".join(json.dumps(row) + "\n" for row in table)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(table[0]).encode() + b"\r\n\r\n" + "\r\n".join(
+        json.dumps(row, ensure_ascii=False) for row in table[1:]).encode())
+    (folder / "lines.json").write_text(lines)
+    (folder / "list.json").write_text("\n" + json.dumps(table, indent=1))
+    (folder / "A.JSONL.GZ").write_bytes(gzip.compress(lines.encode()))
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        cells = [[*table[0]], *([row[key] for key in table[0]] for row in table)]
+        quoted = [delimiter.join('"' + cell.replace('"', '""') + '"' for cell in line) for line in cells]
+        (folder / name).write_text("\ufeff" + "\r\n".join(quoted), newline="", encoding="utf-8")
+    return sorted(folder.iterdir())
+
+
+def test_texts_are_not_changed(tmp_path):
+    table = [dict(prompt=f"{i}", answer=text) for i, text in enumerate(TEXTS)]
+    paths = write_tables(tmp_path, table)
+    assert len(paths) == 7
+    for path in paths:
+        assert read_rows(str(path), prompt_row) == table, path
+    for numbers, want in ([72, "72"], [72.0, "72"], [0.1, "0.1"], [-1e-9, "-1e-09"], [10**30 + 1, f"{10**30 + 1}"],
+        [1e23, "1e+23"]):
+        jsonl(tmp_path / "n.jsonl", [dict(prompt="p", answer=numbers, n=numbers)])
+        assert read_rows(str(tmp_path / "n.jsonl"), prompt_row) == [dict(prompt="p", answer=want, n=numbers)]
+
+
+def test_parquet(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = [dict(prompt=[U], answer=text, more=dict(n=1, none=None)) for text in TEXTS]
+    parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
+    assert read_rows(str(tmp_path / "a.parquet"), prompt_row) == table
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadInput, match="a.parquet: not a parquet file"):
+        read_rows(str(tmp_path / "a.parquet"), prompt_row)
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadInput, match="a.parquet: .*pip install pyarrow"):
+        read_rows(str(tmp_path / "a.parquet"), prompt_row)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows of the three kinds
+
+@pytest.mark.parametrize("shape, row, want", [
+    (sft_row, {"prompt": "p", "completion": "", "id": 3}, {"prompt": "p", "completion": ""}),
+    (sft_row, {"prompt": [S, U], "completion": [A, U, B], "label": 1}, {"prompt": [S, U], "completion": [A, U, B]}),
+    (sft_row, {"prompt": [U, assistant("so")], "completion": [B | {"name": None, "thinking": "hm"}], "tools": []},
+     {"prompt": [U, assistant("so")], "completion": [B | {"thinking": "hm"}]}),
+    (ptx_row, {"text": "t"}, {"prompt": "", "completion": "t"}),
+    (ptx_row, {"text": "t", "prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
+    (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5", "confidence": None},
+     {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5}),
+    (preference_row, {"prompt": [U], "chosen": [A], "rejected": [B], "confidence": 1},
+     {"prompt": [U], "chosen": [A], "rejected": [B], "confidence": 1.0}),
+    (prompt_row, {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]},
+     {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]}),
+    (prompt_row, {"prompt": [U | {"name": None}], "completion": "c", "answer": None},
+     {"prompt": [U], "completion": "c", "answer": None})])
+def test_good_rows(shape, row, want):
+    before = json.dumps(row)
+    assert shape(row) == want and json.dumps(row) == before
+
+
+PAIR = dict(prompt="p", chosen="c", rejected="r")
+BAD = [  # (kind, row or line, what the message must name beside the file and the row)
+    (prompt_row, '{"prompt": "a"', "not JSON"), (prompt_row, '{"prompt": "a"}}', "not JSON"), (prompt_row, "prompt", "not JSON"),
+    (prompt_row, '{"a":' * 200_000, "not JSON"), (prompt_row, '{"n": ' + "9" * 10_000 + "}", "not JSON"),
+    (prompt_row, b'{"prompt": "\xff"}', "UTF-8"), (prompt_row, "null", "object"), (prompt_row, '["prompt", "a"]', "object"),
+    (prompt_row, {"answer": "b"}, "'prompt'"), (prompt_row, {}, "'prompt'"), (prompt_row, {"Prompt": "a"}, "'Prompt'"),
+    (prompt_row, {"prompt": 3}, "'prompt'"), (prompt_row, {"prompt": ""}, "'prompt'"), (prompt_row, {"prompt": []}, "'prompt'"),
+    (prompt_row, {"prompt": ["a"]}, "'prompt'"), (prompt_row, {"prompt": [{"content": "a"}]}, "'prompt', message 1"),
+    (prompt_row, {"prompt": [{"role": ["user"], "content": "a"}]}, "'prompt', message 1"),
+    (prompt_row, {"prompt": [U, {"role": "user"}]}, "'prompt', message 2"),
+    (prompt_row, {"prompt": [user("")]}, "'prompt', message 1"),
+    (prompt_row, {"prompt": [{"role": "tool", "content": "a"}]}, "'tool'"),
+    (prompt_row, {"prompt": [U, S]}, "'prompt', message 2"),
+    (prompt_row, {"prompt": [S]}, "'prompt'"), (prompt_row, {"prompt": "a\ud83d"}, "'prompt'"),
+    (prompt_row, {"prompt": [user("\udc00\ud83d")]}, "'prompt', message 1"),
+    (prompt_row, {"prompt": "a", "answer": "\udc00"}, "'answer'"),
+    (prompt_row, {"prompt": "a", "answer": ["b"]}, "'answer'"), (prompt_row, {"prompt": "a", "answer": True}, "'answer'"),
+    (prompt_row, {"prompt": "a", "answer": float("nan")}, "'answer'"),
+    # images, tools
+    (prompt_row, {"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "images"),
+    (sft_row, {"prompt": [U], "completion": [A], "images": [{"bytes": "x"}]}, "'images'"),
+    (sft_row, {"prompt": [U], "completion": [A], "tools": [{"name": "f"}]}, "'tools'"),
+    (sft_row, {"prompt": [U], "completion": [A | {"tool_calls": [{"name": "f"}]}]}, "'completion', message 1: it calls a tool"),
+    # what would be learned as something else
+    (sft_row, {"prompt": "p", "completion": "c", "label": False}, "'label'"),
+    (sft_row, {"prompt": "p", "completion": '[{"role": "assistant", "content": "a"}]'}, "'completion'"),
+    (sft_row, {"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "a"}, "'prompt'"),
+    (sft_row, {"prompt": "p"}, "'completion'"), (sft_row, {"prompt": "p", "completion": 3}, "'completion'"),
+    (sft_row, {"prompt": "p", "completion": [A]}, "'completion'"),
+    (sft_row, {"prompt": [U], "completion": [U, A]}, "'completion'"),
+    (sft_row, {"prompt": [U], "completion": [A, U]}, "'completion'"),
+    (sft_row, {"prompt": [U], "completion": [S, A]}, "'completion'"),
+    (ptx_row, {"text": ["t"]}, "'text'"), (ptx_row, {"text": ""}, "'text'"), (ptx_row, {"words": "t"}, "'prompt'"),
+    (preference_row, {"prompt": "p", "chosen": "c"}, "'rejected'"), (preference_row, PAIR | dict(chosen=""), "'chosen'"),
+    *[(preference_row, PAIR | dict(confidence=given), "'confidence'") for given in (-0.1, 1.01, "sure", True)],
+    *[(preference_row, PAIR | dict(margin=given), "'margin'") for given in (-1, float("inf"), "much", True, [1])],
+    # layouts of others
+    (sft_row, {"messages": [U, A]}, "'messages'.*convert.py --kind=sft --source=.*rows.jsonl"),
+    (sft_row, {"conversations": [{"from": "human", "value": "x"}]}, "convert.py --kind=sft"),
+    (sft_row, {"instruction": "i", "output": "o"}, "convert.py --kind=sft"),
+    (preference_row, {"chosen": [U, A], "rejected": [U, B]}, "convert.py --kind=preferences"),
+    (preference_row, {"prompt": [U], "chosen": [U, A], "rejected": [U, B]}, "'chosen'.*convert.py --kind=preferences"),
+    (preference_row, {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: x\n\nAssistant: z"},
+     "convert.py --kind=pref"),
+    (prompt_row, {"question": "q", "answer": "#### 4"}, "convert.py --kind=prompts"),
+    (prompt_row, {"prompt": [U], "reward_model": {"ground_truth": "4"}}, "'answer'.*convert.py --kind=prompts"),
+]
+
+
+@pytest.mark.parametrize("shape, row, named", BAD)
+def test_bad_rows_are_named_by_file_row_and_field(shape, row, named, tmp_path):
+    good = json.dumps(dict(prompt="p", completion="c", chosen="c", rejected="r", text="t")).encode()
+    line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+    (tmp_path / "rows.jsonl").write_bytes(good + b"\n\n" + line + b"\n" + good + b"\n")
+    with pytest.raises(BadInput, match=named) as caught:
+        read_rows(str(tmp_path / "rows.jsonl"), shape)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path}/rows.jsonl, line 3: ") and "\n" not in said and len(said) < 700
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("a.json", b"[1]", "a.json, row 1: wanted an object"), ("a.json", b"[{]", "a.json: not JSON"),
+    ("a.json", b"[]", "a.json: the file is empty"),
+    ("a.jsonl", b" \n\r\n\t\n", "a.jsonl: the file is empty"), ("a.jsonl", b'{\n"prompt": "a"\n}', "a.jsonl, line 1: not JSON"),
+    ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "a.jsonl, line 1: not UTF-8"),
+    ("a.csv", b"prompt,answer\na,b\na\n", "a.csv, row 2: not as many columns"),
+    ("a.csv", b"prompt,answer\na,b,c\n", "a.csv, row 1: not as many"),
+    ("a.csv", b'prompt\n"a', "a.csv: not a table"), ("a.csv", b"prompt\n\n\xff", "a.csv, line 3: not UTF-8"),
+    ("a.csv", b"", "a.csv: the file is empty"),
+    ("a.csv", b"prompt,answer\na,1\n,2\n", "a.csv, row 2: field 'prompt' is empty"),
+    ("a.jsonl.gz", b"no", "a.jsonl.gz: Not a gzipped file"), ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9],
+     "a.jsonl.gz: Compressed file ended"),
+    ("a.jsonl.zst", b"x", "a.jsonl.zst: wanted a file of .jsonl"), ("rows", b"{}", "rows: wanted a file of .jsonl")])
+def test_damaged_files_are_one_line(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        read_rows(str(tmp_path / name), prompt_row)
+    assert str(caught.value).startswith(f"{tmp_path}/{said}") and "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several files, names of fields
+
+
+def test_several_files_and_their_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = [dict(prompt=f"{i}") for i in range(3)]
+    jsonl("a.jsonl", table[:2])
+    jsonl("b.jsonl", table[2:])
+    jsonl("x,y.jsonl", table[:1])
+    both = read_rows("a.jsonl, 0.5*b.jsonl", prompt_row)
+    assert both == table and both.parts == [("a.jsonl", None, 2), ("b.jsonl", 0.5, 1)] and both.mix == [(2, 1.0), (1, 0.5)]
+    assert read_rows("a.jsonl,b.jsonl", prompt_row).mix == 3 and len(read_rows("x,y.jsonl", prompt_row)) == 1
+    assert [where_is(both, "?", i) for i in range(3)] == [("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1)]
+    assert where_is([], "?", 2) == ("?", 3)
+    both.keep([1, 2])
+    assert both == table[1:] and both.parts == [("a.jsonl", None, 1), ("b.jsonl", 0.5, 1)]
+    with pytest.raises(BadInput, match="^a.jsonl: no row is left"):
+        Rows(both, both.parts).keep([1])
+    for wrong in ("a.jsonl,", "x*a.jsonl", "0*a.jsonl", "-1*a.jsonl", ",", "nan*a.jsonl"):
+        with pytest.raises(BadInput, match="cannot read"):
+            sources_of(wrong)
+    (tmp_path / "b.jsonl").write_text('{"prompt": 1}')
+    with pytest.raises(BadInput, match="^b.jsonl, line 1: field 'prompt'"):
+        read_rows("a.jsonl,2*b.jsonl", prompt_row)
+
+
+def test_fields(tmp_path):
+    row = {"question": "q", "more": {"deep": {"er": 5}}, "answer": "a", "x.y": 1}
+    assert rename(row, []) == row and rename(row, parse_fields("question>prompt, more.deep.er>answer")) == {
+        "prompt": "q", "more": {"deep": {"er": 5}}, "answer": 5, "x.y": 1}
+    assert rename(row, parse_fields("question>answer,answer>question,x.y>z")) == {
+        "question": "a", "answer": "q", "more": {"deep": {"er": 5}}, "z": 1}
+    for fields in ("question", "a>", ">b", "a>b>c"):
+        with pytest.raises(BadInput, match="wanted THEIRS>OURS"):
+            parse_fields(fields)
+    jsonl(tmp_path / "a.jsonl", [row])
+    assert read_rows(f"{tmp_path}/a.jsonl", sft_row, "question>prompt,answer>completion") == [{"prompt": "q", "completion": "a"}]
+    for theirs in ("nothing", "more.nothing", "question.deep"):
+        with pytest.raises(BadInput, match=f"line 1: field '{theirs}' .*--fields='question>prompt,{theirs}>answer'"):
+            read_rows(f"{tmp_path}/a.jsonl", prompt_row, f"question>prompt,{theirs}>answer")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data sets of the hub
+
+
+def test_which_files_of_a_folder_are_a_split(tmp_path):
+    def files(name, folder, *there):
+        for path in there:
+            (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
+            jsonl(tmp_path / folder / path, [dict(prompt=path)])
+        source = f"hf:{tmp_path}/{folder}:{name}"
+        try:
+            found = [row["prompt"] for row in read_rows(source, prompt_row)]
+            assert files_of(source) == [f"{tmp_path}/{folder}/{path}" for path in found]
+            return found
+        except BadInput as e:
+            return str(e)
+
+    gsm = [f"{config}/{split}-00000-of-00001.jsonl" for config in ("main", "socratic") for split in ("train", "test")]
+    assert files("main:train", "gsm", *gsm, "README.md", ".cache/huggingface/train.jsonl") == gsm[:1]
+    assert files("socratic:test", "gsm") == gsm[3:]
+    assert "'main', 'socratic'" in files("train", "gsm") and "no file is called 'dev'; there are" in files("main:dev", "gsm")
+    ultra = ["data/train_prefs-00000-of-00002-8c2f.jsonl", "data/train_prefs-00001-of-00002-11aa.jsonl",
+        "data/train_sft-00000-of-00001.jsonl"]
+    assert files("train_prefs", "ultra", *ultra) == ultra[:2] and "no file is called 'train'" in files("train", "ultra")
+    (tmp_path / "ultra" / ultra[1]).unlink()
+    rows.hub_files.cache_clear()
+    assert "some of the 2 files data/train_prefs-... are missing" in files("train_prefs", "ultra")
+    assert files("train", "one", "data/dapo-math-17k.jsonl") == ["data/dapo-math-17k.jsonl"]
+    assert files("train", "dev", "train.jsonl", "validation.jsonl", "train_extra.jsonl") == ["train.jsonl"]
+    for wrong in ("hf:a/b", "hf::train"):
+        with pytest.raises(BadInput, match="wanted hf:NAME:SPLIT"):
+            files_of(wrong)
+    with pytest.raises(BadInput, match=f"gsm: no such file; for a folder .*hf:{tmp_path}/gsm:train"):
+        read_rows(f"{tmp_path}/gsm", prompt_row)
+
+
+def test_a_set_that_is_on_the_hub(tmp_path, monkeypatch):
+    """With a module in the place of the library, as there is no network here: only what is wanted is downloaded."""
+    asked = []
+
+    def snapshot_download(name, repo_type, allow_patterns):
+        asked.append((name, repo_type, allow_patterns))
+        (tmp_path / "main").mkdir()
+        jsonl(tmp_path / "main" / "train-00000-of-00001.jsonl", [dict(prompt="p")])
+        return str(tmp_path)
+
+    def list_repo_files(name, repo_type):
+        if name == "gone":
+            raise ConnectionError("no network\nat all")
+        return ["README.md", "main/test-00000-of-00001.jsonl", "main/train-00000-of-00001.jsonl"]
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub",
+                        types.SimpleNamespace(list_repo_files=list_repo_files, snapshot_download=snapshot_download))
+    for _ in range(2):  # of which the second asks nobody
+        assert read_rows("hf:some/set:train", prompt_row) == [dict(prompt="p")]
+    assert asked == [("some/set", "dataset", ["main/train-00000-of-00001.jsonl"])]
+    with pytest.raises(BadInput, match="^hf:gone:train: .*ConnectionError: no network.*hf download gone --repo-type=dataset"):
+        read_rows("hf:gone:train", prompt_row)

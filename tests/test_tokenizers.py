@@ -1,0 +1,479 @@
+"""
+The tokenizer room: messages become the very ids of transformers' apply_chat_template, for every kind of row, in the
+templates of models_of_the_world.py; of them SFT trains what the assistant says, ends of turn included; text that spells a
+special token stays text; and the built-in tokenizer's ids, by hand.
+"""
+import json
+import os
+import random
+import re
+import shutil
+import unicodedata
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from data import encode_examples, encode_prompts, encode_scored
+from engine.tokenizers import check_tokenizer_fits, load_tokenizer, parse_stop_strings
+from errors import BadConfig, BadInput
+
+import models_of_the_world as world
+import tiny
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world")
+    return {name: world.make(root / name, name) for name in world.FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders):
+    """{name: (ours, transformers')}"""
+    return {name: (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)) for name, folder in folders.items()}
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def assistant(text):
+    return dict(role="assistant", content=text)
+
+
+def system(text):
+    return dict(role="system", content=text)
+
+
+def encoded(tokenizer, prompt, completion):
+    """(ids, trained) of one row."""
+    return tokenizer.encode_examples([prompt], [completion])[0]
+
+
+def opened(tokenizer, prompt):
+    return tokenizer.encode_prompts([prompt])[0]
+
+
+def spans(tokenizer, ids, trained):
+    """The texts that are trained, each without a gap."""
+    found = []
+    for i, one, before in zip(ids, trained, [False, *trained], strict=False):
+        if one:
+            found += [] if before else [[]]
+            found[-1].append(i)
+    return [tokenizer.hf.decode(span) for span in found]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the built-in tokenizer
+
+TRICKY = ["", " ", "Hello  world \n\n\t \r\n", "it's we'll IT'S don'T", "1234567890 3.14", "caf\u00e9 \u4f60\u597d\uff0c",
+          "\U0001f468\u200d\U0001f469 e\u0301", "\x00\x01\x7f\x85\u200b", " " * 20 + "x", "<eos><pad>", "\ufffd\ufeff",
+          "<thi<think>nk>", "<think> a </think>b", "".join(map(chr, range(0x3000)))]
+
+
+def by_hand(text):
+    """The ids of the byte tokenizer: markers are 256 and 257, everything else is its bytes."""
+    pieces = re.split("(<think>|</think>)", text)
+    return [i for piece in pieces for i in {"<think>": [256], "</think>": [257]}.get(piece, piece.encode())]
+
+
+def test_the_toys_ids(tmp_path):
+    """Also as transformers reads what we save, and broken characters come back as Python shows them."""
+    ours = tiny.byte_tokenizer()
+    ours.save(tmp_path)
+    again, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.vocab_size, ours.eos_id, ours.pad_id, ours.eos_ids, ours.bos_ids) == (260, 258, 259, {258}, [])
+    assert again.fingerprint == ours.fingerprint != tiny.byte_tokenizer([]).fingerprint
+    for tokenizer in (ours, again):
+        assert tokenizer.encode_texts(TRICKY) == [by_hand(text) for text in TRICKY]
+        assert [tokenizer.decode(by_hand(text)) for text in TRICKY] == TRICKY
+    assert all(theirs.encode(text, split_special_tokens=True) == by_hand(text) for text in TRICKY)
+    rng = random.Random(0)
+    for _ in range(300):
+        broken = bytes(rng.choices(range(256), k=12))
+        assert ours.decode([*broken, 258]) == broken.decode(errors="replace")
+    assert ours.decode([256, *b"7<eos>", 257, 258, 259]) == "<think>7<eos></think>"
+    assert encoded(ours, "1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
+    assert ours.encode_scored(["1+"] * 2, ["2"] * 2, [True, False]) == [[49, 43, 50, 258], [49, 43, 50]]
+    assert ours.encode_scored(["1+"], ["2"], longest=2) == [[49, 43]]
+    for refuses in (lambda: opened(ours, [user("hi")]), lambda: encoded(ours, [user("hi")], [assistant("3")])):
+        with pytest.raises(BadInput, match="no chat template"):
+            refuses()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# chats
+
+THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
+ROWS = {  # name: (prompt, completion, which families take it)
+    "one turn": ([user("What is 1+2?")], [assistant("It is 3.")], world.CHATS),
+    "system": ([system("Be brief. "), user("What?")], [assistant("Paris")], ["llama3.2", "qwen2.5", "qwen3"]),
+    "several prompts": ([user("a"), assistant("b"), user("c")], [assistant("d")], world.CHATS),
+    "several answers": ([user("What is 1+2?")],
+                        [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], world.CHATS),
+    "blanks": ([user("  two  spaces \n")], [assistant("\n\n  Sure!\n "), user("\t"), assistant(" user\n")], world.CHATS),
+    "letters": ([user("user")], [assistant("assistant"), user("assistant"), assistant("user")], world.CHATS),
+    "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], world.CHATS),
+    "thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))], world.CHATS),
+    "tools": ([user("weather?")], [assistant("call"), dict(role="tool", content="sun"), assistant("It is sun.")],
+              ["llama3.2", "qwen2.5", "qwen3"]),
+    "empty": ([user("a")], [assistant("")], world.CHATS),
+    "<": ([user("a")], [assistant("<b>"), user("b"), assistant("<thing>")], world.CHATS),
+}
+CASES = [(row, name) for row, (_, _, names) in ROWS.items() for name in names]
+ENDS = {"mistral": "</s>", "llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
+
+
+def said(name, text, last=True):
+    """What the model of a family says in a turn of this text, by hand, with its end of turn."""
+    if name in ("llama3.2", "gemma"):
+        return text.strip() + ENDS[name]
+    if name == "mistral":
+        return " " + text.strip() + "</s>"
+    if name == "qwen3":
+        answer = text.split("</think>")[-1].lstrip("\n") if "</think>" in text else text
+        thoughts = text.split("</think>")[0].removeprefix("<think>").strip("\n") if "</think>" in text else ""
+        text = f"<think>\n{thoughts}\n</think>\n\n" + answer.lstrip("\n") if last else answer
+    return unicodedata.normalize("NFC", text) + "<|im_end|>"  # Qwen's tokenizers normalize
+
+
+@pytest.mark.parametrize("row, name", CASES)
+def test_rows_equal_apply_chat_template(tokenizers, row, name):
+    """Prompts, whole dialogues as reward models read them, and demonstrations up to the last end of turn; masks by hand."""
+    (ours, theirs), (prompt, completion, _) = tokenizers[name], ROWS[row]
+    ids, trained = encoded(ours, prompt, completion)
+    whole = theirs.apply_chat_template(prompt + completion, return_dict=False)
+    assert ours.encode_scored([prompt], [completion]) == [whole]
+    assert ids == whole[:len(ids)] and ids[-1] in ours.eos_ids and not ours.eos_ids & {*whole[len(ids):]}
+    texts, roles = [m["content"] for m in completion if m["role"] == "assistant"], [m["role"] for m in completion]
+    # Qwen3 keeps the thoughts behind the last question only, and writes empty ones in the last message only
+    shown = [i == len(texts) - 1 or ("</think>" in text and "user" not in roles) for i, text in enumerate(texts)]
+    want = [said(name, text, last) for text, last in zip(texts, shown, strict=True)]
+    if row == "blanks" and name.startswith("qwen"):
+        want[0] = "\n" + want[0]  # the header's line break and the text's are one token
+    assert spans(ours, ids, trained) == want
+    # RL's prompts are their beginning
+    before = opened(ours, prompt)
+    assert before == theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert ids[:len(before)] == before or row == "blanks"
+
+
+# a family's turn in its template; the same in pieces: the header, what the assistant says with its end, what is behind it
+GENERATED = {
+    "llama3.2": ('{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" + message["content"] | trim + "<|eot_id|>" }}',
+                 '{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}',
+                 '{{- message["content"] | trim + "<|eot_id|>" }}', ''),
+    "qwen2.5": ('{{- "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" }}',
+                '{{- "<|im_start|>" + message["role"] + "\\n" }}', '{{- message["content"] + "<|im_end|>" }}', '{{- "\\n" }}'),
+    "mistral": ('{{- " " + message["content"] | trim + eos_token }}',
+                '', '{{- " " + message["content"] | trim + eos_token }}', '')}
+PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user", " Paris", "caf\u00e9", "\U0001f600",
+          "1+2=3", "  ", "<tool_response>", "<|im_start", "[INST", "e\u0301", "\t", "It is", "."]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
+    """Templates that mark {% generation %} tell transformers which tokens are the assistant's: nonsense of every kind."""
+    (ours, theirs), rng = tokenizers[name], random.Random(5)
+    turn, head, text, behind = GENERATED[name]
+    marked = (head + "{%- if message['role'] == 'assistant' %}{%- generation -%}" + text + "{%- endgeneration -%}{%- else %}"
+              + text + "{%- endif %}" + behind)
+    assert turn in world.FAMILIES[name]["template"]
+    marked = world.FAMILIES[name]["template"].replace(turn, marked)
+    for _ in range(60):
+        chat = [system("".join(rng.choices(PIECES, k=3)))] * (name != "mistral" and rng.random() < 0.3)
+        for _ in range(rng.randint(1, 3)):
+            chat += [dict(role=role, content="".join(rng.choices(PIECES, k=rng.randint(1, 7)))) for role in ("user", "assistant")]
+        first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
+        ids, trained = encoded(ours, chat[:first], chat[first:])
+        want = theirs.apply_chat_template(chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
+        assert ids == want["input_ids"][:len(ids)], chat
+        # without the turns of the prompt
+        skip, turns = sum(m["role"] == "assistant" for m in chat[:first]), 0
+        for one, before, mine in zip(want["assistant_masks"], [0, *want["assistant_masks"]], trained, strict=False):
+            turns += one > before
+            assert mine == (one == 1 and turns > skip), (chat, first)
+
+
+def test_strings_beside_messages(tokenizers):
+    """A string is a message of the user's, or of the assistant's; two strings are no chat."""
+    for name in world.CHATS:
+        ours = tokenizers[name][0]
+        want = encoded(ours, [user("a")], [assistant("b")])
+        assert encoded(ours, "a", [assistant("b")]) == encoded(ours, [user("a")], "b") == want
+        begin, end = ours.encode_texts(["a ", "b"])
+        ids = [*ours.bos_ids, *begin]
+        assert encoded(ours, "a ", "b") == (ids + end + [ours.eos_id], [False] * len(ids) + [True] * (len(end) + 1))
+        assert opened(ours, "a ") == ids
+        with pytest.raises(BadInput, match="ends with a message of 'user'"):
+            encoded(ours, [user("a")], [assistant("b"), user("c")])
+
+
+@pytest.mark.parametrize("name", world.CHATS)
+def test_a_prefill(tokenizers, name):
+    """A completion goes on with the prompt's last message: they are one message, and only what is new is trained."""
+    ours, theirs = tokenizers[name]
+    prompt, whole = [user("1+2?"), assistant("Sure! It")], [user("1+2?"), assistant("Sure! It is 3.")]
+    assert opened(ours, prompt) == theirs.apply_chat_template(prompt, continue_final_message=True, return_dict=False)
+    for completion in (" is 3.", [assistant(" is 3.")]):
+        ids, trained = encoded(ours, prompt, completion)
+        assert ids == theirs.apply_chat_template(whole, return_dict=False)[:len(ids)] and ids[-1] in ours.eos_ids
+        # transformers drops a blank at the beginning of a text, if the tokenizer is in SentencePiece's manner
+        assert [span.strip() for span in spans(ours, ids, trained)] == ["is 3." + ENDS[name]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# special tokens
+
+
+@pytest.mark.parametrize("name", world.FAMILIES)
+def test_special_tokens_in_texts_stay_letters(tokenizers, name):
+    """In strings and in everybody's messages: the only special tokens are BOS, EOS and the template's; the text is all there."""
+    ours = tokenizers[name][0]
+    ids = {i for i in ours.specials.values()}
+    for text in ours.specials:
+        assert not ids & {*ours.encode_texts([f"a {text}{text} b"])[0]}
+        assert ours.decode(ours.encode_texts([f"a {text} b"])[0]) == f"a {text} b"
+        if not ours.template:
+            continue
+        plain = [i for i in encoded(ours, [user("a")], "b")[0] if i in ids]
+        found, trained = encoded(ours, [user(f"a {text} b ")], [assistant(f"{text}\n{text}")])
+        assert [i for i in found if i in ids] == plain
+        assert f"{text}\n{text}" in spans(ours, found, trained)[0].replace(f"{text} ", text)  # SentencePiece adds blanks
+        asked = [i for i in opened(ours, [user("a"), assistant("b")]) if i in ids]
+        assert [i for i in opened(ours, [user(text), assistant(f"b{text}b")]) if i in ids] == asked
+        if name in ("llama3.2", "qwen2.5"):  # which write a role as it is
+            odd = opened(ours, [dict(role=f"user{text}", content="a")])
+            assert [i for i in odd if i in ids] == [i for i in opened(ours, [user("a")]) if i in ids]
+
+
+def test_tokens_of_a_template_that_are_not_marked_as_special(folders, tmp_path):
+    """Some authors forget it. The template's tokens are special all the same; its marks in texts, such as <think>, are not."""
+    folder = shutil.copytree(folders["qwen3"], tmp_path / "qwen3")
+    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
+                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
+        value = json.loads((folder / file).read_text())
+        for token in items(value):
+            token["special"] = False
+        (folder / file).write_text(json.dumps(value))
+    ours, plain, theirs = load_tokenizer(str(folder)), load_tokenizer(folders["qwen3"]), AutoTokenizer.from_pretrained(folder)
+    for text in ("<think>\n\n</think>b", "a<|im_end|>", "<|im_start|>"):
+        assert encoded(ours, [user(text)], [assistant(text)]) == encoded(plain, [user(text)], [assistant(text)])
+        assert ours.encode_texts([text]) == plain.encode_texts([text])
+    chat = [user("a"), assistant("<think>b</think>c")]
+    assert ours.encode_scored([chat[:1]], [chat[1:]]) == [theirs.apply_chat_template(chat, return_dict=False)]
+    assert ours.eos_ids == plain.eos_ids and "<think>" not in ours.specials
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# odd templates, and the keys
+
+HEAD = "{% for m in messages %}"
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+TEMPLATES = {
+    "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+                     "{% if add_generation_prompt %}assistant: {% endif %}",
+    "one end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if not add_generation_prompt %}"
+                      "{{ eos_token }}{% else %}assistant: {% endif %}",
+    "drops": HEAD + "{% if m['role'] == 'user' %}{{ '<|im_start|>' + m['content'] }}{% endif %}{% endfor %}"
+                    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
+    "opens": HEAD + "{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}<|im_start|>",
+    "thinks": HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
+    "counts": "{{ messages | length }}" + HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}"
+              "{{ '<|im_start|>assistant\n' }}{% endif %}",
+}
+
+
+def with_template(folder, root, text, **keys):
+    (root / "my.jinja").write_text(text)
+    return load_tokenizer(folder, str(root / "my.jinja"), **keys)
+
+
+def test_odd_templates(folders, tmp_path):
+    folder, several = folders["qwen2.5"], [assistant("b"), user("c"), assistant("d")]
+    # without an end of turn EOS is put there, and there may be one turn to learn
+    for name in ("no end", "one end"):
+        ours = with_template(folder, tmp_path, TEMPLATES[name])
+        ids, trained = encoded(ours, [user("a")], "is")
+        assert ids == [*ours.encode_texts(["user: a\nassistant: is\n"])[0], ours.eos_id]
+        assert spans(ours, ids, trained) == [" is\n<|endoftext|>"]  # the prompt's last blank is in the answer's first token
+        with pytest.raises(BadInput, match="my.jinja writes no end of turn .* so several of them cannot be told apart"):
+            encoded(ours, [user("a")], several)
+    ours = with_template(folder, tmp_path, TEMPLATES["opens"])  # the next turn, always
+    ids, trained = encoded(ours, [user("a")], several)
+    assert spans(ours, ids, trained) == ["b<|im_end|>", "d<|im_end|>"] and ours.eos_ids == {400, 402}
+    # a generation prompt that the turn does not keep: one turn begins where the two part
+    ours = with_template(folder, tmp_path, TEMPLATES["thinks"])
+    assert spans(ours, *encoded(ours, [user("a")], "Sure")) == ["Sure<|im_end|>"]
+    # what has no answer in it, and earlier turns that become other ones
+    twice = [assistant("b"), assistant("c")]
+    assert spans(ours, *encoded(load_tokenizer(folder), [user("a")], twice)) == ["b<|im_end|>", "c<|im_end|>"]
+    for name, completion in (("drops", "b"), ("thinks", several), ("counts", "b")):
+        with pytest.raises(BadInput, match="my.jinja drops the assistant's turn, or writes earlier turns in another way"):
+            encoded(with_template(folder, tmp_path, TEMPLATES[name]), [user("a")], completion)
+    off = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False")
+    assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
+    with pytest.raises(BadInput, match="chat template of .*qwen3 drops .* or writes earlier turns in another way"):
+        encoded(off, [user("a")], several)
+
+
+def test_errors_name_file_and_row(tokenizers):
+    ours = tokenizers["mistral"][0]
+    rows = [dict(prompt=[user("a")], completion="b", chosen="b", rejected="c")] * 2
+    rows += [dict(rows[0], prompt=[user("a"), user("b")])]
+    calls = (lambda: encode_prompts(rows, "f", ours, 99, "all"), lambda: encode_examples(rows, "f", ours, 99),
+             lambda: encode_scored(rows, "f", ours, ["chosen", "rejected"], 99))
+    for call in calls:
+        with pytest.raises(BadInput, match="^f, row 3: the chat template of .*mistral refuses the messages: .*alternate"):
+            call()
+
+
+def test_a_template_of_the_runs_own(folders, tmp_path):
+    """The one of the docs is for base models: used, its end of turn counts, and the saved folder carries it."""
+    docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "rewards.md"), encoding="utf-8").read()
+    template = "\n".join(re.findall(r"^    (\{%.*)\n", docs, re.MULTILINE))
+    for name in ("pythia", "gpt2"):
+        ours, saved = with_template(folders[name], tmp_path, template), str(tmp_path / name)
+        chat = [user("a"), assistant("b"), user("c"), assistant("d")]
+        ids, trained = encoded(ours, chat[:1], chat[1:])
+        assert ours.hf.decode(ids) == "".join(f"### {m['role']}\n{m['content']}<|endoftext|>\n" for m in chat)[:-1]
+        assert spans(ours, ids, trained) == ["b<|endoftext|>", "d<|endoftext|>"]
+        assert ids[:trained.index(True)] == opened(ours, chat[:1])
+        shutil.copytree(folders[name], saved)
+        ours.save(saved)
+        theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
+        assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids == encoded(again, chat[:1], chat[1:])[0]
+        assert again.eos_ids == ours.eos_ids
+    with pytest.raises(BadInput, match="nowhere.jinja: No such file"):
+        load_tokenizer(folders["qwen3"], "nowhere.jinja")
+    with pytest.raises(BadInput, match="my.jinja refuses the messages: .*TemplateSyntaxError"):
+        opened(with_template(folders["qwen3"], tmp_path, "{% if %}"), [user("a")])
+
+
+def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
+    off, theirs = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False"), tokenizers["qwen3"][1]
+    assert opened(off, [user("a")]) == theirs.apply_chat_template([user("a")], add_generation_prompt=True, enable_thinking=False,
+                                                                  return_dict=False)
+    capsys.readouterr()
+    llama = load_tokenizer(folders["llama3.2"], template_kwargs="date_string='1 May, 1999'")
+    assert "Today Date: 1 May, 1999\n" in llama.decode(opened(llama, [user("a")])) and capsys.readouterr().out == ""
+    load_tokenizer(folders["llama3.2"])
+    assert "writes today's date" in capsys.readouterr().out
+    for text in ("enable_thinking", "enable_thinking=off", "1", "a=1)+f(b=2", "=", "a=["):
+        with pytest.raises(BadConfig, match="^template_kwargs = ") as caught:
+            load_tokenizer(folders["qwen3"], template_kwargs=text)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(BadInput, match="qwen3 has no variable 'enable_thinkin'"):
+        load_tokenizer(folders["qwen3"], template_kwargs="enable_thinkin=False")
+
+    for name in ("llama3.2", "qwen2.5", "qwen3"):  # the system message of chats that have none
+        ours, plain = load_tokenizer(folders[name], system_prompt="Be brief."), tokenizers[name][0]
+        whole = [system("Be brief."), user("a")]
+        assert opened(ours, [user("a")]) == opened(ours, whole) == opened(plain, whole)
+        assert encoded(ours, [user("a")], "d") == encoded(plain, whole, "d")
+        assert ours.encode_scored([[user("a")]], ["d"]) == plain.encode_scored([whole], ["d"])
+        assert opened(ours, [system("x"), user("a")]) == opened(plain, [system("x"), user("a")])
+        assert encoded(ours, "a", "b") == encoded(plain, "a", "b") and ours.fingerprint != plain.fingerprint
+    for key in ("system_prompt", "template_kwargs"):
+        with pytest.raises(BadInput, match=f"^{key} is given, but the tokenizer has no chat template; give one"):
+            load_tokenizer(folders["pythia"], **{key: "a=1"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ends of responses
+
+
+def test_all_ends_of_a_saved_policy(folders, tmp_path):
+    """Those of generation_config.json, config.json, the tokenizer and its template; the makers' settings stay."""
+    from engine.checkpoint import save_model
+    from model import load_model
+
+    qwen = ["<|endoftext|>", "<|im_end|>"]
+    for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("qwen3", qwen),
+                       ("mistral", ["</s>"]), ("gemma", ["<eos>", "<end_of_turn>"]), ("pythia", qwen[:1]), ("gpt2", qwen[:1])):
+        ours, saved = load_tokenizer(folders[name]), str(tmp_path / name)
+        save_model(saved, load_model(folders[name]), ours)
+        theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
+        wanted = sorted(theirs.convert_tokens_to_ids(ends))
+        assert sorted(ours.eos_ids) == wanted and again.eos_ids == ours.eos_ids and again.fingerprint == ours.fingerprint
+        source = json.load(open(f"{folders[name]}/generation_config.json")) if world.FAMILIES[name]["generation"] else {}
+        assert json.load(open(f"{saved}/generation_config.json")) == source | dict(eos_token_id=wanted, pad_token_id=ours.pad_id)
+        assert GenerationConfig.from_pretrained(saved).eos_token_id == wanted
+        for text in ["caf\u00e9 it's <b> \U0001f600", " two  blanks \n"]:
+            assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(folders[name])(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["bytes", *world.FAMILIES])
+def test_stop_strings(folders, name):
+    """Token by token, against the text of the whole response so far, for random tokens and for texts that have them."""
+    strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
+    ours, rng = tiny.byte_tokenizer() if name == "bytes" else load_tokenizer(folders[name]), random.Random(3)
+    assert ours.has_stop is None
+    ours.stop_strings, hits = strings, 0
+    for text in ("ab</a>cd", "xyz\n\nQ: what", "a\u4f60\u597d!b", "The quick brown fox jumps", "</</a", *[""] * 60):
+        ids = ours.encode_texts([text])[0] + [rng.randrange(5, ours.vocab_size) for _ in range(12)]
+        ids = [i for i in ids if i not in ours.eos_ids and i != ours.pad_id]
+        for n in range(1, len(ids) + 1):
+            whole = ours.decode(ids[:n])
+            assert ours.has_stop(ids[:n]) == any(s in whole for s in strings), (text, n)
+            if ours.has_stop(ids[:n]):
+                assert ours.decode_response(ids[:n]).endswith(tuple(strings))
+                hits += 1
+                break
+    assert hits >= 4
+
+
+def test_how_stop_strings_are_written():
+    for text, want in {"": [], "</answer>": ["</answer>"], "a,b": ["a,b"], "['a', 'b c']": ["a", "b c"], "['\\n']": ["\n"],
+                       "['\n']": ["\n"], '["\\"", "]"]': ['"', "]"]}.items():
+        assert parse_stop_strings(text) == want
+    for text in ("[", "[a]", "['a', 1]", "['a'", "['a'] + []", "[__import__('os')]", "['a', '']"):
+        with pytest.raises(BadConfig, match="stop_strings = .*wanted one text, or a list"):
+            parse_stop_strings(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# folders that do not fit
+
+
+def test_folders_without_a_usable_tokenizer(folders, tmp_path):
+    def changed(name, **files):
+        folder = shutil.copytree(folders["llama3.2"], tmp_path / name)
+        for file, content in files.items():
+            file = folder / (file.replace("__", ".") if "__" in file else f"{file}.json")
+            file.unlink() if content is None else file.write_text(content)
+        return str(folder)
+
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "tiktoken.json").write_text("{}")
+    cases = [
+        (str(old), "old: tiktoken.json .* run .*prepare.py"), (changed("none", tokenizer=None), "no tokenizer in this folder"),
+        (changed("cut", tokenizer="{"), "no usable tokenizer in its files"),
+        (changed("ends", generation_config='{"eos_token_id": [5, 9999]}'), "generation_config.json: eos_token_id = 9999 is"),
+        (changed("mute", tokenizer_config='{"tokenizer_class": "PreTrainedTokenizerFast"}', special_tokens_map=None),
+         "no EOS token, so no response could ever end")]
+    for folder, words in cases:
+        with pytest.raises(BadInput, match=words) as caught:
+            load_tokenizer(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
+    """Gemma 3 1B's <image_soft_token> has the id 262144, and the model 262144 embeddings: no text becomes it."""
+    theirs = AutoTokenizer.from_pretrained(folders["pythia"])
+    size = len(theirs)
+    shutil.copytree(folders["pythia"], tmp_path / "more")
+    theirs.add_tokens(["<image>"], special_tokens=True)
+    theirs.save_pretrained(tmp_path / "more")
+    for embeddings, fits in ((size + 1, True), (size, True), (size - 1, False)):
+        ours = load_tokenizer(str(tmp_path / "more"))
+        model = SimpleNamespace(config=SimpleNamespace(vocab_size=embeddings))
+        if fits:
+            check_tokenizer_fits(ours, model, "some/path")
+            assert ours.vocab_size == embeddings
+        else:
+            with pytest.raises(BadInput, match=f"some/path: the tokenizer has {size + 1} tokens .* only {embeddings}"):
+                check_tokenizer_fits(ours, model, "some/path")

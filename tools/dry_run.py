@@ -1,0 +1,332 @@
+"""
+The dry run of tools/memory.py: the models of a run, built of fake tensors, which have shapes and no
+memory, and one step through them.
+
+    hf_config, steps_of, cut        the config of a model, and of one with fewer layers
+    places_of, paths_of             which models a run holds, and how
+    build, equip                    the models; their gradients, optimizer states and copies
+    fake_tensors, step_through      the step, and what is alive at its peaks
+"""
+import contextlib
+import copy
+import functools
+import gc
+import math
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import parallel
+from engine.adapters import Adapted
+from engine.optimizers import MovingAverage, inner, make_optimizer, step
+from engine.placement import decoding_copy, in_memory, no_grad_forwards, settle, shard
+from engine.places import is_sharded, place_of_one, placements, precisions
+from engine.tensor_parallel import make_split
+from errors import BadConfig, BadInput
+from folders import model_folders, read_json, several_paths
+from loss import response_logprobs, response_values
+from model import Model, auto_class, freeze, has_experts, read_config
+from rollout import sample
+
+COLUMNS = "weights", "gradients", "optimizer", "average", "copy"
+PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
+              judge="judge")  # the models, and their names in zero_stage and offload
+CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
+
+
+# --------------------------------------------------------------------------------------------------
+# the shapes of the models
+
+
+@functools.cache
+def hf_config(path, key):
+    """The config.json of a folder or hub name, as transformers reads it. Raises BadInput."""
+    try:
+        return read_config(model_folders(path, weights=False)[-1], path)
+    except BadInput as e:
+        if os.path.exists(path):
+            raise
+        raise BadInput(f"{key} = {path}: this model is not on this machine, and its config.json is "
+                       f"needed; put that file into a folder and type --{key}=FOLDER") from e
+
+
+@functools.cache
+def layers_of(path, key):
+    """steps_of the model of a path."""
+    return steps_of(hf_config(path, key))
+
+
+def steps_of(config):
+    """
+    (layers in the first dry run, in the second one, in the model). They differ by a period, after
+    which layers have the same shapes and the same kind of attention; without one all are all.
+    """
+    with torch.device("meta"):
+        layers = Model(auto_class("lm").from_config(config)).layers()
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    kinds = [(kind, [p.shape for p in layer.parameters()])
+             for kind, layer in zip(kinds, layers, strict=True)]
+    whole = len(kinds)
+    period = next((n for n in range(1, whole // 2 + 1) if kinds[n:] == kinds[:-n]), whole)
+    few = period * math.ceil(3 / period)  # FSDP has two layers gathered at a time
+    return (few, few + period, whole) if few + period <= whole else (whole, whole, whole)
+
+
+def cut(config, layers):
+    """A config of fewer layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in vars(text).copy().items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+# --------------------------------------------------------------------------------------------------
+# the models of a run, of fake tensors
+
+
+def places_of(script, config):
+    """{model's name: Place}. Raises BadConfig."""
+    keys = [config[key] for key in ("zero_stage", "offload", "lora", "optim")]
+    if script in ("sft", "rm"):
+        name = dict(sft="policy", rm="reward_model")[script]
+        return {name: place_of_one(PLACES[name], *keys)}
+    trained = ("policy", "value") if script == "ppo" else ("policy",)
+    found = placements(trained, *keys, config["share_base"], config.get("value_init"))
+    return {name: found[short] for name, short in PLACES.items() if short in found}
+
+
+def paths_of(script, config):
+    """{model's name: (folder or hub name, key)} of the models that a run holds, policy first."""
+    if script in ("sft", "rm"):
+        if not config["init_from"]:
+            raise BadConfig("init_from is empty, so the script makes a small model of its own; "
+                            "this tool counts those with a config.json: type --init_from=FOLDER")
+        return {dict(sft="policy", rm="reward_model")[script]: (config["init_from"], "init_from")}
+    policy = config["policy_path"], "policy_path"
+    paths, rewards = dict(policy=policy), config["reward_functions"]
+    if config["kl_coef"] > 0 or config["lora"]:
+        paths["ref_policy"] = (config["ref_path"], "ref_path") if config["ref_path"] else policy
+    reward_paths = several_paths(config["reward_path"], "reward_path")
+    if "reward_model" in rewards:
+        for number, path in enumerate(reward_paths, 1):
+            name = f"reward_model {number}" if number > 1 else "reward_model"
+            paths[name] = policy if config["share_base"] else (path, "reward_path")
+    if script == "ppo":
+        own = config["value_init"] == "reward" and not config["share_base"]
+        paths["value_model"] = (reward_paths[0], "reward_path") if own else policy
+    if "judge" in rewards and config["judge_path"] not in ("", "ref_policy"):
+        paths["judge"] = config["judge_path"], "judge_path"
+    return paths
+
+
+def build(script, config, dry_run, mesh):
+    """
+    {name: Model}: the models as rank 0 holds them, with fake weights, all on one device: what is
+    offloaded is subtracted later. dry_run: 0 or 1, see steps_of; 2: with all layers.
+    """
+    _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
+    places, paths = places_of(script, config), paths_of(script, config)
+    trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
+
+    def load(name, head):
+        place, learns = replace(places[name.split()[0]], offload="none"), name in trained
+        settings = cut(hf_config(*paths[name]), layers_of(*paths[name])[dry_run])
+        if head == "scalar":
+            settings.num_labels = 1
+        more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
+        model = freeze(Model(auto_class(head).from_config(settings, dtype=dtype, **more), head))
+        adapted = learns and place.lora is not None
+        whole = learns and not adapted  # with LoRA the model itself is frozen
+        settle(model, whole, matrices, config["gradient_checkpointing"] and learns)
+        if is_sharded(place, whole):
+            shard(model, place, CPU, matrices if whole else None, mesh)
+        return Adapted(model, head, **place.lora) if adapted else model
+
+    if script == "rm":
+        return dict(reward_model=load("reward_model", "scalar"))
+    models = dict(policy=load("policy", "lm"))
+    policy, lora = models["policy"], places["policy"].lora
+    for name in paths:
+        if name == "ref_policy" and lora and not config["ref_path"]:
+            models[name] = policy.base
+        elif name == "value_model" and config["value_init"] == "shared":
+            models[name] = Adapted(policy, "scalar")
+        elif name == "value_model" and config["share_base"]:
+            models[name] = Adapted(policy.base, "scalar", **places[name].lora)
+        elif name.startswith("reward_model") and config["share_base"]:
+            file = os.path.join(config["reward_path"], "adapter_config.json")
+            rank = read_json(file).get("r") if os.path.isfile(file) else lora["rank"]
+            models[name] = freeze(Adapted(policy.base, "scalar", rank))
+        elif name != "policy":
+            models[name] = load(name, "lm" if name in ("ref_policy", "judge") else "scalar")
+    return models
+
+
+def size_of(tensors):
+    """Bytes of what this rank holds of some tensors."""
+    return sum(parallel.my_part(t).numel() * t.element_size() for t in tensors)
+
+
+def equip(models, config, places, tp_mesh):
+    """
+    Give the models what they have once a first step is done: gradients, optimizers, an average;
+    with generate_tp the copy that samples. Returns the optimizers, and {name: {column: bytes}}.
+    """
+    optimizers, rows = [], {}
+    for name, model in in_memory(**models).items():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
+        if not trained:
+            continue
+        parallel.flatten_gradients(trained)
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # shards have none yet
+        place = replace(places[name], offload="none")
+        optimizer = make_optimizer(model, place, 1e-6, (0.9, 0.999), 1e-5, 0.0)
+        step(optimizer, 1e-6)
+        states = [t for state in inner(optimizer).state.values() for t in state.values()]
+        rows[name] |= dict(gradients=size_of(p.grad for p in trained),
+                           optimizer=size_of(filter(torch.is_tensor, states)))
+        optimizers.append(optimizer)
+        if name == "policy" and config.get("ema_decay", 0) > 0:
+            optimizer.average = MovingAverage(model, config["ema_decay"])
+            rows[name]["average"] = size_of(optimizer.average.averages)
+    if tp_mesh:
+        _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
+        split = make_split(models["policy"], matrices or dtype, CPU, tp_mesh)
+        models["policy"].__dict__["split"] = split  # as engine/tensor_parallel.py keeps it
+        rows["policy"]["copy"] = size_of(split.parameters())
+    return optimizers, rows
+
+
+# --------------------------------------------------------------------------------------------------
+# the dry run
+
+
+class Tracker(MemTracker):
+    """
+    MemTracker without its hooks on modules, which fail where a module is called twice. And fake
+    tensors have no values: `chosen` is how many True there are in any mask, and a number is 1.
+    """
+
+    chosen = 0
+
+    def __init__(self):
+        super().__init__()
+        names = "register_user_hooks", "clear_user_hooks", "__enter__", "__exit__"
+        nothing = dict.fromkeys(names, lambda *args: None)
+        self._mod_tracker = SimpleNamespace(is_bw=False, **nothing)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return 1.0
+        if func is aten.nonzero.default:
+            return torch.empty(self.chosen, args[0].dim(), dtype=torch.int64)
+        if func is aten.index.Tensor and args[1][0].dtype == torch.bool:
+            where = torch.empty(self.chosen, args[1][0].dim(), dtype=torch.int64)
+            args = args[0], list(where.unbind(1))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def peak(self, peaks, *name):
+        """In this block: peaks[name] becomes the peak, in bytes."""
+        gc.collect()  # what is in cycles would be freed at some moment or other
+        self._peak_mem.clear()
+        yield
+        peaks[name] = max(self._peak_mem.values(), default=0)
+
+
+def is_mask(t=None):
+    """Whether a tensor is a mask of padding."""
+    return t is not None and t.dtype == torch.bool
+
+
+@contextlib.contextmanager
+def fake_tensors():
+    """In this block tensors are fake; it gives the Tracker that counts them."""
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    # transformers takes fake tensors for a trace, in which it keeps masks that a run drops; and
+    # the kernels for groups of experts refuse fake tensors: their substitute has the same shapes
+    with (mock.patch.object(masking_utils, "is_tracing", is_mask),
+          mock.patch.object(moe, "_can_use_grouped_mm", lambda *args: False),
+          contextlib.redirect_stdout(None),  # builders say what they do
+          FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker):
+        yield tracker
+
+
+def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
+    """One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update."""
+    autocast, _, matrices = precisions(config["dtype"], config["master_weights"], CPU)
+    peaks, entropy = {}, config.get("entropy_coef", 0) > 0
+    if n:
+        with torch.no_grad(), autocast:
+            copied = decoding_copy(models["policy"], matrices, CPU, config["generate_tp"])
+            decode(copied, n, distinct, P, R, config["temperature"], tracker, peaks)
+            del copied
+    tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
+    chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
+    mb = dict(tokens=tokens, chosen=chosen, response_mask=mask)
+    tracker.chosen = b * R
+
+    def read(name, model):
+        with autocast:
+            if name.startswith("reward_model"):
+                return model.scores(tokens, mask.sum(1))
+            if name == "judge":
+                return model.last_logits(tokens, mask.sum(1))
+            if name == "value_model":
+                return response_values(model, mb)
+            return response_logprobs(model, mb, config.get("temperature", 1.0), None,
+                                     config.get("head_chunk", 0), entropy)[0]
+
+    for name, model in models.items():
+        with tracker.peak(peaks, "reading", name), no_grad_forwards([model], CPU):
+            read(name, model)
+    for name, model in models.items():
+        if any(p.requires_grad for p in model.parameters()):
+            with tracker.peak(peaks, "update", name):
+                read(name, model).sum().backward()
+    with tracker.peak(peaks, "update", "step"):
+        for optimizer in optimizers:
+            step(optimizer, 1e-6)
+    return peaks
+
+
+def decode(copied, n, distinct, P, R, temperature, tracker, peaks):
+    """
+    A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples. copied:
+    what decoding_copy gives.
+    """
+    from engine.decoding_cache import SPARE, decoding_cache
+
+    def next_logits(rows, tokens, cache, past):
+        mask = torch.ones(rows, past + tokens, dtype=torch.bool)
+        positions = mask.long().cumsum(1)[:, -tokens:]
+        tokens = torch.zeros(rows, tokens, dtype=torch.int64)
+        return decoder.next_logits(tokens, cache, mask, positions)
+
+    with copied as decoder:
+        with tracker.peak(peaks, "rollout", "prompts"):
+            cache = decoding_cache(decoder.hf.config)
+            next_logits(distinct, P, cache, 0)
+            cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
+        # the last token is sampled, and not read. The cache has grown last at token number `grown`
+        cache, last = decoding_cache(decoder.hf.config), P + R - 1
+        grown = P + (R - 1) // (SPARE + 1) * (SPARE + 1)
+        next_logits(n, min(grown, last - 1), cache, 0)
+        if last - 1 > grown:
+            next_logits(n, last - 1 - grown, cache, grown)
+        with tracker.peak(peaks, "rollout", "responses"):
+            logits = next_logits(n, 1, cache, last - 1)
+            sample(logits, torch.zeros(n, dtype=torch.float64), temperature)
