@@ -18,7 +18,7 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
   9  update   overlap_all_reduce    all_reduce    policy       the sum of the policy's gradients
  10  update   overlap_all_reduce    all_reduce    value_model  the sum of the value model's
  11  update   must_agree            all_reduce    1            the first ratios' distance from 1
- 12  metrics  all_reduce_metrics    all_reduce    12           six metrics: a sum and a count each
+ 12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
  13  log      write_log             all_gather    1            has rank 0 written its line?
 
 9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.

@@ -414,7 +414,7 @@ class Scorer:
         if self.reward_model is not None:
             with self.autocast, no_grad_forwards([self.reward_model], self.device):
                 scores["reward_model"] = score_sequences(
-                    self.reward_model, *read, at_once, forwards)  # COLLECTIVE
+                    self.reward_model, *read, at_once, forwards)
         if self.judge:
             with self.autocast, no_grad_forwards([self.judge.model], self.device):
                 scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)  # COLLECTIVE

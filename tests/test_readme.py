@@ -13,6 +13,7 @@ from conftest import ROOT
 import tiny
 from configurator import read_arguments, read_keys
 from tiny import forked, one_run
+from tools.memory import read_run
 
 
 def read(path):
@@ -145,7 +146,10 @@ def check_command(words):
     source = read(script)  # which must be there
     if script.endswith(".sh") or arguments == ["--help"]:
         return
-    if "configure(globals()" in source:
+    if script == "tools/memory.py":  # the configurations of others, and options of its own
+        options = ("--world-size=", "--gpu-gb=", "--compare")
+        read_run([argument for argument in arguments if not argument.startswith(options)])
+    elif "configure(globals()" in source:
         read_arguments(read_keys(script), arguments)
     else:
         options = set(re.findall(r"add_argument\(\"(--[\w-]+)\"", source))
@@ -190,6 +194,7 @@ KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir", "repo_type"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
+OTHERS |= {"world_size", "gpu_gb", "compare"}  # of tools/memory.py
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
 
 
