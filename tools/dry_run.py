@@ -22,13 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
+from decoding_cache import SPARE, decoding_cache
 from engine.adapters import Adapted
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
 from engine.placement import decoding_copy, in_memory, no_grad_forwards, settle, shard
 from engine.places import is_sharded, place_of_one, placements, precisions
 from engine.tensor_parallel import make_split
 from errors import BadConfig, BadInput
-from folders import model_folders, read_json, several_paths
+from folders import model_folders, read_json
 from loss import response_logprobs, response_values
 from model import Model, auto_class, freeze, has_experts, read_config
 from rollout import sample
@@ -114,14 +115,11 @@ def paths_of(script, config):
     paths, rewards = dict(policy=policy), config["reward_functions"]
     if config["kl_coef"] > 0 or config["lora"]:
         paths["ref_policy"] = (config["ref_path"], "ref_path") if config["ref_path"] else policy
-    reward_paths = several_paths(config["reward_path"], "reward_path")
+    reward = policy if config["share_base"] else (config["reward_path"], "reward_path")
     if "reward_model" in rewards:
-        for number, path in enumerate(reward_paths, 1):
-            name = f"reward_model {number}" if number > 1 else "reward_model"
-            paths[name] = policy if config["share_base"] else (path, "reward_path")
+        paths["reward_model"] = reward
     if script == "ppo":
-        own = config["value_init"] == "reward" and not config["share_base"]
-        paths["value_model"] = (reward_paths[0], "reward_path") if own else policy
+        paths["value_model"] = reward if config["value_init"] == "reward" else policy
     if "judge" in rewards and config["judge_path"] not in ("", "ref_policy"):
         paths["judge"] = config["judge_path"], "judge_path"
     return paths
@@ -137,7 +135,7 @@ def build(script, config, dry_run, mesh):
     trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
     def load(name, head):
-        place, learns = replace(places[name.split()[0]], offload="none"), name in trained
+        place, learns = replace(places[name], offload="none"), name in trained
         settings = cut(hf_config(*paths[name]), layers_of(*paths[name])[dry_run])
         if head == "scalar":
             settings.num_labels = 1
@@ -161,7 +159,7 @@ def build(script, config, dry_run, mesh):
             models[name] = Adapted(policy, "scalar")
         elif name == "value_model" and config["share_base"]:
             models[name] = Adapted(policy.base, "scalar", **places[name].lora)
-        elif name.startswith("reward_model") and config["share_base"]:
+        elif name == "reward_model" and config["share_base"]:
             file = os.path.join(config["reward_path"], "adapter_config.json")
             rank = read_json(file).get("r") if os.path.isfile(file) else lora["rank"]
             models[name] = freeze(Adapted(policy.base, "scalar", rank))
@@ -281,7 +279,7 @@ def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
 
     def read(name, model):
         with autocast:
-            if name.startswith("reward_model"):
+            if name == "reward_model":
                 return model.scores(tokens, mask.sum(1))
             if name == "judge":
                 return model.last_logits(tokens, mask.sum(1))
@@ -308,8 +306,6 @@ def decode(copied, n, distinct, P, R, temperature, tracker, peaks):
     A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples. copied:
     what decoding_copy gives.
     """
-    from engine.decoding_cache import SPARE, decoding_cache
-
     def next_logits(rows, tokens, cache, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
         positions = mask.long().cumsum(1)[:, -tokens:]

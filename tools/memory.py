@@ -193,7 +193,7 @@ def predict(script, config, ranks, rollout=None):
 def offload(rows, peaks, places, ranks):
     """Take off what is in the CPU's memory; rows get a column "CPU" for it."""
     for name, row in rows.items():
-        place = places.get(name.split()[0])
+        place = places.get(name)
         if place is None or place.offload == "none":
             continue
         away = ["optimizer"] if place.offload == "optimizer" else COLUMNS[:4]
