@@ -58,7 +58,7 @@ run_keys = ""  # more keys of both scripts, as rollout_batch_size=8,head_chunk=6
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
 # runs/peers/table.py imports the functions alone
-config = configure(globals()) if __name__ == "__main__" else {}
+config, _ = configure(globals()) if __name__ == "__main__" else ({}, None)
 # --------------------------------------------------------------------------------------------------
 PHASES = "rollout", "score", "update", "iteration"
 # any score that differs within a group

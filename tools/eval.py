@@ -24,7 +24,6 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import json  # noqa: E402
 import math  # noqa: E402
 import time  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
@@ -33,15 +32,16 @@ from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
+from engine.judging import Judge  # noqa: E402
 from engine.placement import in_memory, load_placed, outline  # noqa: E402
 from engine.places import Place, precisions  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, warn  # noqa: E402
 from folders import check_writable  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, texts_of  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ micro_batch_size = 16  # responses that reward model and judge read at once [>= 
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # set-up: the ranks, what is judged by what, the prompts
 
@@ -127,20 +127,21 @@ if right_by == "accuracy" and not any("answer" in row for row in rows):
 tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
               for path in paths]
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
-# the keys of a training run that this script does not have, as they are by default
-settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
-                master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0, policy_path="") | config
-reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
-judge = build.load_judge(settings, device, None, None, terms)
-if judge:
+
+
+def load(path, head="lm"):
+    """A frozen model."""
+    return load_placed(path, Place(), device, head, weights_dtype, matrices)
+
+
+reward_model = reward_reader = judge = None
+if reward_path:
+    reward_model = load(reward_path, "scalar")
+    reward_reader = load_reader(reward_path, reward_model, tokenizers[0])
+if judge_path:
+    judge = Judge(load(judge_path), load_tokenizer(judge_path), judge_path, judge_template)
+    check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
-
-
-def load(path):
-    """A policy, frozen."""
-    return load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
-
 
 # all policies are checked before the first one answers: several are loaded for that alone, for an
 # error of the last one would otherwise come hours later
@@ -148,7 +149,7 @@ checked = []  # (name, path, its tokenizer, that of the reward model, ids of the
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
     check_tokenizer_fits(tokenizer, policy, path)
-    reward_tokenizer = reader if reward_model else tokenizer
+    reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
@@ -159,13 +160,12 @@ together.agree(config | {"the prompts": rows})
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
 # into batches; each rank takes every world_size-th of them
 
-threads = ThreadPoolExecutor(1)  # for the rules
 truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
-    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
-                    judge)
+    scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device, autocast,
+                    micro_batch_size, 0, reward_timeout, code_seconds)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -188,9 +188,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                     print("stopped; nothing is written")
                 launch.finish()
                 sys.exit(130)
-            batch |= dict(rows=[rows[i] for i in where],
-                          prompts=[tokenizer.decode(ids[i]) for i in where],
-                          completions=decode_responses(tokenizer, batch))
+            batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= scorer.score(batch, [scorer.start(batch, 1.0)], len(mine) * world_size)
             if mine and terms:
                 scorer.add_up(batch)

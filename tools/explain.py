@@ -51,7 +51,7 @@ prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 out = ""  # the picture, a PNG; empty = only the table
-configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 LONGEST = 64  # tokens in the picture: the last ones of a longer response
 
@@ -68,7 +68,7 @@ FORMULAS = dict(
     advantage="loss.py and its relatives: the score against those of its group, for all tokens",
     ret="gae.py: raw + value; what the value is trained towards",
     new="the token's log-prob after all steps of the update",
-    ratio="exp(new - policy): how much likelier the token is now",
+    ratio="exp(new - policy), the script's own: how much likelier the token is now",
     clipped="the clip has taken the token's gradient away",
     loss="the script's own loss of the token, as one more step would see it")
 
@@ -142,18 +142,21 @@ def one_more_iteration(script, keys, checkpoint, iteration):
     take_step = engine.optimizers.step
 
     def with_the_prompt(rows, path, *rest):
-        if path == keys["prompts_path"] and rows:
+        ids = encode(rows, path, *rest)  # rows that are too long may be dropped here
+        if path == keys["prompts_path"]:
             count = keys["batch_size"] // keys.get("group_size", 1)
             first = batch_rows(keys["seed"], iteration, count, rows.mix)[0]
             rows[first] = asked_row(rows, keys)
-        return encode(rows, path, *rest)
+            how = "cut" if keys["too_long"] == "cut" else "error"
+            ids[first], = encode([rows[first]], f"prompt {prompt!r}", *rest[:-1], how)
+        return ids
 
     def look(sums, mask, columns):
         """What the script adds up of each micro-batch: that of the first response is kept."""
         if "loss/policy" in columns and 0 in names["mb"]["index"]:
             row = names["mb"]["index"].tolist().index(0)
-            kept = columns | dict(new=names["logprobs"].detach())
-            losses.update({name: x[row][mask[row]] for name, x in kept.items() if x.ndim == 2})
+            kept = columns | dict(new=names["logprobs"], ratio=names["ratio"])
+            losses.update({name: x.detach()[row][mask[row]] for name, x in kept.items()})
         add_up(sums, mask, columns)
 
     def step(*args):
@@ -216,11 +219,9 @@ def columns_of(script, names, losses):
     columns = {name: tensor[0][mask[0]].tolist() for name, tensor in tensors.items()}
     ids = batch["tokens"][0, -mask.shape[1]:][mask[0]].tolist()
     columns["token"] = [token_text(i, names["tokenizer"]) for i in ids]
-    new = losses["new"].tolist()
-    # GSPO's ratio is that of the whole response: the script's variable has it
-    columns |= dict(new=new, clipped=losses["policy/clipfrac"].tolist(),
-                    ratio=(losses["new"] - batch["old_logprobs"][0][mask[0]]).exp().tolist(),
-                    loss=losses["loss/policy"].tolist())
+    seen = dict(new="new", ratio="ratio", clipped="policy/clipfrac", loss="loss/policy")
+    if losses:  # grpo.py makes no step where all advantages are 0
+        columns |= {name: losses[key].tolist() for name, key in seen.items()}
     return columns
 
 
@@ -290,7 +291,9 @@ script, keys, checkpoint, iteration = read_run()
 names, losses = one_more_iteration(script, keys, checkpoint, iteration)
 batch, tokenizer = names["batch"], names["tokenizer"]
 columns = columns_of(script, names, losses)
-texts = rollout.decode_responses(tokenizer, batch)
+mask = batch["response_mask"]
+texts = [tokenizer.decode_response(ids[m].tolist())
+         for ids, m in zip(batch["tokens"][:, -mask.shape[1]:], mask, strict=True)]
 
 print(f"one response of {run}: iteration {iteration} of {script}.py, from "
       f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {texts[0]!r}")
@@ -304,7 +307,7 @@ if script == "grpo":
     print_table({
         "#": list(range(1, size + 1)), "score": names["scores"][:size].tolist(),
         "advantage": batch["advantages"][:size, 0].tolist(),
-        "tokens": batch["response_mask"][:size].sum(1).tolist(),
+        "tokens": mask[:size].sum(1).tolist(),
         "response": [text if len(text) <= 80 else f"{text[:78]}.."
                      for text in map(repr, texts[:size])]})
     print()

@@ -25,7 +25,7 @@ from folders import check_writable, read_json  # noqa: E402
 # --------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run; several, separated by commas, are shown together
 out = "out/run.html"  # the page
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
 

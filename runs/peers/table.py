@@ -26,7 +26,7 @@ rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
 steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12
 grpo_python = ""  # with TRL 1.16
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 PROMPTS, LENGTH, NEW = 32, 32, 128
 LLAMA = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
