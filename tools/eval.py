@@ -24,6 +24,7 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import json  # noqa: E402
 import math  # noqa: E402
 import time  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
@@ -160,12 +161,15 @@ together.agree(config | {"the prompts": rows})
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
 # into batches; each rank takes every world_size-th of them
 
+# what a scorer needs to know of a run's placement
+placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
+    micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
 truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
-    scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device, autocast,
-                    micro_batch_size, 0, reward_timeout, code_seconds)
+    scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+                    placement)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
