@@ -88,5 +88,5 @@ def test_precisions():
 
 def test_what_is_held():
     one, two, shapes = from_scratch(TINY), from_scratch(TINY), from_scratch(TINY, device="meta")
-    assert placement.in_memory(policy=one, ref=None, reward=[two, one], judge=two) == {"policy": one, "reward": two}
+    assert placement.in_memory(policy=one, ref=None, reward=two, judge=two) == {"policy": one, "reward": two}
     assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}
