@@ -30,7 +30,7 @@ from errors import BadConfig, BadInput
 from folders import model_folders
 from model import (Model, auto_class, check_head, check_one_score, freeze, load_model, probe,
                    read_config)
-from parallel import fill, is_shard
+from parallel import fill, gather, is_shard  # noqa: F401, batches.py takes gather here
 
 
 # --------------------------------------------------------------------------------------------------
@@ -93,20 +93,25 @@ def outline(path, head, dtype):
 
 def settle(model, trained, matrices, recompute):
     """
-    Make a model trained or frozen. matrices: the dtype of those parameters of a frozen one that
-    autocast rounds wherever they are used: the matrices, but not the tables of embeddings, whose
-    rows it takes as they are, and not a scalar head. recompute: the backward pass computes the
-    layers again.
+    Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
+    is one. recompute: the backward pass computes the layers again.
     """
     model.requires_grad_(trained)
     if recompute:
         model.recompute()
     if matrices and not trained:
-        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-        wide = [p for m in tables for p in m.parameters()] + scalar_head(model)
-        for p in model.parameters():
-            if p.dim() >= 2 and all(p is not other for other in wide):
-                p.data = p.data.to(matrices)
+        for p in matrices_of(model):
+            p.data = p.data.to(matrices)
+
+
+def matrices_of(model):
+    """
+    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
+    embeddings, whose rows it takes as they are, and not a scalar head.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    wide = {id(p) for m in tables for p in m.parameters()} | set(map(id, scalar_head(model)))
+    return [p for p in model.parameters() if p.dim() >= 2 and id(p) not in wide]
 
 
 def scalar_head(model):

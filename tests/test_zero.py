@@ -150,8 +150,10 @@ GOES_ON = [  # of which plain run; ranks and keys until SIGTERM in iteration 1, 
 
 
 def named(case):
-    return f"{case[0]}, {' then '.join(f'{ranks} {keys}' for ranks, keys in case[1:])}" if type(case[1]) is tuple \
-        else f"{case[0]}, {case[1]} {case[2]}"
+    """Such as "ppo, 2 zero_stage=2 head_chunk=5 then 3"."""
+    parts = case[1:] if case in GOES_ON else [case[1:]]
+    said = (" ".join([str(ranks), *(f"{key}={value}" for key, value in keys.items())]) for ranks, keys in parts)
+    return f"{case[0]}, {' then '.join(said)}"
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,7 @@ def group(world, tmp_path_factory):
             for i, (_, (ranks, keys), _) in enumerate(going_on):
                 jobs[f"first {i}"] = run(world, script, ranks, tiny.stops(1), 0, f"on {i}", **plain | keys)
             folder = f"{root}/{name}"
+            os.mkdir(folder)
             outcomes = in_a_row(folder, jobs)
             jobs = {named(case): run(world, script, case[1], **plain | case[2]) for case in CROSSED if case[0] == name}
             for i, case in enumerate(going_on):
