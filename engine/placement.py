@@ -30,7 +30,7 @@ from errors import BadConfig, BadInput
 from folders import model_folders
 from model import (Model, auto_class, check_head, check_one_score, freeze, load_model, probe,
                    read_config)
-from parallel import fill, gather, is_shard  # noqa: F401, batches.py takes gather here
+from parallel import fill, is_shard
 
 
 # --------------------------------------------------------------------------------------------------
