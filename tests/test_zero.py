@@ -6,7 +6,6 @@ are crossed; and runs that are stopped go on elsewhere. placement.on_device need
 import glob
 import json
 import os
-import random
 import re
 
 import pytest
@@ -246,7 +245,6 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(short, name):
 
 SPY = """
 import torch
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 seen = set()
 def spy(kind, what, matrix):
@@ -258,9 +256,7 @@ def spy(kind, what, matrix):
             seen.add(said)
         return plain(self, *args)
     kind.forward = forward
-spy(GPT2MLP, "matrix", "c_fc.weight")
 spy(Qwen3MLP, "matrix", "up_proj.weight")
-spy(torch.nn.LayerNorm, "norm", "weight")
 spy(Qwen3RMSNorm, "norm", "weight")
 """
 WIDE = """
@@ -273,25 +269,14 @@ def wide(*args):  # cut as ever, and not rounded: norms alone would add up gradi
 engine.placement.shard = wide
 """
 
-@pytest.fixture(scope="module")
-def rounded(world, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("rounded"))
-    keys = dict(dtype="bfloat16", max_iters=2, head_chunk=5, micro_batch_size=3, zero_stage="3")
-    cases = {}
-    for end, code in (("", SPY), (", wide", SPY + WIDE)):
-        cases["ppo" + end] = run(world, "ppo.py", 2, code, gradient_checkpointing=True, **keys)
-        cases["grpo" + end] = run(world, "grpo.py", 2, code, odd=True, **keys)
-    return folder, succeeded(in_a_row(folder, cases))
-
-
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_layers_are_gathered_in_16_bits_with_the_same_bits(rounded, name):
+def test_layers_are_gathered_in_16_bits_with_the_same_bits(world, tmp_path):
     """Autocast would round the matrices anyway; norms it would not."""
-    folder, results = rounded
-    for model in ("policy", "value_model") if name == "ppo" else ("policy",):
-        assert tiny.distance(f"{folder}/{name}/out/{model}", f"{folder}/{name}, wide/out/{model}") == 0
-    for case, bits in ((name, "bfloat16"), (f"{name}, wide", "float32")):
-        said = {line for line in results[case][0]["stdout"].splitlines() if re.match("(matrix|norm) in", line)}
+    keys = dict(odd=True, dtype="bfloat16", max_iters=2, head_chunk=5, zero_stage="3", gradient_checkpointing=True)
+    results = succeeded(in_a_row(str(tmp_path), {name: run(world, "grpo.py", 2, SPY + code, **keys)
+                                                 for name, code in (("short", ""), ("wide", WIDE))}))
+    assert tiny.distance(tmp_path / "short/out/policy", tmp_path / "wide/out/policy") == 0
+    for name, bits in (("short", "bfloat16"), ("wide", "float32")):
+        said = {line for line in results[name][0]["stdout"].splitlines() if re.match("(matrix|norm) in", line)}
         assert said == {f"matrix in torch.{bits}", "norm in torch.float32"}
 
 
@@ -405,31 +390,22 @@ def test_checksums_of_shards_add_up(stopped, world):
 
 
 def test_next_loss_scale_by_hand():
-    halves, counts, doubles = optimizers.next_loss_scale(65536.0, 7, True), optimizers.next_loss_scale(65536.0, 7, False), \
-        optimizers.next_loss_scale(65536.0, 199, False)
-    assert halves == (32768.0, 0) and counts == (65536.0, 8) and doubles == (131072.0, 0)
-    assert optimizers.next_loss_scale(1.0, 0, True) == (1.0, 0) and optimizers.next_loss_scale(1.5, 0, True) == (1.0, 0)
-    assert optimizers.next_loss_scale(2.0**24, 199, False) == (2.0**24, 0)
-    assert optimizers.next_loss_scale(2.0**23, 199, False)[0] == 2.0**24
-    assert optimizers.next_loss_scale(8.0, 2, False, growth_interval=3) == (16.0, 0)
-    scale, clean = 1.0, 0
-    for _ in range(1000):  # 1000 = 5 x 200
-        scale, clean = optimizers.next_loss_scale(scale, clean, False)
-    assert (scale, clean) == (32.0, 0)
+    for scale, clean, over, want in ((65536.0, 7, True, (32768.0, 0)), (65536.0, 7, False, (65536.0, 8)),
+                                     (65536.0, 199, False, (131072.0, 0)), (1.5, 0, True, (1.0, 0)),
+                                     (2.0**24, 199, False, (2.0**24, 0)), (2.0**23, 199, False, (2.0**24, 0))):
+        assert optimizers.next_loss_scale(scale, clean, over) == want
 
 
-def test_twenty_overflows_are_skipped_and_one_more_stops(capsys):
+def test_twenty_overflows_are_skipped_and_one_more_stops():
     state = dict(loss_scale=2.0**16, clean_steps=5, skipped=0)
     good, bad = torch.tensor(1.0), torch.tensor(torch.inf)
     assert not optimizers.overflowed(state, (good, good), 0) and state == dict(loss_scale=2.0**16, clean_steps=6, skipped=0)
     for i in range(20):
         assert optimizers.overflowed(state, (good, bad if i % 2 else bad * 0), 3)
     assert state["loss_scale"] == 1.0 and state["skipped"] == 20  # 2**16 has been halved to 1, and stays there
-    assert len(capsys.readouterr().out.splitlines()) == 20
-    with pytest.raises(Stop, match="20 steps in a row"):
+    with pytest.raises(Stop):
         optimizers.overflowed(state, (bad, good), 3)
-    state = dict(loss_scale=2.0**16, clean_steps=0, skipped=19)
-    assert optimizers.overflowed(state, (bad,), 0) and not optimizers.overflowed(state, (good,), 0) and state["skipped"] == 0
+    assert not optimizers.overflowed(state, (good,), 0) and state["skipped"] == 0
 
 
 @pytest.mark.parametrize("name", SKIPS)
@@ -564,10 +540,9 @@ def test_the_moving_average_by_hand(dtype):
     with pytest.raises(KeyError), ema.in_place():
         raise KeyError
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    other = optimizers.MovingAverage(small(dtype), 0.5)
-    model[0].bias.requires_grad_(True)
-    other.fill(averages | {"0.bias": torch.ones(5)})
-    assert all(torch.equal(t, (averages | {"0.bias": torch.ones(5)})[n]) for n, t in other.tensors().items())
+    other = optimizers.MovingAverage(model, 0.5)
+    other.fill({n: t + 1 for n, t in averages.items()})
+    assert all(torch.equal(t, averages[n] + 1) for n, t in other.tensors().items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -630,35 +605,16 @@ def test_what_cannot_be_is_one_line(keys, named):
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
 
 
-def test_no_text_makes_a_traceback():
-    """Bits of good values put together at random: places, or one short line."""
-    rng, taken = random.Random(0), 0
-    bits = ["policy", "value", "ref", "reward", "=", "=", ",", "3", "0", "16", ":", "q+v", "optimizer", "params", "none",
-            "adafactor", "adamw", " ", "", "-1", "9" * 400, "\n", "é", "\0", "²", "1_0", "+", "."]
-    for _ in range(1000):
-        keys = ["", "", "", "adamw"]
-        for i in rng.sample(range(4), 2):
-            keys[i] = "".join(rng.choice(bits) for _ in range(rng.randrange(5)))
-        try:
-            places = places_room.placements(("policy", "value"), *keys, rng.random() < 0.2, rng.choice(["reward", "shared"]))
-            assert set(places) == set(ALL)
-            assert all(place.stage in range(4) for place in places.values())
-            taken += 1
-        except BadConfig as e:
-            assert "\n" not in str(e) and len(str(e)) < 300, str(e)
-    assert 10 < taken < 700, taken
-
-
 def test_precisions():
-    cpu, f32, b16, f16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
-    for dtype, master, wanted, under in (("float32", True, (f32, None), None), ("float64", True, (torch.float64, None), None),
-                                         ("bfloat16", True, (f32, b16), b16), ("float16", True, (f32, f16), f16),
-                                         ("bfloat16", False, (b16, None), None)):
-        context, *kinds = places_room.precisions(dtype, master, cpu)
-        assert tuple(kinds) == wanted
-        with context:
-            assert torch.is_autocast_enabled("cpu") == (under is not None)
-            assert under is None or torch.get_autocast_dtype("cpu") == under
+    """Autocast rounds trained weights when they are used, frozen ones are stored so; or all weights are of 16 bits."""
+    cpu, f32, b16 = torch.device("cpu"), torch.float32, torch.bfloat16
+    for dtype, master, want in (("float64", True, (torch.float64, None)), ("float32", True, (f32, None)),
+                                ("float16", True, (f32, torch.float16)), ("bfloat16", True, (f32, b16)),
+                                ("bfloat16", False, (b16, None))):
+        autocast, *found = places_room.precisions(dtype, master, cpu)
+        assert tuple(found) == want
+        with autocast:
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (want[1] or f32)
     for dtype in ("float32", "float16", "float64"):
         with pytest.raises(BadConfig, match="^master_weights"):
             places_room.precisions(dtype, False, cpu)
