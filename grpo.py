@@ -371,8 +371,7 @@ for iteration in range(run.start, max_iters + 1):
             kl_before = sums["policy/approx_kl"].clone()
             parallel.zero_gradients(gradients)
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, config)):
+            for mb in my_micro_batches(batch, rows, config):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

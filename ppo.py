@@ -389,12 +389,11 @@ for iteration in range(run.start, max_iters + 1):
             token_count = mask[rows].sum()
             kl_before = sums["policy/approx_kl"].clone()
             parallel.zero_gradients(gradients)
-            if ptx_rows:  # before PPO's losses: gradients are sent during the last backward pass
+            if ptx_rows:
                 number = (iteration * ppo_epochs + epoch) * num_minibatches + minibatch
                 add_ptx_gradients(number, sums)  # COLLECTIVE where the policy is sharded
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, config)):
+            for mb in my_micro_batches(batch, rows, config):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

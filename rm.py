@@ -183,7 +183,7 @@ gradients = parallel.flatten_gradients(reward_model.parameters())
 frozen_sums = {}  # filled by the first audit
 flops_a_token = report.flops_a_token(reward_model, trained=True)
 peak_flops = report.peak_flops(config, device)
-start_trackers(report_to, config, start)
+start_trackers(report_to, out_dir, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -358,8 +358,7 @@ for iteration in range(start, max_iters + 1):
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     sums = {}
-    for part in parallel.overlap_all_reduce(
-            gradients, micro_batches_of(examples, tokens_of, config)):
+    for part in micro_batches_of(examples, tokens_of, config):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
         losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each

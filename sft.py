@@ -160,7 +160,7 @@ gradients = parallel.flatten_gradients(policy.parameters())
 frozen_sums = {}  # filled by the first audit
 flops_a_token = report.flops_a_token(policy, trained=True)
 peak_flops = report.peak_flops(config, device)
-start_trackers(report_to, config, start)
+start_trackers(report_to, out_dir, config, start)
 if master:
     if checkpoint:
         print(f"resuming from {checkpoint}")
@@ -237,8 +237,7 @@ for iteration in range(start, max_iters + 1):
     parallel.zero_gradients(gradients)
     loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     loss_sum, loss_count = 0.0, 0
-    for part in parallel.overlap_all_reduce(
-            gradients, micro_batches_of(examples, tokens_of_example, config)):
+    for part in micro_batches_of(examples, tokens_of_example, config):
         logprobs = completion_logprobs(part)  # (n,)
         loss = -logprobs.sum()
         (loss_scale * loss / token_count).backward()

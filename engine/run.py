@@ -103,7 +103,7 @@ class Run:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
+        start_trackers(config["report_to"], self.out_dir, config, self.start)  # COLLECTIVE
 
         self.reward_model = models.get("reward_model")  # also where other ranks hold it
         self.peak = peak_flops(config, device)
