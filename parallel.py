@@ -23,7 +23,7 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
 
 9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
 grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8. With one minibatch
-7 has B R numbers, for the policy does not read; a 7 of its old_logprobs and 8 come just after 9.
+7 has B R numbers, for the policy does not read; a 7 of its old_logprobs and 8 come just before 9.
 grpo.py runs 2 to 5 once more for each refill.
 
 Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
