@@ -9,25 +9,26 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  no  phase    function              torch's call  numbers      what all ranks have afterwards
   1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
   2  rollout  stop_agreed           all_reduce    1            the same, now that all have sampled
-  3  score    together              all_gather    1            has a rule failed on any rank?
-  4  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  5  score    gather_rows           all_gather    B/n rows     all B responses, with their scores
+  3  rollout  gather_rows           all_gather    B/n rows     all B responses
+  4  score    together              all_gather    1            has a rule failed on any rank?
+  5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
   6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
-  8  score    must_agree            all_reduce    1            the sampler's largest error
-  9  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
- 10  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
- 11  update   must_agree            all_reduce    1            the first ratios' distance from 1
- 12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
- 13  log      write_log             all_gather    1            has rank 0 written its line?
+  7  score    stop_agreed           all_reduce    1            the same, now that all have read
+  8  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  9  score    must_agree            all_reduce    1            the sampler's largest error
+ 10  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
+ 11  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
+ 12  update   must_agree            all_reduce    1            the first ratios' distance from 1
+ 13  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
+ 14  log      write_log             all_gather    1            has rank 0 written its line?
 
-9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
-grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8. With one minibatch
-7 has B R numbers, for the policy does not read; a 7 of its old_logprobs and 8 come just before 9.
-grpo.py runs 2 to 5 once more for each refill.
+10 and 11 run once in each optimizer step, 12 only in the first one. 3 and 5 send rows as bytes.
+grpo.py has no value model: it goes without 11; 8 has 2 B R numbers and 13 has 8. With one minibatch
+8 has B R numbers, for the policy does not read; an 8 of its old_logprobs and 9 come just before 10.
+grpo.py runs 2 to 6 once more for each refill.
 
 Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
-first one (row 8 once more, against the reference) and those that audit, evaluate or save.
+first one (row 9 once more, against the reference) and those that audit, evaluate or save.
 zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
 (zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
 themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the

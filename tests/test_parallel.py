@@ -17,6 +17,7 @@ from errors import BadInput, Stop
 
 from engine.run import Run
 from rewards import Scorer
+from rollout import Sampler
 
 import tiny
 from tiny import forked, one_run
@@ -370,7 +371,7 @@ def record(name):
             if os.path.basename(frame.f_code.co_filename) in ROOMS:
                 function = frame.f_code.co_qualname.partition(".")[0]  # of a function in a function, the outer one
             frame = frame.f_back
-        if frame and frame.f_globals.get("iteration") == 1:
+        if frame and getattr(frame.f_globals.get("run"), "iteration", None) == 1:
             sent = args[1] if name == "all_gather" else args[0]
             with open(f"collectives-{RANK}.jsonl", "a") as f:
                 print(json.dumps([function, name, sent.numel()]), file=f)
@@ -400,8 +401,8 @@ def listed_for(script, sizes):
 
 def in_order(lines, steps, one_minibatch=False):
     """
-    The list with its steps written out: 9 and 10 in each one, 11 in the first alone, as the sentence below it says; and with
-    one minibatch as that sentence says it.
+    The list with its steps written out: the gradients in each one, the ratio in the first alone, as the sentence below it
+    says; and with one minibatch as that sentence says it.
     """
     (*each, once), = [tuple(map(int, found)) for found in re.findall(
         r"(\d+) and (\d+) run once in each optimizer step, (\d+) only in the first", parallel.__doc__)]
@@ -409,7 +410,7 @@ def in_order(lines, steps, one_minibatch=False):
     before, after, first = [x for no, x in lines.items() if no < each[0]], [x for no, x in lines.items() if no > once], step
     if one_minibatch:
         (fewer, again, later, where), = [tuple(map(int, found)) for found in re.findall(
-            r"With one minibatch\s+(\d+) has B R numbers, .*; a (\d+) of its old_logprobs and (\d+) come just before (\d+)\.",
+            r"With one minibatch\s+(\d+) has B R numbers, .*; an? (\d+) of its old_logprobs and (\d+) come just before (\d+)\.",
             parallel.__doc__)]
         assert fewer == again and later == again + 1 == len(before) and where == each[0]
         before[fewer - 1][2] //= 2
@@ -443,14 +444,16 @@ def test_an_iterations_collectives_are_those_in_the_docstring(recorded, run, bat
     most_rows, R = (batch_size + 1) // 2, 8  # max_new_tokens
     seen, (script, *one) = collectives[run], run.split(",")
     assert seen[0] == seen[1]
-    rows, = [numbers for function, _, numbers in seen[0] if function == "gather_rows"]
-    assert rows > 0 and rows % most_rows == 0
-    sizes = {"B/n rows": rows, "3 B R": 3 * batch_size * R, "2 B R": 2 * batch_size * R, **weights}
+    rows, scores = [numbers for function, _, numbers in seen[0] if function == "gather_rows"]
+    assert rows > scores > 0 and rows % most_rows == scores % most_rows == 0
+    sizes = {"B/n rows": rows, "B/n scores": scores, "3 B R": 3 * batch_size * R, "2 B R": 2 * batch_size * R, **weights}
     steps = 2 if one else 4  # two epochs of one or two minibatches
     assert seen[0] == in_order(listed_for(script, sizes), steps, one_minibatch=bool(one))
 
 
 def is_collective(function):
+    if isinstance(function, type):
+        return function in (Run, batches.Batches)  # their __init__ calls some
     return callable(function) and (function.__doc__ or "").strip().startswith("A collective")
 
 
@@ -466,10 +469,10 @@ def collectives_in(script):
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), script, "exec"), names)
     names |= {node.name: functions_like(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names |= dict(run=Run, scorer=Scorer, batches=batches.Batches,
+    names |= dict(run=Run, scorer=Scorer, sampler=Sampler, batches=batches.Batches,
                   self={"engine/run.py": Run, "batches.py": batches.Batches}.get(script))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        function = re.sub(r"^self\.run\.", "run.", ast.unparse(call.func))
+        function = re.sub(r"^self\.(run|sampler|scorer)\.", r"\1.", ast.unparse(call.func))
         first, *rest = function.split(".")  # "parallel", ["gather_rows"]
         if is_collective(functools.reduce(lambda owner, name: getattr(owner, name, None), rest, names.get(first))):
             marks = marked & set(range(call.lineno, call.end_lineno + 1))
