@@ -360,8 +360,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, micro_batches(batch, rows)):
+            for mb in micro_batches(batch, rows):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

@@ -357,12 +357,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             kl_before = sums["policy/approx_kl"].clone()
             largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
-            if ptx_rows:  # before PPO's losses: gradients are sent during the last backward pass
+            if ptx_rows:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
                 add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, micro_batches(batch, rows)):
+            for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
