@@ -79,7 +79,7 @@ def final_answer(completion):
     text = after_thinking(completion)
     if "<think>" in text:
         return text
-    text = text[-LONGEST_TEXT:]
+    text = text[-LONGEST_TEXT:].strip()
     for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
         found = find(text)
         if found is not None:
@@ -186,7 +186,7 @@ def same_answer(given, truth):
     Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
     """
     given, truth = given.strip(), truth.strip()
-    if not given or not truth or max(len(given), len(truth)) > LONGEST:
+    if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
         return given == truth != ""
     given, truth = plain(given), plain(truth)
     if squeeze(given) == squeeze(truth) != "":
