@@ -20,8 +20,6 @@ text. There is no algebra: x + 1 and 1 + x are two answers, and so are \sqrt{8} 
 import re
 from fractions import Fraction
 
-from data import prompt_text
-
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
 # an answer beyond these is no number or list, but text
@@ -38,27 +36,27 @@ def whole_responses(batch):
     begin with (see opening_of). A prompt that ends with "<think>" and the completion "3+4</think>7"
     make "<think>3+4</think>7". batch: see rewards.py.
     """
-    rows = batch["rows"]
-    prompts = batch.get("prompts") or [prompt_text(row) for row in rows]
+    rows, completions = batch["rows"], batch["completions"]
+    prompts = batch.get("prompts") or [None] * len(rows)
     return [opening_of(row.get("prompt"), text) + completion
-            for row, text, completion in zip(rows, prompts, batch["completions"], strict=True)]
+            for row, text, completion in zip(rows, prompts, completions, strict=True)]
 
 
-def opening_of(prompt, text):
+def opening_of(prompt, text=None):
     """
     The text that a response has been made to begin with, by its prompt; "" for most. prompt: the
-    data's, text or messages; text: what the policy read.
+    data's, text or messages; text: what the policy read, if it is known.
 
     A chat whose last message is the assistant's own begins the response with that message: it
     counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
     <think>, since the data or a chat template put it there, begins the response with "<think>".
     """
-    begun = ""
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        begun = prompt[-1]["content"]
+    last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
+    begun = last["content"] if last["role"] == "assistant" else ""
     if "<think>" in begun:
         return begun[begun.index("<think>"):]
-    return "<think>" if text.rstrip().endswith("<think>") else begun
+    read = last["content"] if text is None else text
+    return "<think>" if read.rstrip().endswith("<think>") else begun
 
 
 # --------------------------------------------------------------------------------------------------

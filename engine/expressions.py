@@ -20,8 +20,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from engine import CPUS
 from engine.answers import final_answer, same_answer, whole_responses
 from engine.sandbox import cpus_of_a_rank
@@ -57,9 +55,9 @@ for line in sys.stdin:
 
 def math_answer(batch):
     """
-    (B,), the reward `math`: 1.0 where the final answer of the response is the row's `answer`, as
-    for accuracy, or the same expression by algebra; else 0.0. Algebra has 4/5 of batch["seconds"];
-    what is not graded by then scores 0, and a printed line says so.
+    The reward `math`, a list of B scores: 1.0 where the final answer of the response is the row's
+    `answer`, as for accuracy, or the same expression by algebra; else 0.0. Algebra has 4/5 of
+    batch["seconds"]; what is not graded by then scores 0, and a printed line says so.
     """
     pairs = [(final_answer(text), final_answer(str(row["answer"])))
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
@@ -73,7 +71,7 @@ def math_answer(batch):
     if late:
         print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
               f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
-    return torch.tensor([float(bool(said[pair])) for pair in pairs])
+    return [float(bool(said[pair])) for pair in pairs]
 
 
 def check_installed(rows, path):

@@ -11,8 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
-
 from engine import CPUS, sandbox
 from engine.answers import whole_responses
 from errors import BadInput, shorten
@@ -20,9 +18,9 @@ from errors import BadInput, shorten
 
 def code(batch):
     """
-    (B,): 1.0 where the program in the response passes all of the row's `tests`, else 0.0. Passing
-    some of them scores 0: some can be passed without solving anything. extract_code says where in
-    a response its program is; a response whose thinking never ends has none.
+    A list of B scores: 1.0 where the program in the response passes all of the row's `tests`, else
+    0.0. Passing some of them scores 0: some can be passed without solving anything. extract_code
+    says where in a response its program is; a response whose thinking never ends has none.
 
     The programs run in the sandbox, several at a time, while the next responses are sampled. They
     have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
@@ -46,7 +44,7 @@ def code(batch):
     for program in programs:
         verdict = None if program is None else next(remaining)
         scores.append(float(verdict is not None and verdict.passed == verdict.total))
-    return torch.tensor(scores)
+    return scores
 
 
 def check_code(rows, path):

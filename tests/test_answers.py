@@ -208,7 +208,8 @@ def test_the_bounds():
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
-          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00", "\ud800",
+          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
+          "\ud800",
           "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "\\boxed ", "\\boxed{5 \\fbox 6"]
 
 
@@ -249,7 +250,8 @@ FOUND = [
     ("42", "42"), ("<think>1+1</think>2", "2"), ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""), (" \n", ""),
     (r"so \boxed{72}", "72"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{ \boxed{5} }", "5"), (r"\boxed{5} and \boxed{6", "5"), (r"\boxed 5", "5"),
-    (r"it is \fbox 5.", "5"), (r"$\boxed 5$", "5"), (r"\boxed -3,", "-3"), (r"\boxed \frac{\sqrt{3}}{2}, so", r"\frac{\sqrt{3}}{2}"),
+    (r"it is \fbox 5.", "5"), (r"$\boxed 5$", "5"), (r"\boxed -3,", "-3"), (r"\boxed \frac{\sqrt{3}}{2}, so",
+    r"\frac{\sqrt{3}}{2}"),
     ("put it in \\boxed please", "put it in \\boxed please"), (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"),
     ("<answer> 2 </answer>#### 3", "2"), ("<answer>1</answer><answer>2", "1"), ("</answer>1<answer>", "</answer>1<answer>"),
     ("1 #### 2 #### 3", "3"), ("work\n#### 1,234\n\nDone.", "1,234"), ("#### **72**", "72"),
@@ -266,7 +268,8 @@ def test_where_the_answer_is():
 
 def test_accuracy():
     cases = [("16 - 3 - 4 = 9\n#### 72", "So 72.\n#### 72", 1), ("#### 71", "72", 0), (r"\boxed{\$72.00}", "72", 1),
-             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.", 1),
+             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.",
+             1),
              (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0), ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1),
              ("the answer is not 42", "42", 0)]
     batch = dict(completions=[c for c, _, _ in cases] + ["7"], rows=[dict(prompt="?", answer=a) for _, a, _ in cases] + [{}])
@@ -296,7 +299,8 @@ def test_a_response_that_was_begun_for_the_policy_is_judged_whole():
         ("<think>6 tens", r"\boxed{72}", 0, 0, 0), ("Let me see. <think>", "6 tens</think>72", 1, 1, 1),
     ]:
         prompt = [dict(role="user", content="6*12?"), dict(role="assistant", content=begun)]
-        batch = dict(completions=[completion], rows=[dict(prompt=prompt, answer="72")], prompts=["<user>6*12?<assistant>" + begun])
+        batch = dict(completions=[completion], rows=[dict(prompt=prompt, answer="72")],
+            prompts=["<user>6*12?<assistant>" + begun])
         assert [rule(batch).item() for rule in (accuracy, format, thinks)] == want, (begun, completion)
     user = dict(completions=["72"], rows=[dict(prompt=[dict(role="user", content="after <think>")], answer="72")],
                 prompts=["<user>after <think><assistant>"])  # said by the user: nothing of the response

@@ -34,12 +34,13 @@ def test_what_accuracy_says_is_never_asked_again(monkeypatch):
     monkeypatch.setattr(expressions, "same_expressions", same)
     completions = ["7", r"\boxed{x+1}", "x+1", "x+2", "late", "<think>x+1", ""]
     batch = dict(rows=[dict(prompt="q", answer=x) for x in [7] + ["1+x"] * 6], completions=completions, seconds=10)
-    assert math_answer(batch).tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert math_answer(batch) == [1, 1, 1, 0, 0, 0, 0]
     assert asked == [([("x+1", "1+x"), ("x+2", "1+x"), ("late", "1+x")], 8)]
 
 
 PAIRS = [  # given, truth, whether math-verify finds them the same
-    ("x + 1", "1 + x", True), (r"2\sqrt{2}", r"\sqrt{8}", True), (r"$\frac{x^2-1}{x-1}$", "$x+1$", True), ("x + 1", "x + 2", False),
+    ("x + 1", "1 + x", True), (r"2\sqrt{2}", r"\sqrt{8}", True), (r"$\frac{x^2-1}{x-1}$", "$x+1$", True), ("x + 1", "x + 2",
+    False),
     (r"\{1, 3\}", r"$\{1\} \cup \{3\}$", True), ("", "x", False), ("import os", "x", False), ("x" * 3000, "x", False)]
 
 
@@ -47,7 +48,7 @@ def test_expressions_are_compared_by_algebra():
     pytest.importorskip("math_verify")
     assert expressions.same_expressions([pair[:2] for pair in PAIRS], 2, 100) == [pair[2] for pair in PAIRS]
     batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3, completions=[r"so \boxed{x+1}", "<think>1+1</think>1 + x", "x"])
-    assert math_answer(batch).tolist() == [1, 1, 0] and accuracy(batch).tolist() == [0, 1, 0]
+    assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [0, 1, 0]
 
 
 def test_an_answer_that_never_ends_harms_no_other(monkeypatch):

@@ -64,7 +64,8 @@ CASES |= {
 
 
 def test_the_program_is_found():
-    wrong = {name: extract_code(completion) for name, (completion, program) in CASES.items() if extract_code(completion) != program}
+    wrong = {name: extract_code(completion) for name, (completion,
+        program) in CASES.items() if extract_code(completion) != program}
     assert not wrong
     for completion, program in CASES.values():
         ast.parse(extract_code(completion))
@@ -74,7 +75,8 @@ def test_the_program_is_found():
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then, which is no program
 
 
-LONG = ["`", "~", "``` ", "```\n", "```python\n", "```~~~", "- ```\n", "> ", "1. ", "\n", "\r", " ", "<think>", "<answer>", "</answer>\n",
+LONG = ["`", "~", "``` ", "```\n", "```python\n", "```~~~", "- ```\n", "> ", "1. ", "\n", "\r", " ", "<think>", "<answer>",
+    "</answer>\n",
         "<answer></answer>", "x```\n", "1.", "a.", "\t"]
 
 
@@ -107,10 +109,13 @@ for _ in range(10**5):
     DEEP = [DEEP]
 MALFORMED = [
     [], None, {}, {"fn": "f"}, {"stdin": "1", "stdout": "1", "fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
-    {"fn": "f", "inputs": [], "outputs": []}, {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f.x.y", "inputs": [[]], "outputs": [1]},
-    {"fn": "f()\nx", "inputs": [[]], "outputs": [1]}, returns(math.nan), returns({1, 2}), returns([(1,)]), returns(DEEP), returns(1, DEEP),
+    {"fn": "f", "inputs": [], "outputs": []}, {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f.x.y", "inputs": [[]],
+    "outputs": [1]},
+    {"fn": "f()\nx", "inputs": [[]], "outputs": [1]}, returns(math.nan), returns({1, 2}), returns([(1,)]), returns(DEEP),
+    returns(1, DEEP),
     {"stdin": ["1"], "stdout": [1]}, {"stdin": "1", "stdout": ["1", "2"]}, {"stdin": [["1"]], "stdout": ["1"]},
-    "f(1) is 2", "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(x) == 1", "assert f(1) == 1 == 1", "assert f(a=1) == 1",
+    "f(1) is 2", "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(x) == 1", "assert f(1) == 1 == 1",
+    "assert f(a=1) == 1",
     "assert f(1) == {1, 2}", "assert", "assert f(1) == 1; import os", "assert f(*[1]) == 2", "assert a.b.c(1) == 2",
     "assert set(f(1)) == set([1])", "assert " + "(" * 500 + "f(1)" + ")" * 500]
 
@@ -134,9 +139,11 @@ def test_an_assertion_is_a_call_and_what_it_gives(text, want):
 
 # results
 
-SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1.0000005, 1.0), (1e-13, 0.0), (100.1 + 200.2 - 300.3, 0.0), (3, 3.0000001), (10**400, 10**400),
+SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1.0000005, 1.0), (1e-13, 0.0), (100.1 + 200.2 - 300.3, 0.0), (3, 3.0000001), (10**400,
+    10**400),
         (math.inf, math.inf), ([1, [2]], [1, [2]]), ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}), (None, None), (True, True)]
-OTHER = [(1, 2), (True, 1), (1, True), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (5e-10, 0.0), (3.0000001, 3), (10**400, 1.5),
+OTHER = [(1, 2), (True, 1), (1, True), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (5e-10, 0.0), (3.0000001, 3), (10**400,
+    1.5),
          (1.5, 10**400), (10**18 + 1, 10**18), (math.nan, math.nan), (1e308, math.inf), ([1], [1, 2]), ([1, 2], [2, 1]), ({}, []),
          ({"a": [True]}, {"a": [1]}), ([None], [0])]
 

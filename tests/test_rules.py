@@ -1,4 +1,4 @@
-"""The rule-based rewards of rewards.py, and the key reward_functions: which functions it names, how they are called, what they may give."""
+"""The rules of rewards.py, and the key reward_functions: which functions it names, how they are called, what they may give."""
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +22,11 @@ def called(function, batch=BATCH):
 
 # rules
 
-FORMATS = {1: ["<think>a</think>b", " \n<think>\na\n</think>\n\nb\n", "<think></think>b", "<think>a</think>\n<answer>\nb\n</answer>\n"],
+FORMATS = {1: ["<think>a</think>b", " \n<think>\na\n</think>\n\nb\n", "<think></think>b",
+    "<think>a</think>\n<answer>\nb\n</answer>\n"],
            0: ["", "b", "<think>a</think> \n", "<think>a", "a</think>b", "b<think>a</think>", "well <think>a</think>b",
-               "</think>a<think>b", "<think>a</think>b</think>c", "<think><think>a</think>b", "<think>a</think><answer> </answer>",
+               "</think>a<think>b", "<think>a</think>b</think>c", "<think><think>a</think>b",
+               "<think>a</think><answer> </answer>",
                "<think>a</think><answer>b", "<think>a</think></answer>b<answer>", "<think>a</think><answer>c</answer>d",
                "<answer>b</answer><think>a</think>", "<think>a</think><answer>b</answer><answer>b</answer>", "<THINK>a</THINK>b"]}
 
@@ -35,7 +37,8 @@ def test_format():
 
 
 def test_thinks():
-    cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0, "</think>a<think>": 0}
+    cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0,
+        "</think>a<think>": 0}
     assert thinks(dict(completions=list(cases), rows=[dict(prompt="?")] * len(cases))).tolist() == list(cases.values())
 
 
@@ -90,8 +93,10 @@ def test_what_only_a_named_reward_needs_is_loaded_by_its_name():
 @pytest.mark.parametrize("spec, named", [
     ("", "at least one"), ("accuracy,", "comma"), ("2*", "'2*'"), ("acuracy", "'accuracy'"), ("qqq", "accuracy, math, format, "),
     ("two*accuracy", "'two'"), ("nan*accuracy", "'nan'"), ("accuracy,2*accuracy", "twice"), ("other.py:f", "no file"),
-    ("mine.txt:f", ".py"), ("mine.py:brevty", "'brevty'"), ("mine.py:number", "'number'"), ("syntax.py:f", "syntax.py, line 2: Syn"),
-    ("name.py:f", "name.py, line 3: NameError"), ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"), ("takes.py:format", "'format'")])
+    ("mine.txt:f", ".py"), ("mine.py:brevty", "'brevty'"), ("mine.py:number", "'number'"), ("syntax.py:f", "syntax.py,
+    line 2: Syn"),
+    ("name.py:f", "name.py, line 3: NameError"), ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"), ("takes.py:format",
+    "'format'")])
 def test_bad_specs_are_one_line(tmp_path, spec, named):
     files = dict(mine=MINE, syntax="x = 1\ndef f(:\n", name="x = 1\n\nundefined\n", leaves="raise SystemExit(3)\n",
                  takes="def format(batch): pass\n")
@@ -104,7 +109,8 @@ def test_bad_specs_are_one_line(tmp_path, spec, named):
 
 def test_check_rows(monkeypatch):
     monkeypatch.setattr("engine.sandbox.check_sandbox", lambda: None)  # is for the code of responses
-    rows = [dict(prompt="?", answer="7", tests=[dict(stdin="", stdout="")]), dict(prompt="?", answer=0.5, tests="assert f(1) == 2")]
+    rows = [dict(prompt="?", answer="7", tests=[dict(stdin="", stdout="")]), dict(prompt="?", answer=0.5,
+        tests="assert f(1) == 2")]
     rewards = parse_rewards("accuracy,format,length,thinks,code", RULES, ".") + [(1.0, "mine", len)]
     check_rows(rewards, rows, "data.jsonl")
     check_rows(rewards[1:4], [dict(prompt="?")], "data.jsonl")
