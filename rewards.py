@@ -18,20 +18,21 @@ template may have extended; a batch without them is fine. completions are the te
 responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
 response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
 
-Which rewards a run uses, and with which weights, is in engine/reward_mix.py; when two answers are
-the same in engine/answers.py; how programs are run in engine/sandbox.py. What a script does to a
-score afterwards is in the script's shape_scores: for example, missing_eos_penalty = 1 gives every
-response that did not end with EOS the score -1, in the place of its own score.
+What becomes of a score stands behind the models; which rewards a run uses, with which weights, and
+how they are added up comes last. When two answers are the same is in engine/answers.py. What a
+script does to a score afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives
+every response that did not end with EOS the score -1, in the place of its own score.
 """
 import math
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import parallel
 from data import left_aligned, right_pad
-from engine import together
+from engine import launch, together
 from engine.answers import final_answer, same_answer, whole_responses
-from engine.build import autocast
 from engine.placement import no_grad_forwards
 from engine.reward_mix import call_rewards, collect, parse_rewards
 
@@ -74,18 +75,16 @@ def format(batch):
 
 def is_formatted(text):
     """Whether a whole response is thinking and an answer, as the reward `format` wants it."""
-    if text.count("<think>") != 1 or text.count("</think>") != 1:
-        return False
-    if not text.lstrip().startswith("<think>"):
-        return False
-    answer = text.partition("</think>")[2].strip()
-    if "<answer>" in text or "</answer>" in text:
-        if text.count("<answer>") != 1 or text.count("</answer>") != 1:
-            return False
+    tags = re.findall("</?(?:think|answer)>", text)
+    before, _, rest = text.partition("<think>")
+    answer = rest.partition("</think>")[2].strip()
+    if tags == ["<think>", "</think>", "<answer>", "</answer>"]:
         if not (answer.startswith("<answer>") and answer.endswith("</answer>")):
             return False
-        answer = answer[len("<answer>"):-len("</answer>")]
-    return bool(answer.strip())
+        answer = answer[len("<answer>"):-len("</answer>")].strip()
+    elif tags != ["<think>", "</think>"]:
+        return False
+    return not before.strip() and answer != ""
 
 
 def thinks(batch):
@@ -258,21 +257,23 @@ class Scorer:
 
     terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
-    the policy's and the reward model's. threads: an executor for the rules.
+    the policy's and the reward model's. autocast: the context of the models' forwards. The rest are
+    keys.
     """
 
-    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
-                 judge=None):
+    def __init__(self, terms, reward_model, judge, tokenizer, reward_tokenizer, device, autocast,
+                 micro_batch_size, micro_batch_tokens=0, reward_timeout=300, code_seconds=5):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[2]]
         self.reward_model, self.judge = (
             model if model is not None and not next(model.parameters()).is_meta else None
             for model in (reward_model, judge))
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
-        self.threads, self.device = threads, device
-        self.timeout, self.config = config["reward_timeout"], config
-        self.autocast = autocast(config, device)
-        self.limits = dict(timeout=config["code_seconds"])
+        self.device, self.autocast = device, autocast
+        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
+        self.timeout, self.limits = reward_timeout, dict(timeout=code_seconds)
+        # the rules work in a thread; slow ones wait for processes of their own
+        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
         self.said = set()  # what need not be said again
 
     def start(self, part, fraction):
@@ -305,10 +306,9 @@ class Scorer:
         # Every rank runs the same number of forwards, because the models may be sharded.
         # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
         # have no more tokens in all.
-        at_once = self.config["micro_batch_size"]
-        if self.config["micro_batch_tokens"]:
-            width = mine["tokens"].shape[1]
-            at_once = max(self.config["micro_batch_tokens"] // width, 1)
+        at_once = self.micro_batch_size
+        if self.micro_batch_tokens:
+            at_once = max(self.micro_batch_tokens // mine["tokens"].shape[1], 1)
         forwards = parallel.most_micro_batches(rows, at_once)
         if self.reward_model is not None:
             with self.autocast, no_grad_forwards([self.reward_model], self.device):

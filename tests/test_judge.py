@@ -380,14 +380,14 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("x")
     for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
-        assert judged_by_reference(dict(judge_path=path, policy_path="x")), path
-        assert judged_by_reference(dict(judge_path="x", policy_path="other", ref_path=path)), path
-        assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_path="other")), path
+        assert judged_by_reference(path, "", "x"), path
+        assert judged_by_reference("x", path, "other"), path
+        assert not judged_by_reference(path, "other", "x"), path
         with pytest.raises(BadInput, match=f"reward_path: {path!r} is given twice"):
             several_paths(f"other,x,{path}", "reward_path")
     assert several_paths("x, other,Org/x", "reward_path") == ["x", "other", "Org/x"]
-    assert judged_by_reference(dict(judge_path="Org/x", policy_path="Org/x"))
-    assert not judged_by_reference(dict(judge_path="Org/x", policy_path="./Org/x"))
+    assert judged_by_reference("Org/x", "", "Org/x")
+    assert not judged_by_reference("Org/x", "", "./Org/x")
 
 
 def test_eval_knows_no_reference(runs):

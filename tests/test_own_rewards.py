@@ -1,4 +1,5 @@
 """Rewards that do not apply to some responses (None): in the mix, in a group, and in runs; and a reward that fails in a run."""
+import contextlib
 import math
 
 import numpy as np
@@ -17,9 +18,8 @@ NAN = math.nan
 
 def test_the_mix_leaves_out_what_does_not_apply(capsys):
     """By hand: 2 a - b + 0 c. c is only logged: it gives nobody a score."""
-    config = dict(reward_timeout=1, micro_batch_size=1, dtype="float32", master_weights=True, code_seconds=5)
     terms = [(2.0, "a", None), (-1.0, "b", None), (0.0, "c", None)]
-    scorer = Scorer(config, terms, None, None, None, None, torch.device("cpu"))
+    scorer = Scorer(terms, None, None, None, None, torch.device("cpu"), contextlib.nullcontext(), 1)
     a, b = torch.tensor([1.0, NAN, 3.0, NAN]), torch.tensor([0.5, 0.5, NAN, NAN])
     batch = {"reward/a": a, "reward/b": b, "reward/c": torch.tensor([9.0, 9.0, NAN, 9.0]), "tokens": torch.zeros(4, 2)}
     scorer.add_up(batch)

@@ -93,10 +93,10 @@ def test_what_only_a_named_reward_needs_is_loaded_by_its_name():
 @pytest.mark.parametrize("spec, named", [
     ("", "at least one"), ("accuracy,", "comma"), ("2*", "'2*'"), ("acuracy", "'accuracy'"), ("qqq", "accuracy, math, format, "),
     ("two*accuracy", "'two'"), ("nan*accuracy", "'nan'"), ("accuracy,2*accuracy", "twice"), ("other.py:f", "no file"),
-    ("mine.txt:f", ".py"), ("mine.py:brevty", "'brevty'"), ("mine.py:number", "'number'"), ("syntax.py:f", "syntax.py,
-    line 2: Syn"),
-    ("name.py:f", "name.py, line 3: NameError"), ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"), ("takes.py:format",
-    "'format'")])
+    ("mine.txt:f", ".py"), ("mine.py:brevty", "'brevty'"), ("mine.py:number", "'number'"),
+    ("syntax.py:f", "syntax.py, line 2: Syn"),
+    ("name.py:f", "name.py, line 3: NameError"), ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"),
+    ("takes.py:format", "'format'")])
 def test_bad_specs_are_one_line(tmp_path, spec, named):
     files = dict(mine=MINE, syntax="x = 1\ndef f(:\n", name="x = 1\n\nundefined\n", leaves="raise SystemExit(3)\n",
                  takes="def format(batch): pass\n")
