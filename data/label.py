@@ -33,7 +33,7 @@ from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import check_writable, model_folders  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, texts_of  # noqa: E402
 from rows import prompt_row, read_rows, sources_of  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
@@ -111,7 +111,8 @@ def answer(numbers):
         batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
                          tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                          has_stop=tokenizer.has_stop)
-    return list(zip(decode_responses(tokenizer, batch), batch["finished"].tolist(), strict=True))
+    texts = texts_of([(rows[i], prompts[i]) for i, _ in which], batch, tokenizer)["completions"]
+    return list(zip(texts, batch["finished"].tolist(), strict=True))
 
 
 def ask(questions):
