@@ -39,16 +39,13 @@ from errors import BadConfig, BadInput, Stop, first_line, shorten
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}
 
 
-def is_number(x):
-    """Whether x is a finite number; true and false are none."""
-    return type(x) in (int, float) and math.isfinite(x)
-
-
-# what a field must be: a check, and words for it
-FIELDS = {
-    "answer": (lambda x: is_number(x) or isinstance(x, str) and x.strip(),
-               "a number, or a string that is not blank"),
-}
+def is_usable(field, value):
+    """Whether a field can be read: an answer is a finite number, or text that is not blank."""
+    if field != "answer":
+        return value is not None
+    if isinstance(value, str):
+        return bool(value.strip())
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def parse_rewards(spec, known, base_folder):
@@ -152,12 +149,12 @@ def check_rows(rewards, rows, path):
     """
     for _, name, function in rewards:
         for field in NEEDS.get(name, ()):
-            good, wanted = FIELDS.get(field, (lambda x: x is not None, "not null"))
+            wanted = "a number, or text that is not blank" if field == "answer" else "not null"
             for number, row in enumerate(rows, 1):
                 if field not in row:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(map(repr, row))}")
-                if not good(row[field]):
+                if not is_usable(field, row[field]):
                     raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} "
                                    f"for the reward {name!r}, found {shorten(row[field])}")
         if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package

@@ -150,7 +150,7 @@ def test_rm_reads_them(runs):
 REFUSED = {
     "two": "torchrun", "odd": "samples = 3", "nobody": "--judge_path", "half": "{second}", "folder": "/proc/labels.jsonl",
     "nothing": r"only 0 pairs are left.* too little confidence \d+", "own": "'../own_val.jsonl', which is read here",
-    "rubric": "'../own_val.jsonl', which is read here", "model": "lies in the folder of a model", "link": "lies in the folder of a model",
+    "rubric": "'../own_val.jsonl', which is read here", "model": "in the folder of a model", "link": "in the folder of a model",
     "long": "row 1: the question to the judge has "}
 
 
@@ -158,7 +158,8 @@ REFUSED = {
 def test_refused_in_one_line(name, runs):
     result, = runs[1][name]
     lines = result["stderr"][0].strip().splitlines()
-    assert set(result["codes"]) == {2} and len(lines) == 1 and re.search(REFUSED[name].replace("{s", r"\{s"), lines[0]), result
+    assert set(result["codes"]) == {2} and len(lines) == 1, result
+    assert re.search(REFUSED[name].replace("{s", r"\{s"), lines[0]), lines
     assert not "".join(result["stderr"][1:])
     assert not [file for file in os.listdir(f"{runs[0]}/{name}") if "labels" in file]
 
