@@ -1,6 +1,7 @@
 """Rewards that do not apply to some responses (None): in the mix, in a group, and in runs; and a reward that fails in a run."""
-import contextlib
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from rewards import Scorer
 import tiny
 
 NAN = math.nan
+PLACEMENT = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext(), system=SimpleNamespace(
+    micro_batch_tokens=0, reward_timeout=1, code_seconds=5))
 
 
 def test_the_mix_leaves_out_what_does_not_apply(capsys):
     """By hand: 2 a - b + 0 c. c is only logged: it gives nobody a score."""
     terms = [(2.0, "a", None), (-1.0, "b", None), (0.0, "c", None)]
-    scorer = Scorer(terms, None, None, None, None, torch.device("cpu"), contextlib.nullcontext(), 1)
+    scorer = Scorer(terms, None, None, None, None, 1, PLACEMENT)
     a, b = torch.tensor([1.0, NAN, 3.0, NAN]), torch.tensor([0.5, 0.5, NAN, NAN])
     batch = {"reward/a": a, "reward/b": b, "reward/c": torch.tensor([9.0, 9.0, NAN, 9.0]), "tokens": torch.zeros(4, 2)}
     scorer.add_up(batch)

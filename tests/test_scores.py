@@ -3,10 +3,10 @@ What becomes of a score before it is learned from: its zero, a missing EOS, the 
 head it comes from; and a value model that is trained alone at first. Expected numbers are from
 paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 """
-import contextlib
 import json
 import os
 import statistics
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +25,8 @@ import tiny
 from tiny import forked, measured, one_run
 
 MOVES = (-15.0, 0.0, 15.0)  # of the reward model's zero
+PLACEMENT = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext(), system=SimpleNamespace(
+    micro_batch_tokens=0, reward_timeout=1, code_seconds=5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ def test_equal_texts_have_equal_scores_where_their_rows_are_equal():
     batch = dict(tokens=tokens, attention_mask=tokens > 0, response_mask=tokens[:, 1:] > 0, sampler_logprobs=torch.zeros(4, 1))
     rows = [dict(prompt="1+1=", answer=answer) for answer in "2323"]
     texts = SimpleNamespace(decode=str, decode_response=str)
-    scorer = Scorer([(1.0, "judge", None)], None, None, texts, None, torch.device("cpu"), contextlib.nullcontext(), 1)
+    scorer = Scorer([(1.0, "judge", None)], None, None, texts, None, 1, PLACEMENT)
     scorer.score = lambda *_: {"reward/judge": torch.tensor([1.0, -2.0, 1.0 + 1e-6, -2.0 - 1e-6])}
     scored = score_batch(scorer, batch, [(row, [], slot, 0) for slot, row in enumerate(rows)], 0)
     assert scored["scores"].tolist() == [1.0, -2.0, 1.0, -2.0]
