@@ -247,8 +247,8 @@ NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
 # the units that may be left out on one side
 UNITS = ("percent|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
          "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph")
-UNIT = re.compile(rf"(?!a )(.*?[^ ]) ?(?<![A-Za-z\\])((?:square |cubic |per )?(?:{UNITS})(?:e?s)?"
-                  rf"(?: per (?:{UNITS}))?(?: ?\^[23])?)")
+UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?(?:{UNITS}))"
+                  rf"(?:(?<=[a-z][a-z])e?s)?((?: per (?:{UNITS}))?(?: ?\^[23])?)")
 CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro"}
 
 
@@ -263,10 +263,10 @@ def read_answer(text):
     unit = ""
     if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
         text, unit = match[1] + text[match.end():], CURRENCIES[match[2]]
-    match = UNIT.fullmatch(text)
-    if match and not (re.fullmatch(r"[a-zA-Z]s?(?: ?\^[23])?", match[2]) and (
-            text[len(match[1])] != " " or read_number(match[1]) is None)):
-        text, unit = match[1], unit or match[2].replace(" ", "").removesuffix("s")
+    if match := UNIT.fullmatch(text):
+        before, blank, named, more = match.groups()
+        if len(named) > 1 or blank and read_number(before) is not None:
+            text, unit = before, unit or (named + more).replace(" ", "")
     return name, value_of(text), unit
 
 
