@@ -65,7 +65,7 @@ def imports_of(path):
 
 
 def test_imports_are_found():
-    assert {"engine/__init__.py", "engine/sandbox.py", "data.py"} <= imports_of("rewards.py")
+    assert {"engine/__init__.py", "engine/answers.py", "data.py"} <= imports_of("rewards.py")
     assert "loss.py" in imports_of("ppo.py") and not imports_of("gae.py")
 
 
