@@ -220,7 +220,7 @@ CASES = {
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
-        grad_clip=1.0, keep_best=True, eval_interval=1, eval_size=0)),
+        grad_clip=1.0, keep_best=True, eval_interval=1, eval_size=0, seed=1)),
     "dapo": ("grpo.py", GRPO | dict(
         mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
         reward_clip=0.2, batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
