@@ -40,7 +40,8 @@ TESTS = {
     "gae.py": (8, tests("gae", "ppo")), "loss.py": (14, tests("loss", "ppo or grpo or rm")),
     "relatives.py": (8, tests("grpo_loss", "grpo")), "rollout.py": (12, tests("rollout", "grpo")),
     "rewards.py": (8, tests("rewards scores", "ppo or grpo")), "data.py": (8, tests("data", "ppo or sft")),
-    "parallel.py": (10, tests("parallel", "ppo or grpo")), "model.py": (10, tests("model", "ppo or rm"))}
+    "parallel.py": (10, tests("parallel", "ppo or grpo")), "model.py": (10, tests("model", "ppo or rm")),
+    "batches.py": (8, tests("", "generate or score or roles")), "engine/run.py": (6, tests("", "ppo or sft"))}
 
 SWAPS = {  # an operator of the syntax tree: (kind, what it looks like, what it becomes)
     ast.Add: ("sign", "+", "-"), ast.Sub: ("sign", "-", "+"), ast.Mult: ("times", "*", "/"),

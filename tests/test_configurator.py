@@ -234,7 +234,7 @@ def test_fuzz_gives_the_right_type_or_bad_config(toy, key):
         assert not isinstance(value, int) or abs(value) <= 2**62, text
         assert dict(count=key != "count" or value >= 1, rate=key != "rate" or value > 0, share=key != "share" or 0 <= value <= 1,
                     shape=key != "shape" or value in ("flat", "round")).get(key, True), text
-    assert 2 <= good < len(texts)
+    assert good == len(texts) if key == "out_dir" else 2 <= good < len(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,18 +286,18 @@ def test_every_key_has_a_comment_and_a_default_in_its_range(name):
             assert re.search(r"\[(>=? \S+|\S+\.\.\S+)\]$", comment), f"{name}: {key} is a number without a range"
 
 
-@real_scripts
+@pytest.mark.parametrize("name", TRAINING)
 def test_a_script_reads_each_of_its_own_keys(name):
     names, _, _ = loaded(ast.parse(source_of(name)))
     assert not set(own_keys(name)) - names
 
 
 def test_a_shared_key_is_read_somewhere_and_a_script_s_own_key_nowhere_else():
-    """As system.KEY; and no module takes a script's key out of the stored config."""
-    shared = {key for name in TRAINING for key in keys_of(name) if key not in own_keys(name)}
+    """As system.KEY; and no module takes a script's key out of the stored config, but to compare it with an older one."""
     own = {key for name in TRAINING for key in own_keys(name)}
+    shared = {key for name in TRAINING for key in keys_of(name)} - own
     read, attributes = set(), set()
-    for path in MODULES:
+    for path in set(MODULES) - {"engine/run_folder.py"}:
         _, of_this, entries = loaded(ast.parse(source_of(path)))
         attributes |= of_this
         read |= {(path, key) for owner, key in entries if owner.endswith("config") and path not in TRAINING and key in own}

@@ -145,7 +145,7 @@ def before(owner, name, wait):
         return f(*args, **kwargs)
     setattr(owner, name, changed)
 def sampling(*args):
-    purpose, iteration = args[5:7]
+    purpose, iteration = args[2:4]
     with open("order", "a") as f:
         f.write(f"{purpose} {iteration}, ")
     open(f"began-{iteration}", "w").close()
@@ -157,7 +157,7 @@ if RANK == 0:
     before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(1 + STALENESS))
     before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(2 + STALENESS))
 else:
-    before(rollout, "sample_share", sampling)
+    before(rollout.Sampler, "sample", sampling)
 """
 
 
@@ -192,7 +192,7 @@ def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)  # the others look now and then
 """
-WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout, 'sample_share', CALL, {})",
+WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout.Sampler, 'sample', CALL, {})",
             score="at(rollout, 'score_batch', 4, {})")
 STOP = tiny.stops(3)  # the trainers draw the rows of iteration 3 while they sample ahead, or as they receive
 
