@@ -272,7 +272,9 @@ def run(files):
         shutil.copytree(ROOT, os.path.join(scratch, "repository"), ignore=shutil.ignore_patterns(".git", ".venv"))
         os.mkdir(os.path.join(scratch, "world"))
         world = test_by_hand.build(os.path.join(scratch, "world"))
-        expected = {str(case): test_by_hand.worked_out(world, *case) for case in test_by_hand.CASES.values()}
+        asked = " ".join(TESTS[file][1][-1] for file in files)  # "generate or score or roles" are runs of both
+        expected = {str((script, keys)): test_by_hand.worked_out(world, script, keys)
+                    for script, keys in test_by_hand.CASES.values() if script[:-3] in asked or "roles" in asked}
         for mutant in every:
             if mutant[:5] in read_results():
                 continue

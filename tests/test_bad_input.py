@@ -64,7 +64,8 @@ TABLE = {
     "k1 as a loss": ("grpo.py", dict(kl_estimator="k1"), ["kl_in", "k1", "--kl_estimator=k2"]),
     "a corrected reward": ("grpo.py", dict(kl_in="reward", kl_correction=True), ["kl_correction"]),
     "refill by another": ("grpo.py", dict(refill_by="accuracy"), ["refill_by = 'accuracy'", "letters"]),
-    "a cap below 1": ("ppo.py", dict(importance_cap=0.5), ["importance_cap = 0.5"]),
+    "an old start": ("ppo.py", dict(target_kl=0.1, staleness=1), ["target_kl", "staleness", "--importance_cap=2"]),
+    "no best without prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
     "no reward model": ("ppo.py", dict(reward_functions="length"), ["--value_init=policy"]),
     "roles of three": ("ppo.py", dict(roles="train=1,generate=2"), ["3 ranks", "--nproc_per_node=3"]),
     "nobody trains": ("ppo.py", dict(roles="generate=2"), ["roles"]),
@@ -231,7 +232,7 @@ def test_a_template_that_fails(template, tokens, tmp_path):
 
 
 def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
-    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit in 14, 19 + 10 in 29."""
+    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit in 14, 15 + 10 in 25."""
     policy, reward = byte_tokenizer(["<think>"]), load_tokenizer(str(tokens))
     rows = [dict(prompt="a"), dict(prompt="<think><think>ab")]
 
@@ -240,8 +241,8 @@ def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
         models_ = {name: SimpleNamespace(max_positions=size) for name, size in sizes.items()}
         return [ids.tolist() for ids in encode_for_all(rows, "rows.jsonl", 10, models_, *tokenizers)]
 
-    assert encoded(14, 29, policy, reward) == encoded(14, 14, policy, policy) == [[97], [256, 256, 97, 98]]
-    for contexts, tokenizer, said in (((14, 28), reward, "row 2: it has 19 tokens"), ((13, 29), reward, "row 2: it has 4 tokens"),
+    assert encoded(14, 25, policy, reward) == encoded(14, 14, policy, policy) == [[97], [256, 256, 97, 98]]
+    for contexts, tokenizer, said in (((14, 24), reward, "row 2: it has 15 tokens"), ((13, 25), reward, "row 2: it has 4 tokens"),
                                       ((14, 13), policy, "row 2: it has 4 tokens")):
         with pytest.raises(BadInput, match=said):
             encoded(*contexts, policy, tokenizer)

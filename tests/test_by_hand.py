@@ -271,7 +271,7 @@ CASES = {
 
 def drawn(script, seed):
     """A case whose every switch is drawn: what no one would think of together."""
-    rng = random.Random(f"{script} {seed}")
+    rng = random.Random(f"{seed} of {script}")
     keys = dict(
         temperature=(0.8, 1.2), missing_eos_penalty=(0.0, 1.0), reward_clip=(0.0, 0.7), grad_clip=(0.0, 0.5),
         staleness=(0, 0, 1), importance_cap=(0.0, 1.1), cliprange=(0.2, 0.03), entropy_coef=(0.0, 0.05),
@@ -303,6 +303,8 @@ def drawn(script, seed):
             keys["kl_estimator"] = "k3"
     elif keys["reward_model"] == "other" or keys["mix"][0][1] == "letters":
         keys["value_init"] = "policy" if keys["value_init"] == "reward" else keys["value_init"]
+    if keys["staleness"] and keys["target_kl"]:
+        keys["importance_cap"] = 1.1
     keys["kl_coef_target"] = keys.get("kl_coef_target", 0.0) * (keys["kl_coef"] > 0)
     given = PPO if script == "ppo.py" else GRPO
     return script, given | {k: x for k, x in keys.items() if k in given or k == "ptx_coef"} | dict(max_iters=2)
