@@ -39,8 +39,8 @@ CASES = {  # name -> (script, keys, staleness, roles); by_hand.py works out othe
 
 
 def test_the_order_of_what_is_sampled_and_scored():
-    def schedule(staleness, max_iters=4, evaluates=lambda k: k in (0, 3), refills=0):
-        return Schedule(None, max_iters, staleness, None, evaluates, 1, refills)
+    def schedule(staleness, max_iters=4, held_out=(), refills=0):
+        return Schedule(((), held_out or [[], []]), 1, max_iters, 1, 2, staleness, max_refills=refills)
 
     assert schedule(0).versions(0) == {0: 0, 1: 1, 2: 2, 3: 3}
     assert schedule(2).versions(0) == {0: 0, 1: 0, 2: 0, 3: 1}
@@ -48,7 +48,7 @@ def test_the_order_of_what_is_sampled_and_scored():
     assert schedule(2, 6).versions(2, kept=[2, 3]) == {4: 2, 5: 3}
     assert schedule(2, 6).versions(4) == {4: 4, 5: 4}  # a finished run gets a larger max_iters: nothing was kept
     assert schedule(1).versions(4) == {}
-    assert list(schedule(1, 2, lambda k: k != 1, refills=2).to_score(0)) == [
+    assert list(schedule(1, 2, [["a row"], ["its prompt"]], refills=2).to_score(0)) == [
         ("eval", 0, 0), ("rollout", 0, 0), ("refill", 0, 0), ("refill", 0, 1),
         ("rollout", 1, 0), ("refill", 1, 0), ("refill", 1, 1), ("eval", 2, 0)]
     assert list(schedule(0, 2).to_score(1)) == [("rollout", 1, 0)]
