@@ -22,33 +22,30 @@ and the texts of a run depend neither on how fast anybody is, nor on how many ra
 With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
 of k. Held-out prompts and refills are sampled by the trainers, who hold the policy of now.
 
-A batch of an older version has the log-probs of the policy that sampled it as its old_logprobs: the
-clipped ratio of PPO and GRPO is then between the policy of now and that one. With importance_cap
-the policy that begins the update reads the batch first: the ratio is to that policy, and the older
-one comes in as a weight (loss.importance_weights).
+The age of a batch is how many updates ago the policy was that sampled it. An older batch has the
+log-probs of the policy that sampled it as its old_logprobs: the clipped ratio of PPO and GRPO is
+then between the policy of now and that one. With importance_cap the policy that begins the update
+reads the batch first: the ratio is to that policy, and the older one comes in as a weight
+(loss.importance_weights).
 """
 import contextlib
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 import parallel
-from data import my_micro_batches, permutation
 from engine import launch, roles
 from engine.audit import audit, checksum_of
-from engine.build import autocast, decoding_dtype
 from engine.checkpoint import load_batches
 from engine.placement import gather, held, matrices_of, no_grad_forwards
 from engine.together import together
-from errors import Lost, Stop
-from loss import response_logprobs
+from errors import BadConfig, Lost, Stop
 from parallel import fill, is_shard, my_part
-from rewards import Scorer
-from rollout import sample_and_score, sample_share, score_batch
+from rewards import centering_shift
+from rollout import score_batch
 
 
 @dataclass
@@ -110,11 +107,14 @@ def noise_of(label):
 
 
 class Batches:
-    """The batches of a run, for its loop: dicts of tensors, see rollout.sample_and_score."""
+    """
+    The batches of a run, for its loop: dicts of tensors, with the columns of rollout.generate and
+    rollout.score_batch. sampler: a rollout.Sampler, scorer: a rewards.Scorer.
+    """
 
-    def __init__(self, schedule, run, scorer):
+    def __init__(self, schedule, sampler, scorer, run):
         """A collective: take the batches of the checkpoint; let the other roles begin."""
-        self.schedule, self.run, self.scorer = schedule, run, scorer
+        self.schedule, self.sampler, self.scorer, self.run = schedule, sampler, scorer, run
         self.policy, self.keep = run.models["policy"], schedule.staleness + 1
         self.sampled = {}  # iteration: its batch, sampled and not yet scored
         self.version = {}  # iteration: that of the weights that sample its batch
@@ -129,7 +129,7 @@ class Batches:
         self.from_generators = set(self.to_come) if "generate" in roles.ranks else set()
         for role in [role for role in roles.ranks if role != "train"]:
             roles.send(role, ("begin", 0, 0), start=run.start, kept=kept)
-        run.batches = self
+        run.to_save = self.to_save
         self.share_weights(run.start)  # COLLECTIVE
 
     def share_weights(self, version):
@@ -140,10 +140,9 @@ class Batches:
         """
         if all(self.version[k] != version for k in self.from_generators):
             return
-        run = self.run
-        run.enter("weights")
-        matrices, checksum = decoding_dtype(run.config, run.device), None
-        if run.audit_is_due(version):
+        self.run.enter("weights")
+        matrices, checksum = self.sampler.placement.decoding, None
+        if self.run.audit_is_due(version):
             checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
         # `send` makes one after the other: all ranks gather what is sharded, and the first one
         # alone holds the whole, in the CPU's memory
@@ -151,27 +150,26 @@ class Batches:
                  for name, p, t in my_weights(self.policy, matrices))
         roles.send("generate", ("weights", version, 0), whole, self.keep, checksum=checksum)
 
-    def rollout(self):
+    def rollout(self, iteration):
         """
-        A collective: the iteration's batch, sampled and scored. With scorers and a reference it has
-        ref_logprobs (B, R), too.
+        A collective: the batch of an iteration, sampled and scored, and its age. With scorers and a
+        reference it has ref_logprobs (B, R), too.
         """
-        run, k = self.run, self.run.iteration
-        label, picked = ("rollout", k, 0), self.schedule.rows_of(k)
+        label, picked = ("rollout", iteration, 0), self.schedule.rows_of(iteration)
         if not roles.ranks and self.schedule.staleness == 0:
-            return self.sample_and_score(label, picked)  # COLLECTIVE
-        run.enter("rollout")
-        while not self.from_generators and self.to_come and self.version[self.to_come[0]] <= k:
+            return self.sample_and_score(label, picked), 0  # COLLECTIVE
+        self.run.enter("rollout")
+        while not self.from_generators and self.to_come \
+                and self.version[self.to_come[0]] <= iteration:
             ahead = self.to_come[0]
-            self.sampled[ahead] = self.sample(  # COLLECTIVE
+            self.sampled[ahead], _ = self.sample(  # COLLECTIVE
                 ("rollout", ahead, 0), self.schedule.rows_of(ahead))
             self.to_come.pop(0)
-        self.receive_until(k)  # COLLECTIVE
-        run.leave_if_stop_asked()  # COLLECTIVE
-        self.sampled = {j: sampled for j, sampled in self.sampled.items() if j >= k}
-        run.batch_age = k - self.version[k]
-        run.enter("score")
-        return self.score(label, self.sampled[k], picked)  # COLLECTIVE
+        self.receive_until(iteration)  # COLLECTIVE
+        self.run.leave_if_stop_asked()  # COLLECTIVE
+        self.sampled = {k: sampled for k, sampled in self.sampled.items() if k >= iteration}
+        batch = self.score(label, self.sampled[iteration], picked)  # COLLECTIVE
+        return batch, iteration - self.version[iteration]
 
     def held_out(self, number):
         """A collective: the responses to the first held-out prompts, by the policy of now."""
@@ -191,33 +189,35 @@ class Batches:
 
     def sample_and_score(self, label, picked, slots=None):
         """A collective: a batch, by the policy of now."""
-        if "score" not in roles.ranks:  # the rules work while others are sampled
-            wanted = self.schedule.wanted(label, picked, slots)
-            return sample_and_score(self.run, self.policy, self.scorer, self.run.config, wanted,
-                                    *noise_of(label))  # COLLECTIVE
         self.run.enter(noise_of(label)[0])
-        sampled = self.sample(label, picked, slots)  # COLLECTIVE
-        return self.score(label, sampled, picked, slots)  # COLLECTIVE
+        # where no other ranks score, the rules work on what is sampled while the rest is
+        start = self.scorer.start if "score" not in roles.ranks else None
+        sampled, started = self.sample(label, picked, slots, start)  # COLLECTIVE
+        return self.score(label, sampled, picked, slots, started)  # COLLECTIVE
 
-    def sample(self, label, picked, slots=None):
-        """A collective: what rollout.generate returns, for the whole batch, by the weights here."""
-        run, wanted = self.run, self.schedule.wanted(label, picked, slots)
-        mine, _, _ = sample_share(  # COLLECTIVE
-            self.policy, self.scorer.tokenizer, run.config, run.device, wanted, *noise_of(label),
-            launch.stop_asked)
-        run.leave_if_stop_asked()  # COLLECTIVE
-        return parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
+    def sample(self, label, picked, slots=None, start=None):
+        """A collective: the whole batch as the weights here sample it; and see Sampler.sample."""
+        wanted = self.schedule.wanted(label, picked, slots)
+        mine, started = self.sampler.sample(  # COLLECTIVE
+            wanted, *noise_of(label), launch.stop_asked, start)
+        self.run.leave_if_stop_asked()  # COLLECTIVE
+        return parallel.gather_rows(mine, len(wanted)), started  # COLLECTIVE
 
-    def score(self, label, sampled, picked, slots=None):
+    def score(self, label, sampled, picked, slots=None, started=None):
         """A collective: a sampled batch with its scores, here or by the scorers."""
+        if label[0] == "rollout":
+            self.run.enter("score")
         with self.run.saved_if_it_fails():  # COLLECTIVE
             if "score" not in roles.ranks:
                 wanted = self.schedule.wanted(label, picked, slots)
-                return score_batch(self.scorer, sampled, wanted, label[1])  # COLLECTIVE
-            if label[0] != "rollout" or label[1] not in self.from_generators:
-                roles.send("score", label, sampled, self.keep, picked=list(picked), slots=slots)
-            columns, _ = roles.receive("score", label)  # COLLECTIVE
-            return sampled | {name: t.to(self.run.device) for name, t in columns.items()}
+                batch = score_batch(self.scorer, sampled, wanted, label[1], started)  # COLLECTIVE
+            else:
+                if label[0] != "rollout" or label[1] not in self.from_generators:
+                    roles.send("score", label, sampled, self.keep, picked=list(picked), slots=slots)
+                columns, _ = roles.receive("score", label)  # COLLECTIVE
+                batch = sampled | {name: t.to(self.run.device) for name, t in columns.items()}
+        self.run.leave_if_stop_asked()  # COLLECTIVE
+        return batch
 
     def receive_until(self, iteration):
         """A collective: have the batch of an iteration that others sample, and those before it."""
@@ -239,6 +239,35 @@ class Batches:
             tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
         return tensors
 
+    def center_scores(self, reward_model, value_model):
+        """
+        A collective: give a learned score its zero, where the reward model's config.json has no
+        score_shift. Pairs only say by how much scores differ, so a reward model of others may score
+        15 on average. Then the score -1 of a response that never ends would be by far the worst
+        there is, or the best, and a new value model would begin 15 off.
+
+        reward_model: or None. value_model: one that starts as it and gets the same zero; or None.
+        They get the score_shift after which the responses of iteration 0 score 0 on average. These
+        are sampled here once for that alone: so an evaluation before iteration 0 has the same zero
+        as all others, and whether there is one changes nothing in the run.
+        """
+        if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
+            return
+        if "score" in roles.ranks:
+            raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
+                            "do not look for one; write one there, or leave score out of roles")
+        state = self.run.state
+        if state.get("score_shift") is None:
+            batch = self.sample_and_score(("rollout", 0, 0), self.schedule.rows_of(0))  # COLLECTIVE
+            shift = centering_shift(batch["reward/reward_model"], batch["finished"])
+            if self.run.rank == 0:
+                print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
+                      "shifted so that this is 0", flush=True)
+            state["score_shift"] = shift
+        reward_model.score_shift = state["score_shift"]
+        if value_model is not None:
+            value_model.score_shift = state["score_shift"]
+
 
 def my_weights(policy, matrices=None):
     """
@@ -255,38 +284,35 @@ def my_weights(policy, matrices=None):
 # on the others
 
 
-def generate_or_score(schedule, config, models, terms, tokenizers, device, judge=None):
+def generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches):
     """
     What a rank that generates or scores does until the run is over; then this function ends the
-    process. On a trainer it returns at once.
-
-    models: {name: model} of the run; tokenizers: the policy's and the reward model's; judge: a
-    Judge or None.
+    process. On a trainer it returns at once. models: {name: model} of the run. The functions say
+    how the trainers read: read(model, micro-batch), (b, R); minibatches_of(iteration), the rows of
+    each step of the first epoch; micro_batches(batch, rows, whose), see data.my_micro_batches.
     """
     if roles.role in ("", "train"):
         return
     models = held(models)
-    threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
     try:
         _, begun = roles.receive("train", ("begin", 0, 0))  # COLLECTIVE
         begun = begun["start"], begun["kept"]
         if roles.role == "generate":
-            generate(schedule, *begun, config, models, tokenizers[0], device)  # COLLECTIVE
+            generate(schedule, *begun, sampler, models)  # COLLECTIVE
         else:
-            scorer = Scorer(config, terms, models.get("reward_model"), *tokenizers, threads, device,
-                            judge)
-            score(schedule, *begun, config, models, scorer, device)  # COLLECTIVE
+            interval = sampler.system.sync_check_interval
+            score(schedule, *begun, scorer, models, interval,  # COLLECTIVE
+                  read, minibatches_of, micro_batches)
         parallel.phase = "the end"
         roles.wait_for_the_end()  # COLLECTIVE
     except roles.Ended:
         if roles.role == "generate":
             roles.tell(["score"], ended=True)
-    threads.shutdown(wait=False, cancel_futures=True)
     launch.finish()  # COLLECTIVE
     sys.exit(0)
 
 
-def generate(schedule, start, kept, config, models, tokenizer, device):
+def generate(schedule, start, kept, sampler, models):
     """A collective of the generators: sample each batch with the weights that are due."""
     policy, version, frozen = models["policy"], None, {}
     others = ["train"] + ["score"] * ("score" in roles.ranks)
@@ -300,8 +326,8 @@ def generate(schedule, start, kept, config, models, tokenizer, device):
         label, picked = ("rollout", k, 0), schedule.rows_of(k)
         wanted = schedule.wanted(label, picked)
         with told_if_it_fails():  # COLLECTIVE
-            mine, _, _ = sample_share(  # COLLECTIVE
-                policy, tokenizer, config, device, wanted, *noise_of(label), trainers_have_left)
+            mine, _ = sampler.sample(  # COLLECTIVE
+                wanted, *noise_of(label), trainers_have_left)
             leave_with_trainers()  # COLLECTIVE
             sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
             if checksum:  # the trainers audit their models in the iteration of this version
@@ -331,9 +357,9 @@ def check_copy(policy, version, checksum, iteration):
     together(refuse)  # COLLECTIVE
 
 
-def score(schedule, start, kept, config, models, scorer, device):
+def score(schedule, start, kept, scorer, models, interval, read, minibatches_of, micro_batches):
     """A collective of the scorers: score each batch, and read it with the reference."""
-    frozen, ref_policy = {}, models.get("ref_policy") if config["kl_coef"] > 0 else None
+    frozen, device, ref_policy = {}, scorer.device, models.get("ref_policy")
     for label in schedule.to_score(start):
         what, k, _ = label
         from_generators = what == "rollout" and "generate" in roles.ranks and k not in kept
@@ -347,42 +373,37 @@ def score(schedule, start, kept, config, models, scorer, device):
         sampled = {name: t.to(device) for name, t in sampled.items()}
         wanted = schedule.wanted(label, said["picked"], said["slots"])
         with told_if_it_fails():  # COLLECTIVE
-            if what == "rollout" and (k % config["sync_check_interval"] == 0 or k == start):
+            if what == "rollout" and (k % interval == 0 or k == start):
                 audit(models, frozen, k)  # COLLECTIVE
             batch = score_batch(scorer, sampled, wanted, k)  # COLLECTIVE
             if ref_policy is not None:
-                batch["ref_logprobs"] = read(  # COLLECTIVE
-                    ref_policy, batch, label, config, scorer.tokenizer.vocab_size, device)
+                minibatches = [batch["index"]] if what != "rollout" else minibatches_of(k)
+                batch["ref_logprobs"] = read_as_trainers(  # COLLECTIVE
+                    ref_policy, batch, read, minibatches, micro_batches)
         columns = {name: t for name, t in batch.items() if name not in sampled}
         roles.send("train", label, columns, schedule.staleness + 1)
 
 
-def read(ref_policy, batch, label, config, vocab_size, device):
+def read_as_trainers(ref_policy, batch, read, minibatches, micro_batches):
     """
     A collective of the scorers: the reference's log-probs of a batch, (B, R). It is read in the
     micro-batches in which the trainers train, so that equal weights give equal bits.
     """
-    c, columns = config, torch.zeros_like(batch["sampler_logprobs"])
+    column = torch.zeros_like(batch["sampler_logprobs"])
     rank, size = parallel.rank_and_size()
     trainers = len(roles.ranks["train"])
-    minibatches = [batch["index"]]
-    if label[0] == "rollout":
-        rows = permutation(len(batch["index"]), c["seed"], "minibatches", label[1], 0)
-        minibatches = rows.to(device).tensor_split(c["num_minibatches"])
-    with autocast(c, device), no_grad_forwards([ref_policy], device):
+    with no_grad_forwards([ref_policy], column.device):
         for rows in minibatches:
             for turn in range(math.ceil(trainers / size)):
                 # The micro-batches of trainer `whose`. A rank without a trainer runs the last
                 # one's and drops the result: a sharded model needs all ranks in each forward.
                 whose = turn * size + rank
                 part = min(whose, trainers - 1), trainers
-                for mb in my_micro_batches(batch, rows, c, part):
-                    logprobs, _ = response_logprobs(
-                        ref_policy, mb, c["temperature"], vocab_size, c["head_chunk"],
-                        entropy=False)
+                for mb in micro_batches(batch, rows, part):
+                    logprobs = read(ref_policy, mb)
                     if whose < trainers:
-                        columns[mb["index"], :logprobs.shape[1]] = logprobs
-    return parallel.all_reduce_sum(dict(ref_logprobs=columns))["ref_logprobs"]  # COLLECTIVE
+                        column[mb["index"], :logprobs.shape[1]] = logprobs
+    return parallel.all_reduce_sum(dict(ref_logprobs=column))["ref_logprobs"]  # COLLECTIVE
 
 
 def trainers_have_left():

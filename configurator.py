@@ -3,22 +3,23 @@ Poor man's configurator, after nanoGPT's, with checks. A script writes its confi
 globals, one comment each, and then calls configure:
 
     batch_size = 256  # responses an iteration, over all ranks [>= 1]
-    config = configure(globals())
+    config, _ = configure(globals())
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: config files and
 --key=value, from left to right; of two values for a key the last one counts. A config file is
 Python, run in a namespace of its own; each public name in it must be a key of the script (helpers
-start with an underscore). `--help` prints every key with its default and its comment.
+start with an underscore). `--help` prints every key with its default and its comment; a comment
+that begins with * is that of a key which most runs set.
 
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. They
 are enforced, so a comment cannot promise another range than the one that is checked.
 
-Keys that several scripts share stand in a file of their own, written alike:
+Keys that several scripts share stand in files of their own, written alike:
 
-    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None)
+    config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500)
 
-makes them globals of the script, too. The keywords are this script's own defaults of shared keys;
-None says that the script has no such key.
+gives them as attributes of `system`, which the script hands on as one value. The keywords are this
+script's own defaults of shared keys.
 """
 import ast
 import difflib
@@ -29,6 +30,7 @@ import sys
 import tokenize
 import traceback
 import warnings
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from errors import BadConfig, first_line, one_line, report_and_exit, shorten
@@ -36,6 +38,21 @@ from errors import BadConfig, first_line, one_line, report_and_exit, shorten
 RENAMED = dict(  # keys of old configs; the nearest name would often be another key
     device="device_type", kl_target="kl_coef_target", loss="loss_type", optimizer="optim",
     rewards="reward_functions", scale="scale_by", zero="zero_stage")
+GONE = dict(  # keys that there were once: what to do instead
+    reward_ensemble="write a reward of your own that calls several models; docs/rewards.md",
+    reward_ensemble_coef="write a reward of your own that calls several models; docs/rewards.md",
+    judge_principles="write them into a file and give it as judge_template",
+    ref_reset_iters="begin a new run from the policy that this one leaves",
+    subtract_demonstration="write a reward of your own that does; docs/rewards.md",
+    center_scores="a reward model without a score_shift is always centred",
+    reward_format="the reward model is always read to the end of its chat template",
+    missing_eos="it is missing_eos_penalty", kl_horizon="it is a constant of loss.py",
+    ptx_batch_size="a step takes batch_size / num_minibatches demonstrations",
+    save_dtype="a model is always saved in the dtype that it came in",
+    top_k="training samples from the whole distribution; tools/sample.py has it",
+    top_p="training samples from the whole distribution; tools/sample.py has it",
+    min_p="training samples from the whole distribution; tools/sample.py has it",
+    cuda_graphs="compile is the key for speed", peak_tflops="MFU is said for GPUs that are known")
 
 
 class Key(NamedTuple):
@@ -46,23 +63,24 @@ class Key(NamedTuple):
     headings: list[str]
 
 
-def configure(script_globals, shared="", argv=None, **defaults):
+def configure(script_globals, *shared, argv=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call.
-    shared: a file of more keys, relative to the script's folder; they become globals of the script.
+    shared: files of more keys, relative to the script's folder.
     argv: the arguments; default sys.argv[1:].
-    defaults: the script's own defaults of shared keys; None removes the key.
+    defaults: the script's own defaults of shared keys.
 
-    Returns the final configuration as a dict: the script's keys, then the shared ones. Raises
-    BadConfig on an unknown, mistyped or out-of-range key and on a missing or broken
-    config file.
+    Returns the final configuration as a dict, the script's keys, then the shared ones; and the
+    shared ones alone as attributes of a namespace. Raises BadConfig on an unknown, mistyped or
+    out-of-range key and on a missing or broken config file.
     """
     sys.excepthook = report_and_exit
     script = script_globals["__file__"]
-    keys = add_shared(read_lines(script)[0], script, shared, defaults)
+    own = read_lines(script)[0]
+    keys = add_shared(own, script, shared, defaults)
     argv = sys.argv[1:] if argv is None else argv
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
@@ -77,11 +95,11 @@ def configure(script_globals, shared="", argv=None, **defaults):
     overrides = read_arguments(keys, argv)
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in overrides.items()}
-    script_globals.update(config)
+    script_globals.update({name: config[name] for name in own})
     if speaks:
         for name, (value, where) in overrides.items():
             print(one_line(f"config: {name} = {value!r}  ({where})"))
-    return config
+    return config, SimpleNamespace(**{name: config[name] for name in keys if name not in own})
 
 
 def read_arguments(keys, argv):
@@ -116,28 +134,28 @@ def read_arguments(keys, argv):
 def read_keys(script):
     """{name: Key} of a script, those included that its call of configure shares."""
     keys, call = read_lines(script)
-    shared = [ast.literal_eval(x) for x in call.args[1:2]] if call else []
+    shared = [ast.literal_eval(x) for x in call.args[1:]] if call else []
     defaults = {x.arg: ast.literal_eval(x.value) for x in call.keywords} if call else {}
-    return add_shared(keys, script, *shared or [""], defaults)
+    return add_shared(keys, script, shared, defaults)
 
 
 def add_shared(keys, script, shared, defaults):
-    """A script's keys, then those of the shared file with these defaults. Raises BadConfig."""
-    if not shared:
-        return keys
-    where = os.path.basename(script)
-    more = read_lines(os.path.join(os.path.dirname(script), shared))[0]
-    for name in sorted(keys.keys() & more.keys()):
-        raise BadConfig(f"{where} and {shared} both set {name}; keep one. A default that differs "
-                        f"belongs in the call: configure(..., {name}=...)")
+    """A script's keys, then those of the shared files with these defaults. Raises BadConfig."""
+    where, more = os.path.basename(script), {}
+    for file in shared:
+        found = read_lines(os.path.join(os.path.dirname(script), file))[0]
+        for name in found:
+            if name in keys or name in more:
+                raise BadConfig(f"{file} sets {name}, which {where} or another file has set; keep "
+                                f"one. A default that differs belongs in the call: "
+                                f"configure(..., {name}=...)")
+        more |= found
     for name, value in defaults.items():
         check_key(name, more, where)
-        key = more[name]
-        if value is not None:
-            value = convert(name, value, key.default, where)
-            check_range(name, value, key.comment, where)
-        more = more | {name: key._replace(default=value)}
-    return keys | {name: key for name, key in more.items() if key.default is not None}
+        value = convert(name, value, more[name].default, where)
+        check_range(name, value, more[name].comment, where)
+        more[name] = more[name]._replace(default=value)
+    return keys | more
 
 
 def read_lines(file):
@@ -155,10 +173,10 @@ def read_lines(file):
             (trailing if behind_code else alone)[token.start[0]] = text
     keys, above = {}, 0
     for node in ast.parse(source).body:
+        call = getattr(node, "value", None)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "configure":
+            return keys, call
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            call = node.value if isinstance(node.value, ast.Call) else None
-            if call and getattr(call.func, "id", "") == "configure":
-                return keys, call
             name = node.targets[0].id
             try:
                 value = ast.literal_eval(node.value)
@@ -227,6 +245,8 @@ def check_key(key, keys, where, more=""):
     hint = (f"did you mean {near[0]!r}?" if near else "--help lists the keys") + more
     if RENAMED.get(key) in keys:
         hint = f"it is called {RENAMED[key]!r} now"
+    if key in GONE:
+        hint = f"it is gone: {GONE[key]}"
     raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
 
 
@@ -294,7 +314,8 @@ def check_range(key, value, comment, where):
 def print_help(script, doc, keys):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
-    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]\n")
+    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]")
+    print("keys (*: most runs set it):\n")
     for name, key in keys.items():
         if key.headings:
             print()

@@ -250,10 +250,9 @@ def mixed_row(seed, place, files):
         place, first = place - before, first + n
 
 
-def iterations(config, n, batch_size):
-    """max_iters; or, with the key epochs, how many iterations of batch_size rows these take."""
-    epochs = config["epochs"]
-    return math.ceil(epochs * n / batch_size) if epochs else config["max_iters"]
+def iterations(max_iters, epochs, n, batch_size):
+    """max_iters; or, with epochs > 0, how many iterations of batch_size rows these take."""
+    return math.ceil(epochs * n / batch_size) if epochs else max_iters
 
 
 def hashed_row(n, *key):
@@ -322,14 +321,14 @@ def right_pad(sequences, pad_id):
     return tokens, torch.arange(width) < lengths[:, None]
 
 
-def my_micro_batches(batch, rows, config, whose=None):
+def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, whose=None):
     """
     This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
     ranks have about as many tokens, and as many micro-batches, of which some may have no rows.
 
-    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. config: its keys
-    micro_batch_size and micro_batch_tokens say how large a micro-batch is. whose: those of rank
-    (number, of how many) instead of this one's.
+    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers.
+    micro_batch_size: rows of a micro-batch; or as many as have micro_batch_tokens, if that is
+    given. whose: those of rank (number, of how many) instead of this one's.
 
     Rows of about the same length come together, so that there is little padding. Example, rows
     [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
@@ -343,8 +342,7 @@ def my_micro_batches(batch, rows, config, whose=None):
         the second:       1 2            row 1
     """
     lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    parts = parallel.my_micro_batches(lengths, config["micro_batch_size"],
-                                      config["micro_batch_tokens"], whose)
+    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens, whose)
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
@@ -352,13 +350,13 @@ def my_micro_batches(batch, rows, config, whose=None):
     yield from list(made) if rows.is_cuda else made
 
 
-def micro_batches_of(items, tokens_of, config):
+def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
     """
     This rank's micro-batches of some items, which all ranks hold: lists of items, one by one. It
     deals them out as my_micro_batches does rows. tokens_of: a function, the tokens of an item.
     """
-    for part in parallel.my_micro_batches([tokens_of(item) for item in items],
-                                          config["micro_batch_size"], config["micro_batch_tokens"]):
+    lengths = [tokens_of(item) for item in items]
+    for part in parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens):
         yield [items[i] for i in part]
 
 

@@ -39,52 +39,41 @@ from configurator import configure
 from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
                   replace_rows)
 from engine import audit, build, launch, report
-from engine.checks import check_grpo
-from engine.optimizers import step
-from engine.placement import in_memory, no_grad_forwards
+from engine.checks import check_grpo, check_rl
+from engine.optimizers import MovingAverage, step
+from engine.placement import in_memory
+from engine.reward_mix import files_of
 from engine.run import Run, ranks_agree
-from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
+from errors import BadConfig
+from loss import (gap, gap_limit, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
-from relatives import flat_groups, group_advantages, loss_of_relative, token_weights
+from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
+                       token_weights)
 from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
-from rollout import center_scores_of
+from rollout import Sampler
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
-out_dir = "out/grpo"  # checkpoints, log.jsonl and the finished policy
+out_dir = "out/grpo"  # * checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 
 # the models: folders or hub names
-policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
-reward_path = "out/arithmetic_rm/reward_model"  # a model with one label
-judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
-share_base = False  # all are adapters on one trunk, policy_path; so reward_path is an adapter
+policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
+reward_path = "out/arithmetic_rm/reward_model"  # a model with one label, if it is a reward
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
-prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
-eval_path = ""  # held-out prompts; empty = no evaluation
-max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
-too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
+prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
+eval_path = ""  # * held-out prompts; empty = no evaluation
 
 # 1) rollout, and its scores
-batch_size = 512  # responses an iteration, over all ranks; a multiple of group_size [1..1000000]
-group_size = 8  # responses to a prompt, G [2..1000000]
-max_new_tokens = 1024  # longest response R [1..1000000]
+batch_size = 512  # * responses an iteration, over all ranks; a multiple of group_size [1..1000000]
+group_size = 8  # * responses to a prompt, G [2..1000000]
+max_new_tokens = 1024  # * longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
-rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
-generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
-roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
 max_refills = 0  # DAPO: how often groups of equal scores are replaced by others [0..1000]
 refill_by = ""  # DAPO: equal in this reward, such as accuracy; empty: in the whole score
-reward_functions = "1.0*accuracy,0.1*format"  # a sum of rules, reward_model, mine.py:f; rewards.py
-reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
-code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
 missing_eos_penalty = 0.0  # a response that never ends scores minus this; 0 = off [>= 0]
@@ -98,14 +87,13 @@ importance = "token"  # the ratio of each token, or of the whole response (GSPO)
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
 # what a token counts in the loss; see relatives.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
-kl_coef = 0.04  # weight of the KL to the reference; 0 = no reference policy [>= 0]
+kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
 kl_estimator = "k3"  # Schulman's; k1 if kl_in = "reward"; k2 has the KL's gradient [k1 | k2 | k3]
 kl_correction = False  # times the ratio: k1's and k3's gradients are the KL's, too (DeepSeek-V3.2)
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
-micro_batch_tokens = 0  # instead: as many rows as have so many tokens; 0 = micro_batch_size [>= 0]
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
@@ -116,53 +104,67 @@ importance_cap = 0.0  # truncated importance sampling; see loss.importance_weigh
 target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 
 # optimizer: AdamW
-max_iters = 500  # iterations [>= 1]
-learning_rate = 1e-6  # peak [> 0]
+max_iters = 500  # * iterations [>= 1]
+learning_rate = 1e-6  # * peak [> 0]
 warmup_iters = 0  # iterations of linear warm-up [>= 0]
 lr_decay = "constant"  # it stays, or falls to 0 like this [constant | linear | cosine]
-weight_decay = 0.0  # AdamW's [>= 0]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-8  # AdamW's epsilon [> 0]
 grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
 
-# system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
-config = configure(globals(), "engine/keys.py")
+
+# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
+rank, world_size, device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-check_grpo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+names = [name for _, name, _ in terms]
+check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
+check_grpo(batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in, kl_estimator,
+           kl_correction)
+if refill_by and refill_by not in names:
+    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, which are "
+                    f"{', '.join(names)}")
+train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
+placement = build.Placement(system, device, seed, ("policy",))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(policy_path, placement)
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
+    ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
 
 # the reward model: frozen. One number for a whole response; None where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+reward_model, reward_tokenizer = None, tokenizer
+if "reward_model" in names:
+    reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy,
+                                                             tokenizer)
 
-# the judge: frozen. A language model that is asked how good a response is; None if
-# reward_functions does not name it
-judge = build.load_judge(config, device, policy, ref_policy, terms)
+# the judge: frozen. A language model that is asked how good a response is, if it is a reward
+judge = None
+if "judge" in names:
+    judge = build.load_judge(policy_path, placement, policy, ref_policy)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
-                          max_prompt_tokens, too_long)
+                          system.max_prompt_tokens, system.too_long)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
-config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size // group_size)
-ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
+config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
+                                             batch_size // group_size)
+ranks_agree(config, [prompts_path, eval_path, *files_of(reward_functions)],
+            models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 
 def rows_of(iteration):
@@ -170,80 +172,96 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
 
 
+def minibatches_of(iteration, epoch=0):
+    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
+    return order.to(device).tensor_split(num_minibatches)
+
+
+def micro_batches(batch, rows, whose=None):
+    """This rank's micro-batches of these rows of a batch."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+
+
 def evaluation_is_due(iteration):
     """Whether an iteration begins with held-out prompts."""
     return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
 
 
+def logprobs_of(model, mb):
+    """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
+    with placement.autocast:
+        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
+                                 entropy=entropy_coef > 0)
+
+
+def read(model, mb):
+    """What a model says of each response token, (b, R): its log-prob."""
+    return logprobs_of(model, mb)[0]
+
+
+sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
+scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device,
+                placement.autocast, micro_batch_size, system.micro_batch_tokens,
+                system.reward_timeout, system.code_seconds)
 # ranks that only generate or score do that here until the run ends: see the keys roles, staleness
-schedule = Schedule(data, max_iters, staleness, rows_of, evaluation_is_due, group_size, max_refills)
-generate_or_score(schedule, config, models, terms, (tokenizer, reward_tokenizer), device, judge)
+schedule = Schedule(data, max_iters, system.staleness, rows_of, evaluation_is_due, group_size,
+                    max_refills)
+generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
 
-optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate))
-ema = build.moving_average(policy, ema_decay)
-# state: what the loop carries from one iteration to the next, beside weights and optimizer
-run = Run(config, models, optimizers, tokenizer, prompts, device, state=dict(score_shift=None),
-          ema=ema)
-state = run.state
+optimizers = dict(policy=build.optimizer_of(policy, "policy", placement, learning_rate,
+                                            (beta1, beta2), adam_eps))
+ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
+run = Run(  # COLLECTIVE
+    out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
+    must_match=["seed", "batch_size", "group_size"]
+    + ["max_new_tokens"] * (system.staleness > 0),  # of batches that are sampled ahead
+    sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
+    token_ids=prompts[0], ema=ema)
 
-parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
 gradients = parallel.flatten_gradients(policy.parameters())
-autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device,
-                judge)
-relative_loss = loss_of_relative(config)  # None: GRPO's own, which is written out in the loop
+batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+batches.center_scores(reward_model, None)  # COLLECTIVE
+# how far log-probs that are equal on paper may be apart, in nats
+limit = gap_limit(system.dtype, temperature)
 # With one minibatch, the forward of the first step also gives the old log-probs, so no forward is
 # spent on them before; unless the score needs them (kl_in = "reward")
-run.policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
-run.announce(passes=num_iterations)
-center_scores_of(reward_model, None, run, policy, scorer, config, *data[0],
-                 group_size)  # COLLECTIVE
-batches = Batches(schedule, run, scorer)
+policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
 
-def logprobs_of(model, mb):
-    """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
-    with autocast:
-        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
-                                 entropy=entropy_coef > 0)
-
-
-def read_with_models(batch, minibatches, policy_reads=True):
+def read_with_models(batch, minibatches, age=0, policy_reads=True):
     """
     A collective: policy and reference read the batch before the update. It gets old_logprobs and
-    ref_logprobs, (B, R) each. Returns the gap between sampler_logprobs and old_logprobs, see
-    Run.add_readings. policy_reads=False: no old_logprobs yet; the first step of the update adds
-    them.
+    ref_logprobs, (B, R) each. policy_reads=False: no old_logprobs yet, the first step of the update
+    adds them. Returns the gap between sampler_logprobs and old_logprobs in nats; None where that is
+    not known yet, or an older policy has sampled.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are computed by the
-    forward that will be trained, in the same micro-batches. So in the first step of the first epoch
-    the ratio is 1 to the last bit. The sampler's own log-probs are rounded differently.
+    forward that will be trained, in the same micro-batches. So before the first step the ratio is 1
+    to the last bit. The sampler's own log-probs are rounded differently.
     """
-    run.know_old_logprobs(batch)  # those of a batch that was sampled ahead, see staleness
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+        batch["old_logprobs"] = batch["sampler_logprobs"]
     readers = dict(old_logprobs=policy if policy_reads else None, ref_logprobs=ref_policy)
-    readers = {name: model for name, model in readers.items()
-               if model is not None and name not in batch}
-    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
-    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
-    for name, model in readers.items():
-        with no_grad_forwards([model], device):
-            for rows in minibatches:
-                for mb in run.until_stop_asked(my_micro_batches(batch, rows, config)):
-                    length = mb["response_mask"].shape[1]
-                    columns[name][mb["index"], :length] = logprobs_of(model, mb)[0]
-    run.leave_if_stop_asked()  # COLLECTIVE
-    return run.add_readings(batch, columns)  # COLLECTIVE
+    run.read(batch, readers, read, minibatches, micro_batches)  # COLLECTIVE
+    return sampler_gap_of(batch, age)  # COLLECTIVE
 
 
-def shape_scores(scores, finished):
+def sampler_gap_of(batch, age):
+    """A collective: the gap that read_with_models returns."""
+    known = age == 0 and "old_logprobs" in batch
+    return run.sampler_gap(batch, limit) if known else None  # COLLECTIVE
+
+
+def shape_scores(batch):
     """
-    Scores (B,) -> (B,), shaped by two keys in this order: missing_eos, reward_clip. finished (B,):
-    which responses have ended.
+    What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
+    that never ended is punished, and they are clipped. NaN stays: no reward applies there.
     """
-    scores = punish_missing_eos(scores, finished, missing_eos_penalty)
+    scores = punish_missing_eos(batch["scores"], batch["finished"], missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -251,9 +269,7 @@ def shape_scores(scores, finished):
 
 def compared(batch):
     """What tells the responses of a group apart, (B,): the scores, or the reward refill_by."""
-    if refill_by:
-        return batch[f"reward/{refill_by}"]
-    return shape_scores(batch["scores"], batch["finished"])
+    return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
 
 
 def refill(batch, picked, flat):
@@ -286,10 +302,7 @@ def evaluate():
     batch = batches.held_out(len(rows))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    score = report.mean_of(shape_scores(batch["scores"], batch["finished"])).item()
-    if keep_best and report.is_better(score, state["best_score"]):
-        state["best_score"] = score
-        run.save_as("best_policy")  # COLLECTIVE
+    run.keep_best(report.mean_of(shape_scores(batch)).item())  # COLLECTIVE
     run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
@@ -297,24 +310,20 @@ def evaluate():
 # -------------------------------------------------------------------------------------------------
 # the loop
 
-for iteration in range(run.start, max_iters + 1):
-    # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
-    run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
     if evaluation_is_due(iteration):
         record |= evaluate()  # COLLECTIVE
-    run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE
         break
-    run.leave_if_stop_asked()  # COLLECTIVE
 
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
-    # give each answer a score. Every rank does its share, and then holds the whole batch
-    batch = batches.rollout()  # COLLECTIVE
+    # give each answer a score. Every rank does its share, and then holds the whole batch. age: how
+    # many updates ago the policy was that has sampled it, see the key staleness
+    batch, age = batches.rollout(iteration)  # COLLECTIVE
     sampled = report.summarize(batch, "objective", scorer.names)
-    scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    sampled["objective/score_std"] = report.deviation_of(scores).item()
+    sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     batch, flat = refill(batch, rows_of(iteration), flat)  # COLLECTIVE, with max_refills > 0
@@ -322,14 +331,12 @@ for iteration in range(run.start, max_iters + 1):
 
     # 2) read: the log-probs of policy and reference before any update; the sampler must agree
     run.enter("score")
-    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
-              for epoch in range(num_iterations)]  # (B,) each: another order in each epoch
-    minibatches = orders[0].tensor_split(num_minibatches)
-    sampler_gap = read_with_models(batch, minibatches, run.policy_reads)  # COLLECTIVE
+    minibatches = minibatches_of(iteration)
+    sampler_gap = read_with_models(batch, minibatches, age, policy_reads)  # COLLECTIVE
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
-    scores = shape_scores(batch["scores"], batch["finished"])  # (B,)
-    if "ref_logprobs" in batch and kl_in == "reward":  # the KL of all tokens is a part of the score
+    scores = shape_scores(batch)  # (B,)
+    if kl_coef > 0 and kl_in == "reward":  # the KL of all tokens is a part of the score
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
@@ -350,29 +357,28 @@ for iteration in range(run.start, max_iters + 1):
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
-                           + ["policy/off_policy_kl"] * (staleness > 0), device)
-    ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
+                           + ["policy/off_policy_kl"] * (system.staleness > 0), device)
+    ratio_gap = 0.0
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
-    first = True  # no step has been tried in this iteration
+    steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
-    steps = 0
     for epoch in range(num_iterations):
-        for rows in orders[epoch].tensor_split(num_minibatches):
+        for rows in minibatches_of(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
             if stopped or not learns[rows].any():
                 continue
             # the weight of each token in this step: loss = sum of weight * token loss, over all
             # micro-batches and ranks. In GRPO all responses weigh the same, and so do the tokens
             # within a response
-            counted = batch["counted"][rows]  # (rows, R)
-            weights = token_weights(counted, aggregation, max_new_tokens)
-            batch["weights"][rows] = weights.to(batch["weights"])
+            weights = token_weights(batch["counted"][rows], aggregation, max_new_tokens)
+            batch["weights"][rows] = weights.to(batch["weights"])  # (rows, R)
             kl_before = sums["policy/approx_kl"].clone()
+            largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, config)):
+                    gradients, micro_batches(batch, rows)):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -380,20 +386,28 @@ for iteration in range(run.start, max_iters + 1):
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
                     mb["old_logprobs"] = logprobs.detach()
                 old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
-                ratio = torch.where(m, logprobs - mb["old_logprobs"], 0).exp()
+                log_ratio = torch.where(m, logprobs - mb["old_logprobs"], 0)
+                token_ratio = log_ratio.exp()
+                if importance == "sequence":  # GSPO: all tokens of a response have one ratio
+                    log_ratio = gspo_log_ratio(log_ratio, m)
+                ratio = log_ratio.exp()
+                clipped_ratio = ratio.clamp(1 - cliprange, 1 + cliprange_high)
                 pg_losses1 = -mb["advantages"] * ratio
-                pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange_high)
+                pg_losses2 = -mb["advantages"] * clipped_ratio
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
-                if relative_loss:  # GSPO's, CISPO's, or one with a dual clip, instead
-                    pg_losses, pg_clipped = relative_loss(
-                        logprobs, mb["old_logprobs"], mb["advantages"], m)
+                if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
+                    pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs
+                    pg_clipped = clipped_ratio != ratio
+                if dual_clip > 0:
+                    pg_losses, pg_clipped = dual_clipped_loss(
+                        pg_losses, pg_clipped, mb["advantages"], dual_clip)
                 pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
-                if "ref_logprobs" in mb:
+                if kl_coef > 0:
                     kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
-                    kl_losses = kl_losses * ratio if kl_correction else kl_losses
+                    kl_losses = kl_losses * token_ratio if kl_correction else kl_losses
                     if kl_in == "loss":
                         pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
                 if entropy_coef > 0:
@@ -401,25 +415,28 @@ for iteration in range(run.start, max_iters + 1):
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                if first:  # before the first step the ratio must be 1
-                    largest = run.gap(logprobs, mb["old_logprobs"], mb["response_mask"])
-                    ratio_gap = torch.maximum(ratio_gap, largest)
+                if steps == 0:
+                    log_ratio = logprobs - mb["old_logprobs"]
+                    largest_gap = torch.maximum(
+                        largest_gap, gap(log_ratio, mb["response_mask"], system.dtype))
+                    if age > 0:  # the policy has moved since it sampled this batch
+                        drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+                        report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                if first and run.batch_age:  # the policy has moved since it sampled this batch
-                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
 
             if "old_logprobs" not in batch:  # now they are complete, and the sampler must agree
-                sampler_gap = run.add_readings(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
+                run.add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
+                sampler_gap = sampler_gap_of(batch, age)  # COLLECTIVE
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             policy_norm = parallel.clip_gradients(gradients, grad_clip)
-            if first:
-                ratio_gap = run.must_agree(ratio_gap, "the training forward")  # COLLECTIVE
-            first = False
+            if steps == 0:  # unless old_logprobs are those of an older policy
+                ratio_gap = run.must_agree(  # COLLECTIVE
+                    largest_gap, limit if age == 0 or importance_cap else None,
+                    "the training forward")
             if run.overflowed(policy_norm):  # float16 only: all ranks skip this step
                 policy_norm = torch.zeros(())
                 continue
@@ -436,31 +453,34 @@ for iteration in range(run.start, max_iters + 1):
                     ema.update()
                 steps += 1
     if not learns.any():
-        run.say_nothing_learnt(batch, flat)
+        report.say_nothing_learnt(iteration, flat, batch["counted"])
         if "old_logprobs" not in batch:
-            sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE
+            sampler_gap = read_with_models(batch, minibatches, age)  # COLLECTIVE
     batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    trained = report.summarize(batch, "objective", scorer.names)
+    cap = importance_cap if age else 0
+    trained = report.summarize(batch, "objective", scorer.names, cap)
     record |= {name: trained[name] for name in ("objective/kl", "objective/entropy")
                if name in trained}
     record |= sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", scorer.names)
+        record |= report.summarize(batch, "trained", scorer.names, cap)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
+    record |= report.importance_of(batch, importance_cap)
     record |= {
         "objective/texts": report.hash_of(batch["tokens"]),
         "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
-        "policy/ratio_gap": float(ratio_gap),
+        "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": policy_norm.item(),
         "policy/steps": steps,
+        "policy/staleness": age if system.staleness else None,
         "policy/lr": policy_lr,
     }
-    run.log(record, batch)  # COLLECTIVE
+    run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
 
-run.finish()  # COLLECTIVE
+run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

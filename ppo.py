@@ -39,57 +39,45 @@ from configurator import configure
 from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
                   permutation, tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
-from engine.checks import check_ppo
-from engine.optimizers import step
-from engine.placement import in_memory, no_grad_forwards
+from engine.checks import check_rl
+from engine.optimizers import MovingAverage, step
+from engine.placement import in_memory
+from engine.reward_mix import files_of
 from engine.run import Run, ranks_agree
+from errors import BadConfig
 from gae import compute_gae
-from loss import (adapt_kl_coef, example_logprobs, explained_variance, importance_weights,
-                  kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
-                  response_values, standard_deviation, update_moments)
+from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, gap_limit,
+                  importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten,
+                  response_logprobs, response_values, standard_deviation, update_moments)
 from rewards import Scorer, last_real, punish_missing_eos, reward_terms
-from rollout import center_scores_of
+from rollout import Sampler
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
-out_dir = "out/ppo"  # checkpoints, log.jsonl and the finished policy
+out_dir = "out/ppo"  # * checkpoints, log.jsonl and the finished policy
 eval_interval = 10  # iterations between evaluations; also at iteration 0 and after the last [>= 1]
 eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
-keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
 
 # the models: folders or hub names
-policy_path = "out/arithmetic_sft/policy"  # the SFT model: policy and reference policy
-ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
-reward_path = "out/arithmetic_rm/reward_model"  # a model with one label
-judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
+policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
+reward_path = "out/arithmetic_rm/reward_model"  # * a model with one label
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
-share_base = False  # all four are adapters on one trunk, policy_path; so reward_path is an adapter
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
-prompts_path = "data/arithmetic/rl_train.jsonl"  # prompts to train on; A.jsonl,0.3*B.jsonl: a mix
-eval_path = ""  # held-out prompts; empty = no evaluation
-max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
-too_long = "error"  # a longer prompt; cut: lose its beginning [error | drop | cut]
+prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
+eval_path = ""  # * held-out prompts; empty = no evaluation
 
 # 1) rollout, and its scores
-batch_size = 512  # responses an iteration, over all ranks [1..1000000]
-max_new_tokens = 53  # longest response R (N+ detail 4) [1..1000000]
+batch_size = 512  # * responses an iteration, over all ranks [1..1000000]
+max_new_tokens = 53  # * longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
-stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
-rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
-generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
-roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
-reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
-code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 
 # 3) rewards and advantages
 scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0 = off [>= 0]
 reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
+kl_coef = 0.05  # * weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
 # scale the rewards of all tokens to standard deviation 1 before GAE; keep-mean: do not shift them
@@ -102,7 +90,6 @@ lam = 0.95  # lambda of GAE [0..1]
 ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
-micro_batch_tokens = 0  # instead: as many rows as have so many tokens; 0 = micro_batch_size [>= 0]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
@@ -117,14 +104,13 @@ ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mi
 ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
-max_iters = 1953  # iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
-learning_rate = 3e-6  # policy's peak [> 0]
+max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
+learning_rate = 3e-6  # * policy's peak [> 0]
 warmup_iters = 0  # policy: iterations of linear warm-up [>= 0]
 lr_decay = "linear"  # policy: it stays, or falls to 0 like this [constant | linear | cosine]
 value_learning_rate = 3e-6  # value model's peak [> 0]
 value_warmup_iters = 0  # value model: iterations of linear warm-up [>= 0]
 value_lr_decay = "linear"  # value model: as lr_decay [constant | linear | cosine]
-weight_decay = 0.0  # AdamW's [>= 0]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
@@ -132,47 +118,60 @@ critic_warmup_iters = 0  # iterations, from the first, in which only the value m
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
 
-# system; the keys of engine/keys.py become globals here, too: dtype, lora, zero_stage, timeout ...
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
-config = configure(globals(), "engine/keys.py")
+
+# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic, roles)  # COLLECTIVE
+rank, world_size, device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-check_ppo(config, terms, world_size)
-train_rows, eval_rows = (build.read_prompts(path, terms, fields)
+names = [name for _, name, _ in terms]
+check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
+if value_init == "reward" and "reward_model" not in names:
+    raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
+                    "type --value_init=policy")
+train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
+placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(config, device)
+policy, tokenizer = build.load_policy(policy_path, placement)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = build.load_ref_policy(config, device, policy, tokenizer)
+    ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
 
 # the reward model: frozen. One number for a whole response; None where rules alone score
-reward_model, reward_tokenizer = build.load_reward_model(config, device, policy, tokenizer, terms)
+reward_model, reward_tokenizer = None, tokenizer
+if "reward_model" in names:
+    reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy,
+                                                             tokenizer)
 
-# the judge: frozen. A language model that is asked how good a response is; None if
-# reward_functions does not name it
-judge = build.load_judge(config, device, policy, ref_policy, terms)
+# the judge: frozen. A language model that is asked how good a response is, if it is a reward
+judge = None
+if "judge" in names:
+    judge = build.load_judge(policy_path, placement, policy, ref_policy)
 
 # the value model, trained: one number for each token, the score that is still to be expected
-value_model = build.load_value_model(config, device, policy, tokenizer, reward_tokenizer)
+value_model = build.load_value_model(value_init, placement, policy, tokenizer, reward_path,
+                                     reward_tokenizer)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
 prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
-                          max_prompt_tokens, too_long)
+                          system.max_prompt_tokens, system.too_long)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
-ptx_rows, ptx_examples = build.read_ptx(config, policy, tokenizer)  # none without a ptx_path
-config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
-ranks_agree(config, models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
+ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
+config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+ranks_agree(config, [prompts_path, eval_path, ptx_path, *files_of(reward_functions)],
+            models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 
 def rows_of(iteration):
@@ -180,97 +179,95 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size, train_rows.mix)
 
 
+def minibatches_of(iteration, epoch=0):
+    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
+    return order.to(device).tensor_split(num_minibatches)
+
+
+def micro_batches(batch, rows, whose=None):
+    """This rank's micro-batches of these rows of a batch."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+
+
 def evaluation_is_due(iteration):
     """Whether an iteration begins with held-out prompts."""
     return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
 
 
-# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
-schedule = Schedule(data, max_iters, staleness, rows_of, evaluation_is_due)
-generate_or_score(schedule, config, models, terms, (tokenizer, reward_tokenizer), device, judge)
-
-optimizers = dict(policy=build.optimizer_of(policy, "policy", config, learning_rate),
-                  value_model=build.optimizer_of(value_model, "value", config, value_learning_rate))
-ema = build.moving_average(policy, ema_decay)
-# state: what the loop carries from one iteration to the next, beside weights and optimizers
-run = Run(config, models, optimizers, tokenizer, prompts, device,
-          state=dict(kl_coef=kl_coef, given_kl_coef=kl_coef, score_shift=None,
-                     score_moments=[0, 0.0, 0.0], best_deviation=1.0),
-          ema=ema)
-state = run.state
-# a run that resumes may have new keys
-if kl_coef_target == 0 or kl_coef != state["given_kl_coef"]:
-    state["kl_coef"] = kl_coef  # the key counts, and not what a checkpoint's run has adapted it to
-state["given_kl_coef"] = kl_coef
-if scale_scores == "none":
-    state["score_moments"] = [0, 0.0, 0.0]
-
-parallel.broadcast_parameters(run.models.values())  # COLLECTIVE: all begin with rank 0's bytes
-policy_gradients = parallel.flatten_gradients(policy.parameters())
-value_gradients = parallel.flatten_gradients(value_model.parameters())
-gradients = policy_gradients + value_gradients
-autocast = build.autocast(config, device)
-scorer = Scorer(config, terms, reward_model, tokenizer, reward_tokenizer, run.threads, device,
-                judge)
-run.announce(passes=ppo_epochs)
-# a value model that starts as the reward model has the same zero
-center_scores_of(reward_model, value_model if value_init == "reward" else None, run, policy,
-                 scorer, config, *data[0])  # COLLECTIVE
-batches = Batches(schedule, run, scorer)
-value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
-
-# -------------------------------------------------------------------------------------------------
-# helpers of the loop
-
-
 def logprobs_of(model, mb):
     """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
-    with autocast:
-        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, head_chunk,
+    with placement.autocast:
+        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
                                  entropy=entropy_coef > 0)
 
 
 def values_of(mb):
     """The value of the state before each response token of a micro-batch, (b, R)."""
-    with autocast:
+    with placement.autocast:
         return response_values(value_model, mb)
 
 
-def read_with_models(batch, minibatches):
+def read(model, mb):
+    """What a model says of each response token, (b, R): its value, or its log-prob."""
+    return values_of(mb) if model is value_model else logprobs_of(model, mb)[0]
+
+
+sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
+scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device,
+                placement.autocast, micro_batch_size, system.micro_batch_tokens,
+                system.reward_timeout, system.code_seconds)
+# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
+schedule = Schedule(data, max_iters, system.staleness, rows_of, evaluation_is_due)
+generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
+
+betas = beta1, beta2
+optimizers = dict(
+    policy=build.optimizer_of(policy, "policy", placement, learning_rate, betas, adam_eps),
+    value_model=build.optimizer_of(value_model, "value", placement, value_learning_rate, betas,
+                                   adam_eps))
+ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
+run = Run(  # COLLECTIVE
+    out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
+    must_match=["seed", "batch_size", "value_init"]
+    + ["max_new_tokens"] * (system.staleness > 0),  # of batches that are sampled ahead
+    sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
+    + ["ptx_path"] * bool(ptx_path),
+    token_ids=prompts[0], ema=ema,
+    # what the loop carries from one iteration to the next, beside weights and optimizers
+    state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
+state = run.state
+
+policy_gradients = parallel.flatten_gradients(policy.parameters())
+value_gradients = parallel.flatten_gradients(value_model.parameters())
+gradients = policy_gradients + value_gradients
+batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+# a value model that starts as the reward model has the same zero
+batches.center_scores(  # COLLECTIVE
+    reward_model, value_model if value_init == "reward" else None)
+value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
+# how far log-probs that are equal on paper may be apart, in nats
+limit = gap_limit(system.dtype, temperature)
+
+# -------------------------------------------------------------------------------------------------
+# helpers of the loop
+
+
+def read_with_models(batch, minibatches, age=0):
     """
     A collective: policy, reference and value model read the batch before the update. It gets
-    old_logprobs, ref_logprobs and values, (B, R) each. Every rank reads its share. Returns the gap
-    between sampler_logprobs and old_logprobs, see Run.add_readings.
+    old_logprobs, ref_logprobs and values, (B, R) each. Returns the gap between sampler_logprobs and
+    old_logprobs in nats; None where an older policy has sampled.
 
     minibatches: the rows of each step of the first epoch. The old log-probs are computed here, by
-    the forward that will be trained, in the same micro-batches. So in the first step of the first
-    epoch the ratio is 1 to the last bit. The sampler's own log-probs are rounded differently.
+    the forward that will be trained, in the same micro-batches. So before the first step the ratio
+    is 1 to the last bit. The sampler's own log-probs are rounded differently.
     """
-    run.know_old_logprobs(batch)  # those of a batch that was sampled ahead, see staleness
-    names = ["old_logprobs", "values"]
-    if ref_policy is not None:
-        names.append("ref_logprobs")
-    names = [name for name in names if name not in batch]
-    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
-    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in names}
-    with no_grad_forwards([policy, ref_policy, value_model], device):
-        for rows in minibatches:
-            for mb in run.until_stop_asked(my_micro_batches(batch, rows, config)):
-                length = mb["response_mask"].shape[1]
-                if "old_logprobs" in names:
-                    columns["old_logprobs"][mb["index"], :length] = logprobs_of(policy, mb)[0]
-                columns["values"][mb["index"], :length] = values_of(mb)
-                if "ref_logprobs" in names:
-                    columns["ref_logprobs"][mb["index"], :length] = logprobs_of(ref_policy, mb)[0]
-    run.leave_if_stop_asked()  # COLLECTIVE
-    return run.add_readings(batch, columns)  # COLLECTIVE
-
-
-def kl_to_reference(logprobs, batch):
-    """The KL at each token, (b, R), of a batch or a micro-batch; 0 where there is no reference."""
-    if "ref_logprobs" not in batch:
-        return torch.zeros_like(logprobs)
-    return kl_estimate(logprobs, batch["ref_logprobs"], kl_estimator)
+    readers = dict(old_logprobs=policy, values=value_model, ref_logprobs=ref_policy)
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+        batch["old_logprobs"] = batch["sampler_logprobs"]
+    run.read(batch, readers, read, minibatches, micro_batches)  # COLLECTIVE
+    return run.sampler_gap(batch, limit) if age == 0 else None  # COLLECTIVE
 
 
 def add_ptx_gradients(number, sums):
@@ -281,22 +278,23 @@ def add_ptx_gradients(number, sums):
     """
     picked = batch_rows(seed, number, batch_size // num_minibatches, ptx_rows.mix)
     examples = [ptx_examples[i] for i in picked]  # of all ranks
-    for part in micro_batches_of(examples, tokens_of_example, config):
-        with autocast:
-            losses = -example_logprobs(policy, part, tokenizer, head_chunk, device)  # (n,)
+    for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
+                                 system.micro_batch_tokens):
+        with placement.autocast:
+            losses = -example_logprobs(policy, part, tokenizer, system.head_chunk, device)  # (n,)
         loss = ptx_coef * losses.sum() / trained_tokens(examples)
         (run.loss_scale * loss).backward()
         report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
 
 
-def shape_scores(scores, finished, deviation):
+def shape_scores(batch, deviation):
     """
-    What the settings make of the scores (B,), in this order: scale, missing EOS, clip. finished
-    (B,): which responses have ended. One to which no reward applies has the score 0. deviation:
-    the scores are divided by it.
+    What the settings make of the scores of a batch, (B,), in training and in evaluation: they are
+    divided by a deviation; a response that never ended is punished; they are clipped. A response
+    to which no reward applies has the score 0.
     """
-    scores = torch.where(scores.isnan(), 0, scores) / deviation
-    scores = punish_missing_eos(scores, finished, missing_eos_penalty)
+    scores = torch.where(batch["scores"].isnan(), 0, batch["scores"]) / deviation
+    scores = punish_missing_eos(scores, batch["finished"], missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -308,17 +306,12 @@ def evaluate():
     batch = batches.held_out(len(rows))  # COLLECTIVE
     read_with_models(batch, [batch["index"]])  # COLLECTIVE
     record = report.summarize(batch, "eval", scorer.names)
-    # The best policy has the best shaped score, which also counts responses that never end. All
-    # evaluations are shaped with one deviation, the first one's. The running deviation would not
-    # do: it moves, and the penalty for a missing EOS weighs more or less with it.
+    # All evaluations are shaped with one deviation, the first one's. The running deviation moves,
+    # and the penalty for a missing EOS would weigh more or less with it.
     if scale_scores == "running" and state["best_score"] is None:
         moments = update_moments([0, 0.0, 0.0], batch["scores"])
         state["best_deviation"] = standard_deviation(moments)
-    shaped = shape_scores(batch["scores"], batch["finished"], state["best_deviation"])
-    score = shaped.mean().item()
-    if keep_best and report.is_better(score, state["best_score"]):
-        state["best_score"] = score
-        run.save_as("best_policy")  # COLLECTIVE
+    run.keep_best(shape_scores(batch, state["best_deviation"]).mean().item())  # COLLECTIVE
     run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
     return record
 
@@ -326,38 +319,35 @@ def evaluate():
 # -------------------------------------------------------------------------------------------------
 # the loop
 
-for iteration in range(run.start, max_iters + 1):
-    # 0) evaluate and save before the update: checkpoint k means "iteration k comes next"
-    run.begin(iteration)  # COLLECTIVE: the audit, when it is due
+for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
     if evaluation_is_due(iteration):
         record |= evaluate()  # COLLECTIVE
-    run.save_if_due()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE
         break
-    run.leave_if_stop_asked()  # COLLECTIVE
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
-    # rank does its share of the prompts, and then holds the whole batch
-    batch = batches.rollout()  # COLLECTIVE
+    # rank does its share of the prompts, and then holds the whole batch. age: how many updates ago
+    # the policy was that has sampled it, see the key staleness
+    batch, age = batches.rollout(iteration)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) read: the log-probs of policy and reference, and the values, before any update.
-    # Each epoch goes over the batch in another order
-    orders = [permutation(batch_size, seed, "minibatches", iteration, epoch).to(device)
-              for epoch in range(ppo_epochs)]  # (B,) each
-    minibatches = orders[0].tensor_split(num_minibatches)
-    sampler_gap = read_with_models(batch, minibatches)  # COLLECTIVE: the sampler must agree
+    # 2) read: the log-probs of policy and reference, and the values, before any update
+    sampler_gap = read_with_models(batch, minibatches_of(iteration), age)  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
+    deviation, kl_weight = 1.0, kl_coef
     if scale_scores == "running":  # with the scores of this batch
         state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
-    # the deviation of no scores is 1: so it is while scale_scores = "none"
-    deviation = standard_deviation(state["score_moments"])
-    scores = shape_scores(batch["scores"], batch["finished"], deviation)  # (B,)
-    kl = kl_to_reference(batch["old_logprobs"], batch)  # (B, R)
-    rewards = -state["kl_coef"] * kl  # (B, R)
+        deviation = standard_deviation(state["score_moments"])
+    if kl_coef_target > 0:
+        kl_weight = kl_coef * state["kl_factor"]
+    scores = shape_scores(batch, deviation)  # (B,)
+    kl = torch.zeros_like(batch["old_logprobs"])  # (B, R)
+    if kl_coef > 0:
+        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
+    rewards = -kl_weight * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     rlhf_reward = rewards.sum(1).mean()
@@ -376,25 +366,24 @@ for iteration in range(run.start, max_iters + 1):
                                 value_lr_decay)
     sums = report.new_sums(["loss/policy", "loss/value", "policy/approx_kl",
                             "policy/clipfrac", "val/clipfrac"] + ["loss/ptx"] * bool(ptx_rows)
-                           + ["policy/off_policy_kl"] * (staleness > 0), device)
-    ratio_gap = torch.zeros((), dtype=torch.float64, device=device)
-    first = True  # no step has been tried in this iteration
+                           + ["policy/off_policy_kl"] * (system.staleness > 0), device)
+    steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
-    steps = 0
     for epoch in range(ppo_epochs):
-        for minibatch, rows in enumerate(orders[epoch].tensor_split(num_minibatches)):
+        for number, rows in enumerate(minibatches_of(iteration, epoch)):
             if stopped:
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
             kl_before = sums["policy/approx_kl"].clone()
+            largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
             if ptx_rows:  # before PPO's losses: gradients are sent during the last backward pass
-                number = (iteration * ppo_epochs + epoch) * num_minibatches + minibatch
-                add_ptx_gradients(number, sums)  # COLLECTIVE where the policy is sharded
+                first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
+                add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
 
             for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, my_micro_batches(batch, rows, config)):
+                    gradients, micro_batches(batch, rows)):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -423,12 +412,13 @@ for iteration in range(run.start, max_iters + 1):
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
-                if first:  # before the first step the ratio must be 1
-                    ratio_gap = torch.maximum(ratio_gap, run.gap(logprobs, mb["old_logprobs"], m))
+                if steps == 0:
+                    largest_gap = torch.maximum(
+                        largest_gap, gap(logprobs - mb["old_logprobs"], m, system.dtype))
+                    if age > 0:  # the policy has moved since it sampled this batch
+                        drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+                        report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                if first and run.batch_age:  # the policy has moved since it sampled this batch
-                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,
@@ -438,9 +428,10 @@ for iteration in range(run.start, max_iters + 1):
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
             value_norm = parallel.clip_gradients(value_gradients, grad_clip)
-            if first:
-                ratio_gap = run.must_agree(ratio_gap, "the training forward")  # COLLECTIVE
-            first = False
+            if steps == 0:  # unless old_logprobs are those of an older policy
+                ratio_gap = run.must_agree(  # COLLECTIVE
+                    largest_gap, limit if age == 0 or importance_cap else None,
+                    "the training forward")
             if run.overflowed(policy_norm, value_norm):  # float16 only: all ranks skip this step
                 policy_norm = value_norm = torch.zeros(())
                 continue
@@ -463,25 +454,27 @@ for iteration in range(run.start, max_iters + 1):
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= report.summarize(batch, "objective", scorer.names)
+    record |= report.summarize(batch, "objective", scorer.names, importance_cap if age else 0)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
+    record |= report.importance_of(batch, importance_cap)
     record |= {
         "objective/texts": report.hash_of(batch["tokens"]),
-        "objective/kl_coef": state["kl_coef"],
+        "objective/kl_coef": kl_weight,
         "objective/non_score_reward": non_score_reward.item(),
         "objective/rlhf_reward": rlhf_reward.item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": policy_norm.item(),
         "policy/steps": steps,
+        "policy/staleness": age if system.staleness else None,
         "policy/lr": policy_lr,
         "val/grad_norm": value_norm.item(),
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
         "val/lr": value_lr,
     }
     if kl_coef_target > 0:
-        state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["objective/kl"], kl_coef_target,
-                                         batch_size)
-    run.log(record, batch)  # COLLECTIVE
+        state["kl_factor"] = adapt_kl_coef(state["kl_factor"], record["objective/kl"],
+                                           kl_coef_target, batch_size)
+    run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
 
-run.finish()  # COLLECTIVE
+run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

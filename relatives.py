@@ -1,6 +1,6 @@
 """
 GRPO and its relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Tensors in, tensors
-out, as in loss.py; loss_of_relative alone reads the keys, to choose one of the losses.
+out, as in loss.py.
 
 Plain GRPO (arXiv 2402.03300, equation 3): a response's advantage is its score minus the mean
 score of its group, divided by the group's standard deviation; all tokens of the response share it;
@@ -15,7 +15,7 @@ and the loss of a token is PPO's clipped one. Each relative changes a little of 
                every token counts the same                     token_weights      its eq. 12
                too long responses lose score                   rewards.length     its eq. 13
     GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
-    CISPO      a clipped weight instead of a clipped ratio     cispo_loss         2506.13585, eq. 4
+    CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
     dual clip  a bound for the loss of tokens with A < 0       dual_clipped_loss  1912.09729, eq. 5
 
 Dual clip comes from PPO and fits any of them but CISPO. config/ has a file of keys for each of the
@@ -79,7 +79,7 @@ def flat_groups(scores, group_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# the loss of each token
+# what changes in the loss of each token
 
 
 def gspo_log_ratio(log_ratio, response_mask):
@@ -113,72 +113,6 @@ def dual_clipped_loss(losses, clipped, advantages, bound):
     clipped = clipped | (advantages < 0) & (losses > highest)
     losses = torch.where(advantages < 0, torch.minimum(losses, highest), losses)
     return losses, clipped
-
-
-def cispo_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high):
-    """
-    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5): REINFORCE with a clipped weight,
-
-        loss = -weight A log p        weight = clip(ratio, 1 - cliprange, 1 + cliprange_high)
-
-    The weight is a constant: the gradient goes through log p alone. So clipping bounds the gradient
-    of a token; PPO's clip makes it 0.
-
-    All (B, R). Returns the loss of each token, 0 where the mask is False, and where the weight was
-    clipped.
-    """
-    # the mask comes before exp: what stands under it may overflow
-    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)
-    ratio = log_ratio.detach().exp()
-    weight = ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    logprobs = torch.where(response_mask, logprobs, 0)
-    advantages = torch.where(response_mask, advantages, 0)
-    return -weight * advantages * logprobs, response_mask & (weight != ratio)
-
-
-def clipped_loss(logprobs, old_logprobs, advantages, response_mask, cliprange, cliprange_high=None,
-                 dual_clip=0.0, importance="token"):
-    """
-    PPO's clipped surrogate objective (arXiv 1707.06347, equation 7) as a loss:
-
-        ratio = p / p_old
-        loss = max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange))
-
-    All (B, R). Returns the loss of each token, and where clipping took a token's gradient away.
-    With A = 2 and a ratio of 1.5: max(-3, -2.4) = -2.4, which no longer depends on the ratio.
-
-    cliprange_high: another range above 1 (DAPO, arXiv 2503.14476, equation 10); None: the same.
-    dual_clip: see dual_clipped_loss; 0 = off.
-    importance: "token", or "sequence": see gspo_log_ratio.
-    """
-    cliprange_high = cliprange if cliprange_high is None else cliprange_high
-    # the mask comes before exp: what stands under it may overflow
-    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0)
-    if importance == "sequence":
-        log_ratio = gspo_log_ratio(log_ratio, response_mask)
-    advantages = torch.where(response_mask, advantages, 0)
-    ratio = log_ratio.exp()
-    losses1 = -advantages * ratio
-    losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    losses, clipped = torch.maximum(losses1, losses2), losses2 > losses1
-    if dual_clip > 0:
-        losses, clipped = dual_clipped_loss(losses, clipped, advantages, dual_clip)
-    return losses, clipped
-
-
-def loss_of_relative(config):
-    """
-    The loss of a relative: a function of logprobs, old_logprobs, advantages and a mask, (B, R)
-    each, which returns the loss of each token and where clipping took its gradient away. None where
-    the keys ask for GRPO's own, which is written out in grpo.py.
-    """
-    low, high = config["cliprange"], config["cliprange_high"]
-    dual_clip, importance = config["dual_clip"], config["importance"]
-    if config["loss_type"] == "cispo":
-        return lambda *tensors: cispo_loss(*tensors, low, high)
-    if importance == "sequence" or dual_clip > 0:
-        return lambda *tensors: clipped_loss(*tensors, low, high, dual_clip, importance)
-    return None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ response that did not end with EOS the score -1, in the place of its own score.
 """
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import parallel
 from data import left_aligned, prompt_text, right_pad
-from engine import together
+from engine import launch, together
 from engine.answers import final_answer, same_answer
-from engine.build import autocast
 from engine.expressions import same_expressions
 from engine.placement import no_grad_forwards
 from engine.programs import extract_code
@@ -359,21 +359,23 @@ class Scorer:
 
     terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
-    the policy's and the reward model's. threads: an executor for the rules.
+    the policy's and the reward model's. autocast: the context of the models' forwards. The rest are
+    keys.
     """
 
-    def __init__(self, config, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
-                 judge=None):
+    def __init__(self, terms, reward_model, judge, tokenizer, reward_tokenizer, device, autocast,
+                 micro_batch_size, micro_batch_tokens=0, reward_timeout=300, code_seconds=5):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[2]]
         self.reward_model, self.judge = (
             model if model is not None and not next(model.parameters()).is_meta else None
             for model in (reward_model, judge))
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
-        self.threads, self.device = threads, device
-        self.timeout, self.config = config["reward_timeout"], config
-        self.autocast = autocast(config, device)
-        self.limits = dict(timeout=config["code_seconds"])
+        self.device, self.autocast = device, autocast
+        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
+        self.timeout, self.limits = reward_timeout, dict(timeout=code_seconds)
+        # the rules work in a thread; slow ones wait for processes of their own
+        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
         self.said = set()  # what need not be said again
 
     def start(self, part, fraction):
@@ -406,10 +408,9 @@ class Scorer:
         # Every rank runs the same number of forwards, because the models may be sharded.
         # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
         # have no more tokens in all.
-        at_once = self.config["micro_batch_size"]
-        if self.config["micro_batch_tokens"]:
-            width = mine["tokens"].shape[1]
-            at_once = max(self.config["micro_batch_tokens"] // width, 1)
+        at_once = self.micro_batch_size
+        if self.micro_batch_tokens:
+            at_once = max(self.micro_batch_tokens // mine["tokens"].shape[1], 1)
         forwards = parallel.most_micro_batches(rows, at_once)
         if self.reward_model is not None:
             with self.autocast, no_grad_forwards([self.reward_model], self.device):

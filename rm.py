@@ -14,8 +14,6 @@ same order.
 b examples of a micro-batch; k completions of an example, 2 of a pair; T tokens of the longest of
 them. Masks are True where it counts.
 """
-import os
-import sys
 import time
 
 import torch
@@ -23,39 +21,33 @@ import torch
 import parallel
 from configurator import configure
 from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad
-from engine import audit, launch, report, together
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
+from engine import audit, build, launch
 from engine.estimates import agreement, calibration_error, correlation
-from folders import several_paths
-from engine.optimizers import make_optimizer, overflowed, step
-from engine.placement import in_memory, load_placed, no_grad_forwards
-from engine.places import Place, place_of_one, precisions
-from engine.run_folder import content_hash, data_hashes, fingerprint, open_run
-from engine.run_log import write_log
+from engine.optimizers import step
+from engine.placement import in_memory, no_grad_forwards
+from engine.places import Place
+from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
-from engine.trackers import start_trackers
-from errors import BadConfig, BadInput
-from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
+from errors import BadConfig, BadInput, say
+from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
-
+from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
 
 # -------------------------------------------------------------------------------------------------
 # where to write
-out_dir = "out/rm"  # checkpoints, log.jsonl and the finished model; to resume, give the same
+out_dir = "out/rm"  # * checkpoints, log.jsonl and the finished model; to resume, give the same
 eval_interval = 50  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
 
 # data: JSONL with "prompt", "chosen" and "rejected", or two whole dialogues; see docs/data.md
-train_path = "data/arithmetic/pairs_train.jsonl"  # pairs to learn; A.jsonl,0.3*B.jsonl: a mix
-val_path = ""  # held-out pairs; empty = no evaluation
-demonstrations_path = ""  # SFT's: what shall score 0 on average; empty = the held-out chosen ones
-max_tokens = 0  # longest prompt and completion together, 0 = the model's context [>= 0]
-# A pair cannot be cut: the score is read at the last token, and a text that is cut has no EOS there
-too_long = "error"  # a pair with a longer one [error | drop]
+train_path = "data/arithmetic/pairs_train.jsonl"  # * pairs to learn; A.jsonl,0.3*B.jsonl: a mix
+val_path = ""  # * held-out pairs; empty = no evaluation
+demonstrations_path = ""  # * SFT's: what shall score 0 on average; empty = the held-out chosen ones
+max_tokens = 0  # * longest prompt and completion together, 0 = the model's context [>= 0]
 
 # model
-init_from = "out/arithmetic_sft/policy"  # a folder or hub name; N+ detail 11: with a new head
+init_from = "out/arithmetic_sft/policy"  # * a folder or hub name; N+ detail 11: with a new head
 
 # a teacher: frozen reward models, whose scores are learned in the place of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
@@ -70,14 +62,12 @@ label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way r
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
 
 # optimizer: AdamW
-max_iters = 100  # optimizer steps [>= 1]
-batch_size = 64  # pairs a step, over all ranks [1..1000000]
+max_iters = 100  # * optimizer steps [>= 1]
+batch_size = 64  # * pairs a step, over all ranks [1..1000000]
 micro_batch_size = 32  # pairs at once; only memory depends on it [>= 1]
-micro_batch_tokens = 0  # instead: as many as have so many tokens; 0 = micro_batch_size [>= 0]
-learning_rate = 3e-4  # peak [> 0]
+learning_rate = 3e-4  # * peak [> 0]
 warmup_iters = 5  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # then it stays, or falls to 0 like this [constant | linear | cosine]
-weight_decay = 0.0  # AdamW's [>= 0]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.95  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 10) [> 0]
@@ -86,12 +76,15 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 
-# more keys, such as dtype, lora and zero_stage, become globals here: see engine/keys.py.
-# A reward model has one output a token and no logits, so it has no head_chunk
-config = configure(globals(), "engine/keys.py", checkpoint_interval=500, sync_check_interval=100,
-                   head_chunk=None)
+# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500,
+                           sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
-teachers = several_paths(teacher, "teacher") if teacher else []
+# set-up: the ranks, the data, the model, its optimizer, and resume or begin
+
+if system.too_long == "cut":
+    raise BadConfig("too_long = 'cut': a score is read at the last token, so a pair cannot be cut; "
+                    "type --too_long=drop")
 if teacher and (label_smoothing or centre_coef or use_confidence):
     raise BadConfig("label_smoothing, centre_coef and use_confidence change the loss of labels, "
                     "and with a teacher its scores are learned instead; leave them out")
@@ -99,40 +92,31 @@ if teacher and score_coef == preference_coef == 0:
     raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
                     "type --score_coef=1")
 
-rank, world_size, device = launch.init(device_type, timeout, deterministic)
-master = rank == 0
-place = place_of_one("reward", zero_stage, offload, lora, optim)
-precision, weights_dtype, frozen_dtype = precisions(dtype, master_weights, device)
-
-
-# -------------------------------------------------------------------------------------------------
-# data
-
-train_rows = read_rows(train_path, scored_row if teacher else preference_row, fields)
+rank, world_size, device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic)
+placement = build.Placement(system, device, seed, ("reward",), alone=True)
+train_rows = read_rows(train_path, scored_row if teacher else preference_row, system.fields)
 completions = completions_of(train_rows, train_path)  # the fields: of a pair two
 k = len(completions)
 if k == 1 and score_coef == 0:
     raise BadConfig(f"score_coef = 0, but {train_path} has single responses, of which nothing but "
                     "the teacher's scores can be learned; type --score_coef=1")
-val_rows = read_rows(val_path, preference_row, fields) if val_path else Rows()
+val_rows = read_rows(val_path, preference_row, system.fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
-tokenizer = load_tokenizer(init_from, chat_template, template_kwargs, system_prompt)
+tokenizer = load_tokenizer(init_from, system.chat_template, system.template_kwargs,
+                           system.system_prompt)
 tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
-
-# -------------------------------------------------------------------------------------------------
-# model: one that exists, with a scalar head, and with an adapter where there is LoRA
-
-reward_model = load_placed(init_from, place, device, "scalar", weights_dtype, frozen_dtype, seed,
-                    trained=True, recompute=gradient_checkpointing, compiled=compile)
+# a model that exists, with a scalar head, and with an adapter where there is LoRA
+reward_model = placement.load(init_from, "reward", head="scalar", trained=True)
 reward_model.score_shift = 0.0  # set at the end
-first_weights = fingerprint(reward_model)
 check_tokenizer_fits(tokenizer, reward_model, init_from)
+
 
 def encode(rows, path, *fields):
     """[the ids of each of these completions behind its prompt, ...] of all rows."""
     return encode_scored(rows, path, tokenizer, fields, reward_model.max_positions, max_tokens,
-                         too_long)
+                         system.too_long)
 
 
 train_ids = encode(train_rows, train_path, *completions)
@@ -143,57 +127,29 @@ demonstrations = encode(demonstrations, demonstrations_path, "completion")
 demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
 # the teachers read the text, in their own tokens: (path, ids of train_rows, of the held-out pairs)
 # of each. Their weights are read when they are asked
+teachers = several_paths(teacher, "teacher") if teacher else []
 taught = []
 for path in teachers:
-    outline = load_placed(path, Place(here=False), device, "scalar", weights_dtype)
+    outline = placement.load(path, "reward", head="scalar", place=Place(here=False))
     reader = load_reader(path, outline, tokenizer)
     held_out = val_rows[:len(eval_pairs)]
     taught.append((path, *(encode_scored(rows, where, reader, which, outline.max_positions)
                            for rows, where, which in ((train_rows, train_path, completions),
                                                       (held_out, val_path, PAIR)))))
-config["max_iters"] = max_iters = iterations(config, len(train_rows), batch_size)
-
-# all ranks start from the same, or none does
-contents = data_hashes(train_path, val_path, demonstrations_path)
-contents |= {"the content of the teacher": content_hash(teacher)} if teacher else {}
-together.agree(config | contents | {"the tokenizer": tokenizer.fingerprint,
-                                    "the weights": first_weights})
-
-
-# -------------------------------------------------------------------------------------------------
-# optimizer; and resume, or begin
-
-optimizer = make_optimizer(reward_model, place, learning_rate, (beta1, beta2), adam_eps,
-                           weight_decay)
-
-# files and folders whose contents may not change before a run resumes
-sources = ["train_path", "init_from", *(["teacher"] if teacher else [])]
-checkpoint, state = open_run(
-    out_dir, config, ["seed", "batch_size", "lora", "optim", "teacher", *sources], sources,
-    token_ids=[ids for example in train_ids for ids in example])
-# the state beside weights and optimizer; all but the iteration is float16's
-state = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, skipped=0) | (state or {})
-if checkpoint:
-    load_checkpoint(checkpoint, {"reward_model": reward_model}, {"reward_model": optimizer})
-start = state.pop("iteration")
-
+config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and what it is on
-parallel.broadcast_parameters(models.values())
-gradients = parallel.flatten_gradients(reward_model.parameters())
-frozen_sums = {}  # filled by the first audit
-flops_a_token = report.flops_a_token(reward_model, trained=True)
-peak_flops = report.peak_flops(config, device)
-start_trackers(report_to, config, start)
-if master:
-    if checkpoint:
-        print(f"resuming from {checkpoint}")
-    n_params = sum(p.numel() for p in reward_model.parameters())
-    times = max_iters * batch_size / len(train_rows)
-    print(f"reward model: {n_params / 1e6:.2f}M parameters ({reward_model.config.model_type}), "
-          f"{world_size} rank(s) on {device.type}, {dtype}")
-    print(f"data: {len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held "
-          f"out; {max_iters} steps of {batch_size} are {times:.1f} epochs")
+ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokenizer])  # COLLECTIVE
 
+optimizer = build.optimizer_of(reward_model, "reward", placement, learning_rate, (beta1, beta2),
+                               adam_eps)
+run = Run(  # COLLECTIVE
+    out_dir, max_iters, config, system, models, dict(reward_model=optimizer), tokenizer, device,
+    must_match=["seed", "batch_size", "teacher"],
+    sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
+    token_ids=[ids for example in train_ids for ids in example])
+gradients = parallel.flatten_gradients(reward_model.parameters())
+say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
+    f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
 
 # -------------------------------------------------------------------------------------------------
 # scores and evaluation
@@ -204,6 +160,11 @@ def tokens_of(example):
     return sum(map(len, example[0]))
 
 
+def micro_batches(items):
+    """This rank's micro-batches of examples that all ranks hold."""
+    return micro_batches_of(items, tokens_of, micro_batch_size, system.micro_batch_tokens)
+
+
 def scores_of(groups, k, model):
     """
     Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
@@ -212,7 +173,7 @@ def scores_of(groups, k, model):
     """
     sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
     tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b k, T) each
-    with precision:
+    with placement.autocast:
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
     return scores[:len(groups) * k].view(-1, k)
 
@@ -223,7 +184,7 @@ def all_scores(groups, model):
     scores = torch.zeros(len(groups), k, dtype=torch.float64)
     numbered = [(group, number) for number, group in enumerate(groups)]
     with no_grad_forwards([model], device):
-        for part in micro_batches_of(numbered, tokens_of, config):
+        for part in micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
     return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
@@ -269,11 +230,18 @@ def judge(scores):
 
 def evaluate():
     """A collective: judge our scores of the held-out pairs, and compare them with the teacher's."""
+    run.enter("eval")
     scores = all_scores(eval_pairs, reward_model)  # (n, 2)
-    if not teacher:
-        return judge(scores)
-    return judge(scores) | {"eval/agreement": agreement(scores, eval_known),
-                            "eval/correlation": correlation(scores, eval_known)}
+    record, near = judge(scores), ""
+    if teacher:
+        record |= {"eval/agreement": agreement(scores, eval_known),
+                   "eval/correlation": correlation(scores, eval_known)}
+        near = (f"; as the teacher {record['eval/agreement']:.1%}, "
+                f"correlation {record['eval/correlation']:.3f}")
+    say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
+        f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
+        f"{record['eval/calibration_error']:.3f}{near}")
+    return record
 
 
 # -------------------------------------------------------------------------------------------------
@@ -286,8 +254,8 @@ if teacher:
     teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
     for path, groups, held_out in taught:
-        model = load_placed(path, Place(place.stage), device, "scalar", weights_dtype,
-                            frozen_dtype, seed)
+        model = placement.load(path, "reward", head="scalar",
+                               place=Place(placement.places["reward"].stage))
         teacher_size += sum(p.numel() for p in model.parameters())
         known = known + centred(all_scores(groups, model)) / len(teachers)
         if eval_pairs:
@@ -299,120 +267,75 @@ if teacher:
         raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
                        "trained?")
     known = known.tolist()
-    if eval_pairs and master:
+    if eval_pairs:
         told = judge(eval_known)
-        print(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
+        say(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
               f"{told['eval/calibration_error']:.3f}")
-elif master:
+else:
     margins = [margin for margin, _ in known if margin != 0]
     confidences = [confidence for _, confidence in known if confidence != 1]
     if margins:
-        print(f"{len(margins)} pairs have a margin, {max(margins):g} at most")
+        say(f"{len(margins)} pairs have a margin, {max(margins):g} at most")
     if confidences:
-        print(f"{len(confidences)} pairs have a confidence, {min(confidences):g} at least")
+        say(f"{len(confidences)} pairs have a confidence, {min(confidences):g} at least")
 
 
 # -------------------------------------------------------------------------------------------------
 # the loop
 
-began = time.time()
-for iteration in range(start, max_iters + 1):
-    record = {"iteration": iteration}
-    last = iteration == max_iters
-
-    # evaluation, audit, checkpoint: before the step, so that checkpoint k means "step k comes next"
-    parallel.phase = f"iteration {iteration}, evaluation"
-    if eval_pairs and (iteration % eval_interval == 0 or last):
-        record |= evaluate()
-        if master:
-            near = ("" if not teacher else f"; as the teacher {record['eval/agreement']:.1%}, "
-                    f"correlation {record['eval/correlation']:.3f}")
-            print(f"iter {iteration}: held-out loss {record['eval/loss']:.4f}, "
-                  f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
-                  f"{record['eval/calibration_error']:.3f}{near}")
-    stop = not last and launch.stop_agreed()  # SIGTERM or Ctrl-C on any rank: all leave together
-    due = checkpoint_interval and iteration > start and iteration % checkpoint_interval == 0
-    saves = last or stop or due
-    parallel.phase = f"iteration {iteration}, checkpoint"
-    if iteration % sync_check_interval == 0 or saves:
-        audit.audit(models, frozen_sums, iteration)
-    if saves:
-        save_checkpoint(out_dir, iteration, {"reward_model": reward_model},
-                        {"reward_model": optimizer}, state, tokenizer, keep_checkpoints)
-    if stop:
-        if master:
-            print(f"stopped before iteration {iteration}, and saved; resume with the same command")
-        launch.finish()
-        sys.exit(0)
-    if last:
-        write_log(out_dir, record)
+for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
+    record = {}
+    if eval_pairs and (iteration % eval_interval == 0 or iteration == max_iters):
+        record |= evaluate()  # COLLECTIVE
+    if iteration == max_iters:
+        run.log(record)  # COLLECTIVE
         break
 
-    parallel.phase = f"iteration {iteration}, update"
-    t0 = time.time()
+    run.enter("update")
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     examples = [(train_ids[i], known[i]) for i in rows]  # of all ranks
-    all_tokens = sum(map(tokens_of, examples))
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
-    loss_scale = state["loss_scale"] if dtype == "float16" else 1.0
     sums = {}
-    for part in parallel.overlap_all_reduce(
-            gradients, micro_batches_of(examples, tokens_of, config)):
+    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):  # COLLECTIVE
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
         losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
-        (loss_scale * total / batch_size).backward()
+        (run.loss_scale * total / batch_size).backward()
         right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}
         for name, x in (losses | right).items():
             before, count = sums.get(name, (0.0, 0))
             sums[name] = [before + x.sum().item(), count + len(part)]
 
     # one step, alike on all ranks
-    parallel.all_reduce_gradients(gradients, loss_scale)
+    parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
     norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    skipped = dtype == "float16" and overflowed(state, [norm], iteration)
-    if not skipped:
+    if run.overflowed(norm):  # float16 only: all ranks skip this step
+        norm = torch.zeros(())
+    else:
         audit.check_gradients(norm, reward_model, "reward_model", iteration)
         step(optimizer, lr)
 
-    # what is written, and printed
-    record |= parallel.all_reduce_metrics(sums)
-    seconds = time.time() - t0
-    grad_norm = 0.0 if skipped else norm.item()  # JSON has no infinity
-    record |= {"reward_model/grad_norm": grad_norm, "reward_model/lr": lr,
-               "time/iteration": seconds}
-    record |= report.speed(device, all_tokens, all_tokens * flops_a_token, seconds,
-                           peak_flops, world_size)
-    write_log(out_dir, record)
-    if master and (iteration % 10 == 0 or iteration == max_iters - 1):
-        done = iteration + 1 - start
-        eta = (time.time() - began) / done * (max_iters - iteration - 1)
-        words = [f"{name.partition('/')[2]} {record[name]:.4f}" for name in sums]
-        print(f"iter {iteration}/{max_iters} | {' | '.join(words)} | "
-              f"grad norm {grad_norm:.2f} | lr {lr:.1e} | "
-              f"{report.speed_words(record)} | eta {eta:.0f}s", flush=True)
+    record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
+    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr}
+    run.log(record, tokens=sum(map(tokens_of, examples)), every=10)  # COLLECTIVE
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average
 # demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
 # for every reward model.
 mean = all_scores(demonstrations, reward_model).mean().item()
 reward_model.score_shift = -mean
-save_final(out_dir, "reward_model", reward_model, tokenizer, config)
+what = "demonstrations" if demonstrations_path else "chosen completions"
+say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
 if teacher and eval_pairs:
     began = time.time()
     all_scores(eval_pairs, reward_model)
     seconds, size = time.time() - began, sum(p.numel() for p in reward_model.parameters())
-    if master:
-        print(f"{size / 1e6:.2f}M parameters, and the teacher {teacher_size / 1e6:.2f}M: "
-              f"{teacher_size / size:.1f} times smaller; {len(eval_pairs) / seconds:.0f} pairs a "
-              f"second, and the teacher {len(eval_pairs) / teacher_seconds:.0f}: "
-              f"{teacher_seconds / seconds:.1f} times as fast")
-if master:
-    what = "demonstrations" if demonstrations_path else "chosen completions"
-    print(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-    print(f"saved {os.path.join(out_dir, 'reward_model')}; next: ppo.py")
-launch.finish()
+    say(f"{size / 1e6:.2f}M parameters, and the teacher {teacher_size / 1e6:.2f}M: "
+        f"{teacher_size / size:.1f} times smaller; {len(eval_pairs) / seconds:.0f} pairs a "
+        f"second, and the teacher {len(eval_pairs) / teacher_seconds:.0f}: "
+        f"{teacher_seconds / seconds:.1f} times as fast")
+run.finish("ppo.py")  # COLLECTIVE

@@ -32,13 +32,10 @@ import zlib
 import torch
 
 import parallel
-from data import batch_rows
-from engine import audit, launch, roles
-from engine.build import autocast, decoding_dtype
+from engine import audit
 from engine.placement import decoding_copy
-from errors import BadConfig, BadInput
+from errors import BadInput
 from model import scaled_logits
-from rewards import centering_shift
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -294,94 +291,78 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_and_score(run, policy, scorer, config, wanted, purpose, iteration):
+class Sampler:
     """
-    A collective: sample the responses that are wanted, and score them. Every rank does its share
-    and gets everyone's: from here on all ranks compute on the same numbers.
+    How a run samples: the policy with its tokenizer, and the keys that say what is sampled.
 
-    wanted: [(data row, its prompt's token ids, slot, sample), ...], one entry for each response.
-    purpose ("rollout", "eval", ...), iteration, slots (the prompts' places in the batch) and
-    samples decide the noise. scorer: rewards.Scorer.
-
-    Returns a dict of tensors with B = len(wanted) rows: what `generate` returns; scores (B,);
-    reward/NAME (B,) for each reward; accuracy, thinks (B,); index and data_row (B,), see add_up.
+    policy: Model. seed, max_new_tokens, temperature: the script's keys. placement: build.Placement,
+    with the keys of the engine.
     """
-    run.enter(purpose)
-    # the rules work on a part of the responses while others are sampled
-    mine, texts, pending = sample_share(  # COLLECTIVE
-        policy, scorer.tokenizer, config, run.device, wanted, purpose, iteration,
-        launch.stop_asked, scorer.start)
-    run.leave_if_stop_asked()  # COLLECTIVE
 
-    if purpose == "rollout":
-        run.enter("score")
-    with run.saved_if_it_fails():  # COLLECTIVE
-        mine |= scorer.score(mine | texts, pending, len(wanted))  # COLLECTIVE
-    run.leave_if_stop_asked()  # COLLECTIVE
-    batch = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE: b rows of this rank -> all B
-    return add_up(batch, scorer, wanted, iteration)
+    def __init__(self, policy, tokenizer, seed, max_new_tokens, temperature, placement):
+        self.policy, self.tokenizer, self.seed = policy, tokenizer, seed
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.placement, self.system = placement, placement.system
+
+    def sample(self, wanted, purpose, iteration, stop, start=None):
+        """
+        A collective where the weights are sharded or several ranks decode together (generate_tp):
+        sample this rank's share of the responses that are wanted.
+
+        wanted: [(data row, its prompt's token ids, slot, sample), ...], an entry for each response
+        of all ranks. purpose ("rollout", "eval", ...), iteration, slot (the prompt's place in the
+        batch) and sample decide the noise. stop: see generate. start: a function of (part,
+        fraction), called with each part of the responses as soon as it is sampled; fraction: how
+        much of this rank's share the part is.
+
+        Returns what `generate` returns for these responses, and a list of what `start` returned.
+        """
+        width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
+        numbers = range(len(wanted))
+        mine = parallel.my_share(numbers)  # the rows that this rank returns
+        tp = self.system.generate_tp
+        left = list(parallel.my_share(numbers, tp))  # neighbours decode together what is theirs
+        ids, slots, samples = ([wanted[i][k] for i in left] for k in (1, 2, 3))
+        R = self.max_new_tokens
+        uniforms = response_uniforms(self.seed, purpose, iteration, slots, R, samples)
+        tokenizer, matrices = self.tokenizer, self.placement.decoding
+        parts, started = [], []
+        if tp > 1:
+            stop = None  # those who decode together must take the same steps
+        with (self.placement.autocast,
+              decoding_copy(self.policy, matrices, self.placement.device, tp) as decoder):
+            for part in generate_in_parts(
+                    decoder, ids, R, self.temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                    tokenizer.vocab_size, uniforms, batch_size=self.system.rollout_batch_size,
+                    prompt_width=width, stop=stop, has_stop=tokenizer.has_stop):
+                decoded, left = left[:len(part["tokens"])], left[len(part["tokens"]):]
+                kept = [row for row, i in enumerate(decoded) if i in mine]
+                part = {name: t[kept] for name, t in part.items()}
+                parts.append(part)
+                if start:
+                    chunk = [wanted[decoded[row]] for row in kept]  # may be empty
+                    texts = texts_of(chunk, part, tokenizer)
+                    started.append(start(part | texts, len(chunk) / max(len(mine), 1)))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, started
 
 
-def sample_share(policy, tokenizer, config, device, wanted, purpose, iteration, stop, start=None):
+def score_batch(scorer, batch, wanted, iteration, started=None):
     """
-    A collective where the weights are sharded or several ranks decode together (generate_tp):
-    sample this rank's share of the responses that are wanted, see sample_and_score. stop: see
-    generate. start: a function of (part, fraction), called with each part of the responses as soon
-    as it is sampled; fraction: how much of this rank's share the part is.
+    A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-    Returns three things: what `generate` returns for these responses; a dict of lists, their data
-    rows, prompts and completions; and a list of what `start` returned for each part.
-    """
-    width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
-    numbers = range(len(wanted))
-    mine = parallel.my_share(numbers)  # the rows that this rank returns
-    tp = config["generate_tp"]
-    left = list(parallel.my_share(numbers, tp))  # neighbours decode together what is theirs
-    ids, slots, samples = ([wanted[i][k] for i in left] for k in (1, 2, 3))
-    R = config["max_new_tokens"]
-    uniforms = response_uniforms(config["seed"], purpose, iteration, slots, R, samples)
-    parts, pending, texts = [], [], dict(rows=[], prompts=[], completions=[])
-    if tp > 1:
-        stop = None  # those who decode together must take the same steps
-    with (autocast(config, device),
-          decoding_copy(policy, decoding_dtype(config, device), device, tp) as decoder):
-        for part in generate_in_parts(
-                decoder, ids, R, config["temperature"], tokenizer.eos_ids, tokenizer.pad_id,
-                tokenizer.vocab_size, uniforms, batch_size=config["rollout_batch_size"],
-                prompt_width=width, stop=stop, has_stop=tokenizer.has_stop):
-            decoded, left = left[:len(part["tokens"])], left[len(part["tokens"]):]
-            kept = [row for row, i in enumerate(decoded) if i in mine]
-            part = {name: t[kept] for name, t in part.items()}
-            chunk = [wanted[decoded[row]] for row in kept]  # may be empty
-            said = texts_of(chunk, part, tokenizer)
-            for name in texts:
-                texts[name] += said[name]
-            parts.append(part)
-            if start:
-                pending.append(start(part | said, len(chunk) / max(len(mine), 1)))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, texts, pending
+    batch: what has been sampled for the responses that are wanted; all ranks hold it. started: what
+    scorer.start gave for this rank's share, if the rules work on it already.
 
-
-def score_batch(scorer, batch, wanted, iteration):
-    """
-    A collective: the batch with its scores, as sample_and_score gives it. batch: what has been
-    sampled before, or by ranks of another role; all ranks of this role hold it.
+    Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
+    the weighted sum of the rewards; index, the numbers of the rows; data_row, a checksum of each
+    data row, because rows with the same prompt may have different answers. Raises Stop, on all
+    ranks, if a model's output is not finite.
     """
     share = parallel.share(len(wanted), *parallel.rank_and_size())
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(wanted[share.start:share.stop], mine, scorer.tokenizer)
-    pending = [scorer.start(mine, 1.0)]
-    columns = scorer.score(mine, pending, len(wanted))  # COLLECTIVE
-    columns = parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
-    return add_up(batch | columns, scorer, wanted, iteration)
-
-
-def add_up(batch, scorer, wanted, iteration):
-    """
-    The batch with three tensors (B,) more: scores, the weighted sum of its rewards; index, the
-    numbers of its rows; data_row, a checksum of each data row, because rows with the same prompt
-    may have different answers. Raises Stop, on all ranks, if a model's output is not finite.
-    """
+    columns = scorer.score(mine, started or [scorer.start(mine, 1.0)], len(wanted))  # COLLECTIVE
+    batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
     device = batch["tokens"].device
     batch["index"] = torch.arange(len(batch["tokens"]), device=device)
     said = [json.dumps(row, sort_keys=True, default=str) for row, *_ in wanted]
@@ -396,55 +377,9 @@ def add_up(batch, scorer, wanted, iteration):
 
 def texts_of(wanted, part, tokenizer):
     """The data rows, and the texts of prompts and completions, of a part of what is wanted."""
-    return dict(rows=[one[0] for one in wanted],
-                prompts=[tokenizer.decode(one[1]) for one in wanted],
-                completions=decode_responses(tokenizer, part))
-
-
-def center_scores_of(reward_model, value_model, run, policy, scorer, config, rows, prompts,
-                     group_size=1):
-    """
-    A collective: give a learned score its zero, where the reward model's config.json has no
-    score_shift. Pairs only say by how much scores differ, so a reward model of others may score 15
-    on average. Then the score -1 of a response that never ends would be by far the worst there is,
-    or the best, and a new value model would begin 15 off.
-
-    reward_model: or None. value_model: one that starts as it and gets the same zero; or None. They
-    get the score_shift after which the responses of iteration 0 score 0 on average. These are
-    sampled here once for that alone: so an evaluation before iteration 0 has the same zero as all
-    others, and whether there is one changes nothing in the run. state["score_shift"] keeps it.
-    """
-    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
-        return
-    if "score" in roles.ranks:
-        raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score do "
-                        "not look for one; write one there, or leave score out of roles")
-    if run.state["score_shift"] is None:
-        picked = batch_rows(config["seed"], 0, config["batch_size"] // group_size, rows.mix)
-        wanted = [(rows[number], prompts[number], slot, sample)
-                  for slot, number in enumerate(picked) for sample in range(group_size)]
-        run.enter("rollout")
-        mine, _, _ = sample_share(policy, scorer.tokenizer, config, run.device, wanted, "rollout",
-                                  0, launch.stop_asked)  # COLLECTIVE
-        run.leave_if_stop_asked()  # COLLECTIVE
-        sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
-        run.enter("score")
-        with run.saved_if_it_fails():  # COLLECTIVE
-            batch = score_batch(scorer, sampled, wanted, 0)  # COLLECTIVE
-        run.leave_if_stop_asked()  # COLLECTIVE
-        shift = centering_shift(batch["reward/reward_model"], batch["finished"])
-        if parallel.rank_and_size()[0] == 0:
-            print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
-                  "shifted so that this is 0", flush=True)
-        run.state["score_shift"] = shift
-    reward_model.score_shift = run.state["score_shift"]
-    if value_model is not None:
-        value_model.score_shift = reward_model.score_shift
-
-
-def decode_responses(tokenizer, part):
-    """The texts of the responses that `generate` gave, up to the stop string if they have one."""
     R = part["response_mask"].shape[1]
     tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
-    return [tokenizer.decode_response(ids[m].tolist())
-            for ids, m in zip(tokens, mask, strict=True)]
+    return dict(rows=[one[0] for one in wanted],
+                prompts=[tokenizer.decode(one[1]) for one in wanted],
+                completions=[tokenizer.decode_response(ids[m].tolist())
+                             for ids, m in zip(tokens, mask, strict=True)])

@@ -64,7 +64,7 @@ system_prompt = ""  # the system message of chats that have none
 # device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # the policy, the judge, the prompts
 

@@ -1,58 +1,70 @@
 """
-The four models, built as the keys want them: one function a model. What value_init and the
-place of each model (zero_stage, offload, roles) change in the building is decided here, so that the
-scripts need no switch for it.
+The models of a run, built one by one: load_policy, load_ref_policy, load_reward_model, load_judge,
+load_value_model. Where each model is held, and in which precision, the keys of engine/keys.py say;
+a Placement has what they say, so that the scripts need no switch for it.
 """
 from data import encode_examples
-from errors import BadInput, say
+from errors import BadConfig, BadInput, say
 from engine import roles
 from engine.adapters import Adapted, fill_adapter, load_adapted
-from engine.checks import uses_reward_model
-from engine.judging import Judge, judged_by_reference
-from engine.optimizers import MovingAverage, make_optimizer
-from engine.placement import load_placed
-from engine.places import Place, placements, precisions
+from engine.optimizers import make_optimizer
+from engine.placement import finish_placing, load_placed, shard
+from engine.places import Place, is_sharded, place_of_one, placements, precisions
 from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
-from model import freeze
+from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
 
 
-def autocast(config, device):
-    """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
-    return precisions(config["dtype"], config["master_weights"], device)[0]
+class Placement:
+    """
+    Where the models of a run are, and in which precision. What the scripts and tools read of it:
 
+        places     {policy, ref, reward, judge, value: Place}, see engine/places.py
+        autocast   the context of a run's forwards: torch.autocast in 16 bits, otherwise nothing
+        decoding   the dtype of the matrices while the policy decodes; None: that of its weights
 
-def decoding_dtype(config, device):
-    """The dtype of the matrices while the policy decodes; None: that of its weights."""
-    return precisions(config["dtype"], config["master_weights"], device)[2]
+    system: the keys of engine/keys.py. seed: of new heads and adapters. trained: the names of the
+    trained models. value_init: ppo.py's. A script with one model, which it trains, names only that.
+    """
 
+    def __init__(self, system, device, seed, trained=(), value_init=None, alone=False):
+        self.system, self.device, self.seed = system, device, seed
+        self.autocast, self.dtype, self.decoding = precisions(
+            system.dtype, system.master_weights, device)
+        keys = system.zero_stage, system.offload, system.lora, system.optim
+        if alone:
+            self.places = {trained[0]: place_of_one(trained[0], *keys)}
+            return
+        self.places = placements(trained, *keys, system.share_base, value_init)
+        for name, place in self.places.items():
+            place.here = name in self.held_here()
 
-def places(config):
-    """{policy, ref, reward, value: Place}. Raises BadConfig on keys that cannot go together."""
-    trained = ("policy", "value") if "value_init" in config else ("policy",)
-    found = placements(trained, config["zero_stage"], config["offload"], config["lora"],
-                       config["optim"], config["share_base"], config.get("value_init"))
-    for name, place in found.items():
-        place.here = name in holds(config)
-    return found
+    def held_here(self):
+        """The models that this rank's role needs whole. LoRA's trunk is on all ranks."""
+        frozen = ["ref", "reward", "judge"]
+        needs = dict(train=["policy", "value"], generate=["policy"], score=frozen)
+        if roles.role in ("", "train") and "score" not in roles.ranks:
+            return ["policy", "value", *frozen]
+        return needs[roles.role] + ["policy"] * bool(self.system.lora)
 
+    def load(self, path, name, head="lm", trained=False, place=None):
+        """The model of a folder or hub name, where the keys want it. Raises BadInput."""
+        return load_placed(path, place or self.places[name], self.device, head, self.dtype,
+                           self.decoding, self.seed, trained=trained,
+                           recompute=self.system.gradient_checkpointing,
+                           compiled=self.system.compile)
 
-def holds(config):
-    """The models that this rank's role needs whole. LoRA's trunk is the policy's on all ranks."""
-    frozen = ["ref", "reward", "judge"]
-    needs = dict(train=["policy", "value"], generate=["policy"], score=frozen)
-    if roles.role in ("", "train") and "score" not in roles.ranks:
-        return ["policy", "value", *frozen]
-    return needs[roles.role] + ["policy"] * bool(config["lora"])
-
-
-def settings(config, device):
-    """The arguments of `load` that are the same for all models of a run."""
-    _, weights_dtype, frozen_dtype = precisions(config["dtype"], config["master_weights"], device)
-    return dict(device=device, dtype=weights_dtype, matrices=frozen_dtype, seed=config["seed"],
-                recompute=config["gradient_checkpointing"], compiled=config["compile"])
+    def begin(self, architecture, name):
+        """A new model, which is trained. architecture: what transformers' config class takes."""
+        model = from_scratch(architecture, seed=self.seed, dtype=self.dtype, device=self.device)
+        if self.system.gradient_checkpointing:
+            model.recompute()
+        if is_sharded(self.places[name], trained=True):
+            shard(model, self.places[name], self.device)
+        finish_placing(model, self.device, self.system.compile)
+        return model
 
 
 def read_prompts(path, terms, fields=""):
@@ -68,74 +80,71 @@ def read_prompts(path, terms, fields=""):
     return rows
 
 
-def read_ptx(config, policy, tokenizer):
+def read_ptx(path, policy, tokenizer, system):
     """
     For PPO-ptx: the rows of ptx_path, and (ids, trained) of each, see encode_examples; none, if it
     is "". Raises BadInput.
     """
-    path = config["ptx_path"]
     if not path:
         return Rows(), []
-    rows = read_rows(path, ptx_row, config["fields"])
-    return rows, encode_examples(rows, path, tokenizer, policy.max_positions, 0,
-                                 config["too_long"])
+    rows = read_rows(path, ptx_row, system.fields)
+    return rows, encode_examples(rows, path, tokenizer, policy.max_positions, 0, system.too_long)
 
 
-def load_policy(config, device):
+def load_policy(path, placement):
     """
     The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead. On
     ranks that generate it is a copy that gets its weights from those that train.
     """
-    path, place = config["policy_path"], places(config)["policy"]
-    if config["generate_tp"] > 1:
-        check_split(config["generate_tp"], config["roles"])
-    tokenizer = load_tokenizer(path, config["chat_template"], config["template_kwargs"],
-                               config["system_prompt"], config["stop_strings"])
+    system, place = placement.system, placement.places["policy"]
+    if system.generate_tp > 1:
+        check_split(system.generate_tp, system.roles)
+    tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
+                               system.system_prompt, system.stop_strings)
     trained = roles.role in ("", "train") or place.lora is not None
     if not trained:  # a generator's copy: whole
         place = Place(here=place.here)
-    policy = load_placed(path, place, trained=trained, **settings(config, device))
+    policy = placement.load(path, "policy", trained=trained, place=place)
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer
 
 
-def load_ref_policy(config, device, policy, tokenizer):
+def load_ref_policy(policy_path, placement, policy, tokenizer):
     """
-    The SFT model, frozen: that of ref_path, or the policy's. With LoRA the latter is the policy
-    without its adapter: no second copy. Raises BadInput where ref_path is another architecture, or
-    reads other tokens.
+    The SFT model, frozen: that of the key ref_path, or the policy's. With LoRA the latter is the
+    policy without its adapter: no second copy. Raises BadInput where ref_path is another
+    architecture, or reads other tokens.
     """
-    place, path = places(config), config["ref_path"] or config["policy_path"]
-    if place["policy"].lora and not config["ref_path"]:
+    ref_path = placement.system.ref_path
+    if placement.places["policy"].lora and not ref_path:
         return policy.base
-    ref_policy = load_placed(path, place["ref"], **settings(config, device))
+    ref_policy = placement.load(ref_path or policy_path, "ref")
+    if not ref_path:
+        return ref_policy
     shapes, wanted = ([tuple(p.shape) for p in model.parameters()]
                       for model in (ref_policy.hf, policy.hf))
     if type(ref_policy.hf) is not type(policy.hf) or shapes != wanted:
-        raise BadInput(f"ref_path {path!r} is not of the policy's architecture, so the two cannot "
-                       "be compared as one model that has moved; give the model that policy_path "
-                       "began as")
-    if load_tokenizer(path).vocabulary != tokenizer.vocabulary:
-        raise BadInput(f"ref_path {path!r} has another tokenizer than the policy, so its log-probs "
-                       "would be of other tokens; give the model that policy_path began as")
+        raise BadInput(f"ref_path {ref_path!r} is not of the policy's architecture, so the two "
+                       "cannot be compared as one model that has moved; give the model that "
+                       "policy_path began as")
+    if load_tokenizer(ref_path).vocabulary != tokenizer.vocabulary:
+        raise BadInput(f"ref_path {ref_path!r} has another tokenizer than the policy, so its "
+                       "log-probs would be of other tokens; give the model that policy_path began "
+                       "as")
     return ref_policy
 
 
-def load_reward_model(config, device, policy, tokenizer, terms):
+def load_reward_model(path, placement, policy, tokenizer):
     """
     The reward model, frozen, and its tokenizer, which reads the run's chats, with its
     system_prompt, in the reward model's own template. With share_base: an adapter and a head on the
-    policy's trunk. None and the policy's tokenizer where the terms of reward_functions are rules
-    alone. Raises BadInput where it is a plain language model, or its head gives 0 for all texts.
+    policy's trunk. Raises BadInput where it is a plain language model, or its head gives 0 for all
+    texts.
     """
-    if not uses_reward_model(terms):
-        return None, tokenizer
-    path = config["reward_path"]
-    if config["share_base"]:
-        reward_model = freeze(load_adapted(policy.base, path, "scalar", config["policy_path"]))
+    if placement.system.share_base:
+        reward_model = freeze(load_adapted(policy.base, path, "scalar", policy.path))
     else:
-        place = places(config)["reward"]
-        reward_model = load_placed(path, place, head="scalar", **settings(config, device))
+        reward_model = placement.load(path, "reward", head="scalar")
     reader = load_reader(path, reward_model, tokenizer)
     weight = reward_model.hf.score.weight
     if not weight.is_meta and not weight.any():
@@ -144,59 +153,57 @@ def load_reward_model(config, device, policy, tokenizer, terms):
     return reward_model, reader
 
 
-def load_judge(config, device, policy, ref_policy, terms):
+def load_judge(policy_path, placement, policy, ref_policy):
     """
-    The judge, frozen, a Judge; None where no reward is called so. Where its folder is the frozen
-    reference's it is that model: no second copy. Raises BadInput.
+    The judge of the key judge_path, frozen, a judging.Judge. Where its folder is the frozen
+    reference's it is that model: no second copy. Raises BadConfig or BadInput.
     """
-    if "judge" not in [name for _, name, _ in terms]:
-        return None
-    path, model = config["judge_path"], None
-    if judged_by_reference(config):
-        if policy is None:  # a tool, which has no reference
-            raise BadInput("judge_path = 'ref_policy' is for training; give the judge's folder")
-        path = config["ref_path"] or config["policy_path"]
+    from engine.judging import Judge, judged_by_reference  # only runs with a judge need it
+
+    system = placement.system
+    path, model = system.judge_path, None
+    if not path:
+        raise BadConfig("reward_functions names judge, and judge_path is empty; type "
+                        "--judge_path=FOLDER, or --judge_path=ref_policy")
+    if judged_by_reference(path, system.ref_path, policy_path):
+        path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
+        if model is None and system.judge_path == "ref_policy":
+            raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no "
+                            "reference; give its folder, or type --kl_coef=1e-9")
     tokenizer = load_tokenizer(path)
     if model is None:
-        model = load_placed(path, places(config)["judge"], **settings(config, device))
+        model = placement.load(path, "judge")
     check_tokenizer_fits(tokenizer, model, path)
-    judge = Judge(model, tokenizer, path, config["judge_template"])
+    judge = Judge(model, tokenizer, path, system.judge_template)
     say(judge.in_words)
     return judge
 
 
-def load_value_model(config, device, policy, tokenizer, reward_tokenizer):
+def load_value_model(value_init, placement, policy, tokenizer, reward_path, reward_tokenizer):
     """
     The value model, trained: it starts as the reward model or as the policy with a new head
     (value_init), or it is a head on the policy's own trunk (shared). Raises BadInput where it would
     start as a reward model that does not read the policy's tokens.
     """
-    init, place = config["value_init"], places(config)["value"]
-    reward_path = config["reward_path"]
-    if init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
+    place = placement.places["value"]
+    if value_init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")
     if not place.here:
         return None
-    if config["share_base"] and init != "shared":
-        value_model = Adapted(policy.base, "scalar", **place.lora, seed=config["seed"])
-        if init == "reward":
+    if placement.system.share_base and value_init != "shared":
+        value_model = Adapted(policy.base, "scalar", **place.lora, seed=placement.seed)
+        if value_init == "reward":
             fill_adapter(value_model, reward_path)
         return value_model
-    if init == "shared":  # both losses train the policy's trunk
-        return Adapted(policy, "scalar", seed=config["seed"])
-    path = reward_path if init == "reward" else config["policy_path"]
-    return load_placed(path, place, head="scalar", trained=True, **settings(config, device))
+    if value_init == "shared":  # both losses train the policy's trunk
+        return Adapted(policy, "scalar", seed=placement.seed)
+    path = reward_path if value_init == "reward" else policy.path
+    return placement.load(path, "value", head="scalar", trained=True)
 
 
-def optimizer_of(model, name, config, learning_rate):
-    """The optimizer of a trained model. name: policy or value, as in the key zero_stage."""
-    betas = config["beta1"], config["beta2"]
-    return make_optimizer(model, places(config)[name], learning_rate, betas, config["adam_eps"],
-                          config["weight_decay"])
-
-
-def moving_average(policy, decay):
-    """The policy's moving average; None where decay is 0."""
-    return MovingAverage(policy, decay) if decay > 0 else None
+def optimizer_of(model, name, placement, learning_rate, betas, eps):
+    """The optimizer of a trained model. name: policy, value or reward, as in the key zero_stage."""
+    return make_optimizer(model, placement.places[name], learning_rate, betas, eps,
+                          placement.system.weight_decay)

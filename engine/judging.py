@@ -267,8 +267,6 @@ def as_text(messages):
     return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
-def judged_by_reference(config):
+def judged_by_reference(judge_path, ref_path, policy_path):
     """Whether the judge is the reference policy, whose weights are there already."""
-    reference = config.get("ref_path") or config["policy_path"]
-    path = config["judge_path"]
-    return path == "ref_policy" or same_folder(path, reference)
+    return judge_path == "ref_policy" or same_folder(judge_path, ref_path or policy_path)

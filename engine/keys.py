@@ -2,16 +2,23 @@
 The keys that ppo.py, grpo.py, sft.py and rm.py share. They say where a run computes, in which
 precision, how much memory it takes, and when it saves; what is learned is said in the scripts.
 
-No module imports this file. A script's call of configure reads it, and each name below becomes a
-global of the script, as if its line stood there:
+A script's call of configure reads this file, and no module imports it:
 
-    config = configure(globals(), "engine/keys.py", checkpoint_interval=500, head_chunk=None)
+    config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500)
 
-A keyword gives the script's own default of a key; None says that the script has no such key.
+The keys are then attributes of `system`, such as system.dtype, and the scripts hand `system` on as
+one value. A keyword gives the script's own default of a key.
 """
 # data
 fields = ""  # the data's names for ours: "question>prompt,solution>answer"; a.b is b within a
 epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
+too_long = "error"  # a row that does not fit; prompts lose their beginning [error | drop | cut]
+
+# chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
+# a reward model of another folder reads with its own template
+chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
+template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
+system_prompt = ""  # the system message of chats that have none
 
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
@@ -20,15 +27,9 @@ sync_check_interval = 10  # iterations between checks that all ranks hold the sa
 # where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = log.jsonl alone; each must be installed
 
-# chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
-# a reward model of another folder reads with its own template
-chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
-template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
-system_prompt = ""  # the system message of chats that have none
-
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
-dtype = "float32"  # 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
+dtype = "float32"  # * 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
 master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
@@ -37,17 +38,19 @@ deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat sl
 # no longer to the last bit
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
 # seconds after which waiting for a lost rank is an error; with roles ranks wait for those of
-# another one: so longer than the longest iteration, its evaluation and checkpoint included
+# another one: so longer than the longest phase of any role, evaluation and checkpoint included
 timeout = 600  # [1..1000000]
 
-# memory; these two change no result
+# memory; these three change no result
+micro_batch_tokens = 0  # rows at once: as many as have so many tokens; 0 = micro_batch_size [>= 0]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
 # reward in rm.py. engine/places.py says what can be combined
-zero_stage = ""  # 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
+zero_stage = ""  # * 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
 offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
-lora = ""  # RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
+lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
 optim = "adamw"  # adamw or adafactor, which keeps a sum a row and a column for each matrix
+weight_decay = 0.0  # of the optimizers [>= 0]

@@ -11,15 +11,17 @@ import time
 
 import torch
 
+from errors import say
 from loss import importance_weights, masked_sum
 
 # --------------------------------------------------------------------------------------------------
 # figures
 
 
-def summarize(batch, prefix, reward_names=()):
+def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     """
-    The figures of a batch, {"prefix/name": number}: means over its responses.
+    The figures of a batch, {"prefix/name": number}: means over its responses. importance_cap: where
+    an older policy has sampled it, each token of KL and entropy counts with its importance weight.
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
     once the models have read the batch. reward_names: where there are several, each one's mean.
@@ -30,10 +32,12 @@ def summarize(batch, prefix, reward_names=()):
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
-    if {"old_logprobs", "ref_logprobs"} <= batch.keys():
-        figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
     if "old_logprobs" in batch:
-        figures["entropy"] = -batch["old_logprobs"].sum(1).mean()
+        weights = importance_weights(batch, importance_cap)  # 1, if importance_cap = 0
+        figures["entropy"] = -(batch["old_logprobs"] * weights).sum(1).mean()
+    if {"old_logprobs", "ref_logprobs"} <= batch.keys():
+        log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
+        figures["kl"] = (log_ratio * weights).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
     if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
@@ -174,36 +178,15 @@ def gpu_in_words():
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
 
 
-def peak_flops(config, device):
+def peak_flops(dtype, device):
     """
-    The most floating-point operations a second of one rank's device: in 16 bits what is known of
-    this GPU, else what it does in a large matrix product.
+    The most floating-point operations a second of one rank's GPU, as its maker says it for 16 bits;
+    None where that is not known: on CPUs, in other dtypes, and for other GPUs.
     """
-    known = 0
-    if device.type == "cuda" and config["dtype"] in ("bfloat16", "float16"):
-        words = torch.cuda.get_device_name(device).replace("-", " ").split()
-        known = next((peak for name, peak in PEAK_TFLOPS.items() if name in words), 0)
-    return 1e12 * known or measured_flops(getattr(torch, config["dtype"]), device)
-
-
-def measured_flops(dtype, device):
-    """
-    The operations a second of a product of two square matrices: the fastest of those that fit into
-    20 ms. All ranks measure at the same time, as they compute.
-    """
-    on_gpu = device.type == "cuda"
-    n = 4096 if on_gpu else 384  # keeps all cores busy; up to 256 MB on a GPU, 2 MB on a CPU
-    matrix, times = torch.ones(n, n, dtype=dtype, device=device), []
-    end = time.perf_counter() + 0.02
-    while len(times) < 4 or time.perf_counter() < end:
-        began = time.perf_counter()
-        matrix @ matrix
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)  # the peak that is logged is that of training
-    return 2 * n**3 / min(times[1:])  # the first one warms up: it starts threads and loads kernels
+    if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in words), None)
 
 
 def flops_a_token(model, trained=False):
@@ -223,20 +206,15 @@ def flops_a_token(model, trained=False):
     return 2 * forward + 2 * with_gradient if trained else forward
 
 
-def speed(device, tokens, flops, seconds, peak, ranks):
+def speed(device, tokens, flops, seconds, peak):
     """
-    How fast an iteration was, as metrics: tokens a second of all ranks, the share of all ranks'
-    peak that the models' operations are, the memory of this process. peak: of one rank.
+    How fast an iteration was, as metrics: tokens a second of all ranks; the memory of this process;
+    and MFU, the share of all ranks' peak that the models' operations are, where that is known.
     """
-    return {"time/tokens_per_second": tokens / seconds,
-            "time/mfu": flops / (seconds * peak * ranks),
-            "mem/peak_mib": peak_memory_mib(device)}
-
-
-def speed_words(record):
-    """What `speed` says, for the line of an iteration."""
-    return (f"{record['time/tokens_per_second']:.0f} tok/s | {record['time/mfu']:.1%} of peak | "
-            f"{record['mem/peak_mib']:.0f} MiB")
+    figures = {"time/tokens_per_second": tokens / seconds, "mem/peak_mib": peak_memory_mib(device)}
+    if peak:
+        figures["time/mfu"] = flops / (seconds * peak)
+    return figures
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,29 +238,46 @@ def print_samples(samples):
         print(f"    {sample['prompt']!r} -> {sample['text']!r}  {said}")
 
 
+def say_nothing_learnt(iteration, flat, counted):
+    """
+    Say why GRPO has taken no step. flat (groups,): which groups have equal scores; counted (B, R):
+    the tokens that are trained on.
+    """
+    say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups have "
+        f"equal scores, {int((~counted.any(1)).sum())} of {len(counted)} responses are masked; no "
+        "step")
+
+
 COLUMNS = {  # of an iteration's line: name -> metric, format
     "score": ("objective/scores", ".2f"),
     "kl": ("objective/kl", ".2f"),
     "acc": ("objective/accuracy", ".2f"),
     "len": ("objective/length", ".1f"),
     "flat groups": ("objective/flat_groups", ".2f"),
+    "loss": ("loss/sft", ".4f"),
+    "preference": ("loss/preference", ".4f"),
+    "right": ("train/accuracy", ".2f"),
+    "teacher": ("loss/score", ".4f"),
     "pg": ("loss/policy", ".4f"),
     "vf": ("loss/value", ".4f"),
+    "ptx": ("loss/ptx", ".4f"),
     "clip": ("policy/clipfrac", ".3f"),
     "ev": ("val/explained_variance", ".2f"),
+    "tok/s": ("time/tokens_per_second", ".0f"),
+    "of peak": ("time/mfu", ".1%"),
+    "MiB": ("mem/peak_mib", ".0f"),
 }
 
 
 def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, its
-    speed and memory, and how long the rest will take.
-    start: the iteration at which this process began; done: how many are done; began: when, in
-    seconds of time.time.
+    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, and how
+    long the rest will take. start: the iteration at which this process began; done: how many are
+    done; began: when, in seconds of time.time.
     """
     columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
                if metric in record]
-    phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")]
+    phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")
+              if f"time/{phase}" in record]
     left = (time.time() - began) / (done - start) * (max_iters - done)
-    return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases),
-                       speed_words(record), f"eta {left:.0f}s"])
+    return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases), f"eta {left:.0f}s"])

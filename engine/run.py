@@ -1,55 +1,58 @@
 """
-What a run keeps beside the algorithm: which phase it is in and for how long, requests to stop,
-the audit, checkpoints, the log, what it prints, and at the end its products.
+What a run keeps beside the algorithm, in all four scripts: its folder, the phase that it is in and
+for how long, requests to stop, the audit, checkpoints, the log, what it prints, and at the end its
+products.
 
-The scripts hold one Run and call it by one line at a time. It decides nothing about training.
+    rank, world_size, device = launch.init(...)         COLLECTIVE
+    ...                                                 the data, the models, the optimizers
+    run = Run(out_dir, max_iters, ...)                  COLLECTIVE: begins, or resumes
+    for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
+        ...
+        run.log(record, ...)                            COLLECTIVE
+    run.finish("policy", ...)                           COLLECTIVE: saves what the run was for
+
+It decides nothing about training, and it knows no key of a script: it gets values. The whole
+configuration is only stored, and compared when a run resumes.
 """
 import contextlib
-import math
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import errors
 import parallel
-from engine import launch, roles
+from engine import launch, report, roles
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
-from engine.judging import judged_by_reference
 from engine.optimizers import overflowed
-from engine.placement import held, sharded
-from engine.report import (flops_a_token, importance_of, peak_flops, print_models, print_samples,
-                           progress, samples_of, speed)
-from engine.reward_mix import files_of
+from engine.placement import held, no_grad_forwards
 from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
 from errors import Lost, Stop
-from loss import gap, gap_limit
+from loss import gap
 
-# a run that goes on must have these keys as they were
-MUST_MATCH = ("seed", "batch_size", "group_size", "lora", "share_base", "value_init", "optim",
-              "ref_path", "staleness")
-# with staleness > 0 also these: the checkpoint has batches that were sampled with them
-MUST_MATCH_AHEAD = ("max_new_tokens",)
+# a run that goes on must have these keys of the engine as they were, and these files
+MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
+SOURCES = ("ref_path", "judge_path", "judge_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
 
-def ranks_agree(config, models, tokenizers):
+def ranks_agree(config, files, models, tokenizers):
     """
-    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, data and
-    tokenizers, and those of one role the same weights. models: {name: model}.
+    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, files and
+    tokenizers, and those of one role the same weights. files: the data files of keys such as
+    prompts_path, and Python files of rewards; "" is none. models: {name: model}.
     """
-    files = files_of(config["reward_functions"])
-    contents = {f"the content of {path}": sha256(path) for path in files}
-    contents |= data_hashes(config["prompts_path"], config["eval_path"], config.get("ptx_path"))
+    code = [file for file in files if file.endswith(".py")]
+    contents = {f"the content of {file}": sha256(file) for file in code}
+    contents |= data_hashes(*(file for file in files if file not in code))
     weights = {f"the weights of {name}": fingerprint(model)
-               for name, model in held(models).items()}
+               for name, model in held(models).items() if model.path}  # not a new one
     same = config | contents
     same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
     if not roles.ranks:
@@ -63,79 +66,87 @@ def ranks_agree(config, models, tokenizers):
 
 class Run:
     """
-    models: {name: model}, also those that ranks of other roles hold; optimizers: {name: optimizer},
-    of those that are trained. prompts: (training prompts, held-out prompts), lists of token ids.
-    state: what the loop carries from one iteration to the next beside weights and optimizers, as
-    plain numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
-    policy's moving average or None.
-
     Opens the run's folder and, where it has a checkpoint, loads that.
+
+    models: {name: model}, also those that ranks of other roles hold. optimizers: {name: optimizer},
+    of those that are trained. config, system: what configure returned. must_match: the script's
+    keys that must be the same when a run resumes; sources: those that name a file or a model whose
+    content must be the same, too. token_ids: all sequences of ids that the run trains on. state:
+    what the loop carries from one iteration to the next beside weights and optimizers, as plain
+    numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
+    policy's moving average or None.
     """
 
-    def __init__(self, config, models, optimizers, tokenizer, prompts, device, state, ema=None):
-        self.config, self.models, self.optimizers = config, held(models), optimizers
+    def __init__(self, out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
+                 must_match, sources, token_ids=(), state=None, ema=None):
+        self.out_dir, self.max_iters = out_dir, max_iters
+        self.config, self.system = config, system
+        self.models, self.optimizers = held(models), optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
-        self.out_dir = config["out_dir"]
         self.trained = {name: models[name] for name in optimizers}
-        # for rules; slow ones wait for processes of their own
-        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
-        self.any_sharded = any(map(sharded, self.models.values()))
 
-        # files and folders whose contents may not change before a run resumes
-        sources = ["policy_path", "prompts_path"]
-        if "reward_model" in models:
-            sources.append("reward_path")
-        if "judge" in models and not judged_by_reference(config):
-            sources.append("judge_path")
-        sources += [key for key in ["judge_template"]
-                    if os.path.isfile(config[key])]
-        if config["ref_path"]:
-            sources.append("ref_path")
-        if config.get("ptx_path"):
-            sources.append("ptx_path")
-        must_match = [key for key in MUST_MATCH if key in config] + sources
-        must_match += MUST_MATCH_AHEAD if config["staleness"] else ()
+        files = [key for key in SOURCES if os.path.exists(config.get(key, ""))]
+        own = [key for key in MUST_MATCH if key in config]
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            self.out_dir, config, must_match, sources, token_ids=prompts[0])
+            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
+            token_ids=token_ids)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
-        self.state = fresh | state | (saved or {})
+        self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(config["report_to"], config, self.start)  # COLLECTIVE
+        start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
         self.reward_model = models.get("reward_model")  # also where other ranks hold it
-        self.peak = peak_flops(config, device)
-        self.forward_flops = {name: flops_a_token(model) for name, model in self.models.items()}
-        self.training_flops = sum(flops_a_token(model, trained=True)
+        self.peak = report.peak_flops(system.dtype, device)
+        self.forward_flops = {name: report.flops_a_token(model)
+                              for name, model in self.models.items()}
+        self.training_flops = sum(report.flops_a_token(model, trained=True)
                                   for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
-        self.policy_reads = True  # a batch before its update; grpo.py may do without
-        self.batches = None  # batches.Batches, which sets it
-        self.batch_age = 0  # how many updates ago the policy was that has sampled the batch
+        self.to_save = None  # batches.Batches sets it: a function, which batches to save
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
+        parallel.broadcast_parameters(self.models.values())  # COLLECTIVE: all have rank 0's bytes
+        self.announce()
 
-    def announce(self, passes):
-        """Print what runs where. passes: how often an iteration goes over its batch."""
+    def announce(self):
+        """Print what runs where."""
         if self.rank > 0:
             return
-        batch_size, minibatches = self.config["batch_size"], self.config["num_minibatches"]
-        print_models(self.models)
+        report.print_models(self.models)
         ranks = f"{self.world_size} rank(s)"
         if roles.ranks:
-            ranks = f"ranks with roles ({self.config['roles']})"
-        print(f"{ranks} on {self.device.type}, {self.config['dtype']}, "
-              f"an iteration is {batch_size} responses and {passes} x {minibatches} steps "
-              f"on {batch_size // minibatches} of them")
+            ranks = f"ranks with roles ({self.system.roles})"
+        where = f"writing to {self.out_dir}"
         if self.checkpoint:
-            print(f"resuming from {self.checkpoint}")
-        else:
-            print(f"writing to {self.out_dir}")
+            where = f"resuming from {self.checkpoint}"
+        if self.start == self.max_iters:
+            where += f": all {self.max_iters} iterations were made, the run is finished"
+        print(f"{ranks} on {self.device.type}, {self.system.dtype}; {where}", flush=True)
 
-    # phases
+    # iterations and phases
+
+    def iterations(self):
+        """
+        A collective: the iterations from the first one, or that of the checkpoint, to max_iters. At
+        max_iters there is only a last evaluation to make. Before each of them comes what is due:
+        the audit; a checkpoint, which says that this iteration comes next; a stop.
+        """
+        for iteration in range(self.start, self.max_iters + 1):
+            self.iteration = iteration
+            self.enter("audit")
+            self.times.clear()
+            interval, last = self.system.checkpoint_interval, iteration == self.max_iters
+            if self.audit_is_due(iteration):
+                audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
+            if last or interval and iteration > self.start and iteration % interval == 0:
+                self.save()  # COLLECTIVE
+            if not last:
+                self.leave_if_stop_asked()  # COLLECTIVE
+            yield iteration
 
     def enter(self, phase):
         """
@@ -149,29 +160,10 @@ class Run:
         self.phase, self.clock = phase, now
         parallel.phase = f"iteration {self.iteration}, {phase}"
 
-    def begin(self, iteration):
-        """A collective when the audit is due: begin an iteration, and count its seconds."""
-        self.iteration, self.batch_age = iteration, 0
-        self.enter("audit")
-        self.times.clear()
-        if self.audit_is_due():
-            audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
-
-    def audit_is_due(self, iteration=None):
-        iteration = self.iteration if iteration is None else iteration
-        return iteration % self.config["sync_check_interval"] == 0 or iteration == self.start
+    def audit_is_due(self, iteration):
+        return iteration % self.system.sync_check_interval == 0 or iteration == self.start
 
     # checkpoints, and requests to stop
-
-    def save_if_due(self):
-        """
-        A collective when a checkpoint is due. It says: this iteration comes next. So it is made
-        before the update.
-        """
-        interval = self.config["checkpoint_interval"]
-        due = interval > 0 and self.iteration > self.start and self.iteration % interval == 0
-        if due or self.iteration == self.config["max_iters"]:
-            self.save()  # COLLECTIVE
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
@@ -179,12 +171,7 @@ class Run:
         audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
-            self.config["keep_checkpoints"], self.ema, self.batches and self.batches.to_save())
-
-    def save_as(self, name):
-        """A collective: save the policy as it is now as out_dir/name."""
-        save_final(self.out_dir, name, self.models["policy"], self.tokenizer,
-                   self.config)  # COLLECTIVE
+            self.system.keep_checkpoints, self.ema, self.to_save and self.to_save())
 
     def leave_if_stop_asked(self):
         """
@@ -197,7 +184,6 @@ class Run:
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
-        self.threads.shutdown(wait=False, cancel_futures=True)
         roles.end()
         launch.finish()  # COLLECTIVE
         sys.exit(0)
@@ -217,164 +203,158 @@ class Run:
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
 
-    def until_stop_asked(self, items):
-        """
-        The items, one by one, until this rank is asked to stop. The rest may be skipped, for all
-        ranks leave at the next leave_if_stop_asked. But where models are sharded all ranks must run
-        the same forwards: there no item is skipped.
-        """
-        for item in items:
-            if launch.stop_asked() and not self.any_sharded:
-                return
-            yield item
+    # what the models read before an update, and checks
 
-    # checks
-
-    def gap(self, logprobs, old_logprobs, mask):
-        """How far two log-probs (B, R) that are equal on paper are from each other, in nats."""
-        return gap(logprobs - old_logprobs, mask, self.config["dtype"])
-
-    def must_agree(self, worst_gap, what):
+    def read(self, batch, readers, read, minibatches, micro_batches):
         """
-        A collective: the largest gap of any rank. Raises Stop, on all ranks, where it is more than
-        rounding explains: before any update the log-probs of `what` must be the policy's. (Where an
-        older policy has sampled the batch, they are not: then it is only measured.)
+        A collective: add what models say of each response token to the batch. Every rank reads its
+        share. readers: {name of the column: model}; None, and a column that is there, is left out.
+        read: a function of (model, micro-batch), which returns (b, R). minibatches: rows of the
+        batch; micro_batches: a function of (batch, rows), this rank's micro-batches of them.
+        """
+        readers = {name: model for name, model in readers.items()
+                   if model is not None and name not in batch}
+        # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+        columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
+        with no_grad_forwards(readers.values(), self.device):
+            for rows in minibatches:
+                for mb in micro_batches(batch, rows):
+                    length = mb["response_mask"].shape[1]
+                    for name, model in readers.items():
+                        columns[name][mb["index"], :length] = read(model, mb)
+        self.leave_if_stop_asked()  # COLLECTIVE
+        self.add_columns(batch, columns)  # COLLECTIVE
+
+    def add_columns(self, batch, columns):
+        """A collective: {name: (B, R)} of this rank's rows, 0 in others, become the batch's."""
+        batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
+        check_finite({name: batch[name] for name in columns}, self.iteration)
+
+    def sampler_gap(self, batch, limit):
+        """
+        A collective: how far the sampler's log-probs are from old_logprobs, in nats. Before any
+        update of the run the reference's must be the policy's, too, where the two are one model.
+        """
+        mask, old = batch["response_mask"], batch["old_logprobs"]
+        if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
+            worst = gap(batch["ref_logprobs"] - old, mask, self.system.dtype)
+            self.must_agree(worst, limit, "the reference")  # COLLECTIVE
+        worst = gap(batch["sampler_logprobs"] - old, mask, self.system.dtype)
+        return self.must_agree(worst, limit, "the sampler")  # COLLECTIVE
+
+    def must_agree(self, gap, limit, what):
+        """
+        A collective: the largest gap of any rank between log-probs that are equal on paper, in nats
+        (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit): before
+        any update the log-probs of `what` must be the policy's. limit None: it is only measured.
 
         The sampler's gap in 16 bits is an exception. It is other kernels that compute there, and
         how far their rounding goes depends on how deep the model is: no limit suits all models. So
         a large gap is said once, and does not stop the run.
         """
-        if self.batch_age and (what == "the sampler" or not self.config["importance_cap"]):
-            return parallel.all_reduce_max(worst_gap).item()  # COLLECTIVE
-        dtype, limit = self.config["dtype"], gap_limit(self.config["dtype"],
-                                                       self.config["temperature"])
-        if what != "the sampler" or dtype not in ("bfloat16", "float16"):
-            return must_agree(worst_gap, limit, what, self.iteration, self.models)  # COLLECTIVE
-        stop = math.inf
-        worst = must_agree(worst_gap, stop, what, self.iteration, self.models)  # COLLECTIVE
-        if worst > limit and not self.gap_said:
-            self.gap_said = True
-            if self.rank == 0:
-                print(f"warning: in {dtype} the sampler's log-probs differ from those of the "
-                      f"training forward by {worst:.2g} nats a token (rounding is mostly below "
-                      f"{limit:g}), so its tokens are a little off-policy; --importance_cap=2 "
-                      "corrects for it",
-                      flush=True)
-        return worst
-
-    def add_readings(self, batch, columns):
-        """
-        A collective: add what the models say of each response token to the batch. columns: {name:
-        (B, R)}, on each rank 0 but in its own rows. If old_logprobs are among them: the sampler's
-        log-probs must be the same, and where the reference is the policy as it is now (in iteration
-        0), the reference's, too; returns the sampler's gap, in nats.
-        """
-        batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE: the rows of all ranks
-        check_finite({name: batch[name] for name in columns}, self.iteration)
-        if "old_logprobs" not in columns:
-            return None
-        others = dict(sampler_logprobs="the sampler")
-        if self.iteration == 0 and not self.config["ref_path"] and "ref_logprobs" in batch:
-            others["ref_logprobs"] = "the reference"
-        gaps = [self.must_agree(  # COLLECTIVE
-            self.gap(batch[name], batch["old_logprobs"], batch["response_mask"]), what)
-            for name, what in others.items()]
-        return gaps[0]
-
-    def know_old_logprobs(self, batch):
-        """
-        Where an older policy has sampled the batch, its log-probs are the old ones: the ratio is
-        between the policy of now and the one that sampled. Otherwise the policy of now is read; and
-        so it is with importance_cap, which weighs the one against the other.
-        """
-        if self.batch_age and not self.config["importance_cap"]:
-            batch["old_logprobs"] = batch["sampler_logprobs"]
+        dtype = self.system.dtype
+        if limit is None or what == "the sampler" and dtype in ("bfloat16", "float16"):
+            worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
+            if limit is not None and worst > limit and not self.gap_said and self.rank == 0:
+                errors.warn(f"in {dtype} the sampler's log-probs differ from those of the training "
+                            f"forward by {worst:.2g} nats a token (rounding is mostly below "
+                            f"{limit:g}), so its tokens are a little off-policy; "
+                            "--importance_cap=2 corrects for it")
+                self.gap_said = True
+            check_finite({what: torch.tensor(worst)}, self.iteration)
+            return worst
+        return must_agree(gap, limit, what, self.iteration, self.models)  # COLLECTIVE
 
     @property
     def loss_scale(self):
         """What the losses are multiplied by before the backward pass: 1, but in float16."""
-        return self.state["loss_scale"] if self.config["dtype"] == "float16" else 1.0
+        return self.state["loss_scale"] if self.system.dtype == "float16" else 1.0
 
     def overflowed(self, *norms):
         """Whether this step must be skipped, on all ranks, as a float16 gradient is not finite."""
-        if self.config["dtype"] != "float16":
+        if self.system.dtype != "float16":
             return False
         return overflowed(self.state, norms, self.iteration)
 
     # what is said and written
+
+    def keep_best(self, score):
+        """
+        A collective: with the key keep_best, save the policy as out_dir/best_policy if its score on
+        held-out prompts is the best so far.
+        """
+        if self.system.keep_best and report.is_better(score, self.state["best_score"]):
+            self.state["best_score"] = score
+            self.save_as("best_policy", "policy")  # COLLECTIVE
 
     def log_evaluation(self, record, batch, rows, reward_names):
         """
         A collective: print the figures of an evaluation and two of its samples, and append
         SAMPLES of them to samples.jsonl.
         """
-        samples = samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES, reward_names)
+        samples = report.samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES,
+                                    reward_names)
         if self.rank == 0:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
-            print_samples(samples[:2])
+            report.print_samples(samples[:2])
         write_samples(self.out_dir, samples)  # COLLECTIVE
 
-    def say_nothing_learnt(self, batch, flat):
-        """Say why GRPO has taken no step. flat: which groups have equal scores, (groups,)."""
-        masked = 0
-        if self.config["truncated"] == "mask":
-            masked = int((~batch["finished"]).sum())
-        if self.rank == 0:
-            print(f"iteration {self.iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} "
-                  f"groups have equal scores, {masked} of {len(batch['finished'])} responses are "
-                  "masked; no step")
-
-    def log(self, record, batch=None):
+    def log(self, record, batch=None, passes=1.0, tokens=0, every=1):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
-        and print a line of it. batch: what it sampled; None for the last, which only evaluates.
+        and print a line of it, of each iteration or of `every` so many. What is None is left out.
+
+        batch: what the iteration sampled; passes: how often the update went over it. tokens: of a
+        script that samples nothing, how many it trained on. None of them: of the last iteration,
+        which only evaluates.
         """
         self.enter("log")
-        # the sampler's gap is not known where an older policy has sampled the batch
         record = {name: x for name, x in record.items() if x is not None}
         record = {"iteration": self.iteration} | record
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
-        if batch:
+        if self.reward_model is not None and batch:
+            record["objective/score_shift"] = self.reward_model.score_shift
+        if batch or tokens:
             record["time/iteration"] = sum(self.times.values())
-            record |= self.speed(batch, record["policy/steps"])
-            if self.config["staleness"]:
-                record["policy/staleness"] = self.batch_age
-            record |= importance_of(batch, self.config["importance_cap"])
-            if self.reward_model:
-                record["objective/score_shift"] = self.reward_model.score_shift
+            record |= self.speed(batch, passes, tokens)
         write_log(self.out_dir, record)  # COLLECTIVE
-        if batch and self.rank == 0:
-            done, max_iters = self.iteration + 1, self.config["max_iters"]
-            print(progress(record, self.start, done, max_iters, self.began), flush=True)
+        done = self.iteration + 1
+        if (batch or tokens) and self.rank == 0 and (
+                self.iteration % every == 0 or done == self.max_iters):
+            print(report.progress(record, self.start, done, self.max_iters, self.began), flush=True)
 
-    def speed(self, batch, steps):
+    def speed(self, batch, passes, tokens):
         """
         How fast the iteration was, without the seconds of evaluation and checkpoint: in the rollout
-        the policy samples; then all models read what it sampled (the policy, if it must); in the
-        update the trained ones read it again in each pass, of which steps / num_minibatches were
-        made. The texts of PPO-ptx are not counted.
+        the policy samples; then the other models read what it sampled; in the update the trained
+        ones read it again, and learn, in each pass. The texts of PPO-ptx are not counted.
         """
-        ranks = sum(map(len, roles.ranks.values())) or self.world_size
-        sampled, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
-        passes = steps / self.config["num_minibatches"]
-        readers = sum(flops for name, flops in self.forward_flops.items()
-                      if name != "policy" or self.policy_reads)
-        flops = read * (self.forward_flops["policy"] + readers + passes * self.training_flops)
+        flops = tokens * self.training_flops
+        if batch:
+            tokens, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
+            flops = read * (sum(self.forward_flops.values()) + passes * self.training_flops)
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        return speed(self.device, sampled, flops, seconds, self.peak, ranks)
+        ranks = sum(map(len, roles.ranks.values())) or self.world_size
+        return report.speed(self.device, tokens, flops, seconds, self.peak and self.peak * ranks)
 
-    def finish(self):
-        """A collective: save what the run was for, and leave together with the other ranks."""
-        self.save_as("policy")  # COLLECTIVE
+    def save_as(self, folder, name):
+        """A collective: save a model as it is now as out_dir/folder."""
+        save_final(self.out_dir, folder, self.models[name], self.tokenizer,
+                   self.config)  # COLLECTIVE
+
+    def finish(self, next_step):
+        """
+        A collective: save the trained models, and leave together with the other ranks. next_step:
+        what a user may do next, for the last line.
+        """
+        for name in self.trained:
+            self.save_as(name, name)  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                self.save_as("ema_policy")  # COLLECTIVE
-        if "value_model" in self.models:
-            save_final(self.out_dir, "value_model", self.models["value_model"], self.tokenizer,
-                       self.config)  # COLLECTIVE
+                self.save_as("ema_policy", "policy")  # COLLECTIVE
         roles.end()
         if self.rank == 0:
-            print(f"saved {os.path.join(self.out_dir, 'policy')}; next: tools/sample.py to talk to "
-                  "it, tools/page.py to see the run")
+            saved = os.path.join(self.out_dir, next(iter(self.trained)))
+            print(f"saved {saved}; next: {next_step}")
         launch.finish()  # COLLECTIVE

@@ -16,7 +16,7 @@ from errors import BadConfig, first_line, warn
 open_trackers = {}  # {name: (send, close)}, on rank 0
 
 
-def start_trackers(report_to, config, iteration):
+def start_trackers(report_to, out_dir, config, iteration):
     """
     A collective: begin to report to the trackers that report_to names, such as "wandb,tensorboard",
     from this iteration on. Rank 0 alone reports. config: the run's, which is shown with it. Raises
@@ -24,20 +24,20 @@ def start_trackers(report_to, config, iteration):
     """
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     if names:
-        alone(lambda: open_all(names, config, iteration))
+        alone(lambda: open_all(names, out_dir, config, iteration))
 
 
-def open_all(names, config, iteration):
+def open_all(names, out_dir, config, iteration):
     global open_trackers
     open_trackers = {}
-    name_of_run = run_id(config, iteration)
+    name_of_run = run_id(out_dir, iteration)
     for name in names:
         if name not in STARTS:
             near = difflib.get_close_matches(name, STARTS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STARTS)}"
             raise BadConfig(f"report_to: unknown name {name!r}; {hint}")
         try:
-            open_trackers[name] = STARTS[name](config, iteration, name_of_run)
+            open_trackers[name] = STARTS[name](out_dir, config, iteration, name_of_run)
         except ImportError as e:
             raise BadConfig(f"report_to: {name!r} is not installed here ({first_line(e)}); type "
                             f"pip install {name}, or leave it out") from e
@@ -69,13 +69,13 @@ def finish_trackers():
 
 
 # --------------------------------------------------------------------------------------------------
-# one function a tracker: (config, iteration, name of the run) -> (send(numbers, step), close())
+# one function a tracker: (out_dir, config, iteration, name of the run) -> (send, close)
 
 
-def start_tensorboard(config, iteration, name):
+def start_tensorboard(out_dir, config, iteration, name):
     """Files in out_dir/tensorboard: tensorboard --logdir=out"""
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-        os.path.join(config["out_dir"], "tensorboard"), purge_step=iteration)
+        os.path.join(out_dir, "tensorboard"), purge_step=iteration)
 
     def report(numbers, step):
         for key, value in numbers.items():
@@ -85,15 +85,15 @@ def start_tensorboard(config, iteration, name):
     return report, writer.close
 
 
-def start_wandb(config, iteration, name):
+def start_wandb(out_dir, config, iteration, name):
     """A run of the project $WANDB_PROJECT, or else quartet."""
     wandb = importlib.import_module("wandb")
     wandb.init(project=os.environ.get("WANDB_PROJECT", "quartet"), id=name, name=name,
-               dir=config["out_dir"], config=config, resume="allow", allow_val_change=True)
+               dir=out_dir, config=config, resume="allow", allow_val_change=True)
     return (lambda numbers, step: wandb.log(numbers, step=step)), wandb.finish
 
 
-def start_trackio(config, iteration, name):
+def start_trackio(out_dir, config, iteration, name):
     """A run of the project $TRACKIO_PROJECT, or else quartet."""
     trackio = importlib.import_module("trackio")
     trackio.init(project=os.environ.get("TRACKIO_PROJECT", "quartet"), name=name, config=config,
@@ -104,14 +104,14 @@ def start_trackio(config, iteration, name):
 STARTS = dict(tensorboard=start_tensorboard, wandb=start_wandb, trackio=start_trackio)
 
 
-def run_id(config, iteration):
+def run_id(out_dir, iteration):
     """
     The name under which wandb and trackio know this run: out_dir's own and a random part. It is
     kept in out_dir/report_id.txt for a run that resumes; one that begins anew gets another.
     """
-    file = os.path.join(config["out_dir"], "report_id.txt")
+    file = os.path.join(out_dir, "report_id.txt")
     if iteration == 0 or not os.path.exists(file):
         with open(file, "w", encoding="utf-8") as f:
-            f.write(f"{os.path.basename(os.path.abspath(config['out_dir']))}-{os.urandom(4).hex()}")
+            f.write(f"{os.path.basename(os.path.abspath(out_dir))}-{os.urandom(4).hex()}")
     with open(file, encoding="utf-8") as f:
         return f.read().strip()

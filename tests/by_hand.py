@@ -408,12 +408,12 @@ def finish_scores(c, batch, seen, deviation=1.0):
 
 
 def summary(c, batch, prefix):
-    """Means over responses."""
+    """Means over responses. Tokens that an older policy has sampled count in KL and entropy what they count in the loss."""
     figures = dict(scores=[r.raw for r in batch], length=[len(r.response) for r in batch],
                    finished=[float(r.finished) for r in batch],
-                   entropy=[-sum(r.old) for r in batch])
+                   entropy=[-sum(n * p for n, p in zip(r.counts, r.old, strict=True)) for r in batch])
     if hasattr(batch[0], "reference"):
-        figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
+        figures["kl"] = [sum(n * (p - q) for n, p, q in zip(r.counts, r.old, r.reference, strict=True)) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}

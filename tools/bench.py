@@ -63,7 +63,7 @@ json = ""  # a file for all figures
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
 # others import make_models alone
-config = configure(globals()) if __name__ == "__main__" else {}
+config, _ = configure(globals()) if __name__ == "__main__" else ({}, None)
 # --------------------------------------------------------------------------------------------------
 PHASES = "rollout", "score", "update", "iteration"
 

@@ -83,7 +83,7 @@ micro_batch_size = 16  # responses that reward model and judge read at once [>= 
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # set-up: the ranks, what is judged by what, the prompts
 

@@ -28,7 +28,7 @@ run = "out/arithmetic_ppo"  # the folder of a run; several, separated by commas,
 out = "out/run.html"  # the page
 max_points = 1000  # of a curve; of more iterations, neighbours become one point, their mean [>= 2]
 max_samples = 10000  # of a run; of more, those of its first prompts, all evaluations [>= 1]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 
 

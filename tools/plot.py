@@ -24,7 +24,7 @@ runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # the picture; empty = only the table
 metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of the runs
 smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training.
 # Where metrics is empty: the first six of them of which something is logged

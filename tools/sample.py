@@ -58,7 +58,7 @@ system_prompt = ""  # the system message of chats that have none
 seed = 1  # decides the responses [>= 0]
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 
 if prompt and prompts:

@@ -38,7 +38,7 @@ from rows import read_rows, sft_row  # noqa: E402
 rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]
 seed = 1  # decides the rows [>= 0]
-config = configure(globals())
+config, _ = configure(globals())
 
 
 def slip(rng, text):

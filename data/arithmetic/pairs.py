@@ -33,7 +33,7 @@ pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
 seed = 1  # decides problems and answers [>= 0]
-config = configure(globals())
+config, _ = configure(globals())
 
 tokenizer = load_tokenizer(policy_path)
 model = freeze(load_whole(policy_path))

@@ -34,7 +34,7 @@ ppo_python = ""  # interpreter of an environment with TRL 1.12; empty = no such 
 grpo_python = ""  # with TRL 1.16 and transformers
 vllm_python = ""  # with vLLM
 page = ""  # a Markdown file: its table gets all rows that the folder has, also of earlier calls
-config = configure(globals())
+config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 
 HERE = os.path.join(ROOT, "runs", "peers")

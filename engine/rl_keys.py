@@ -1,0 +1,22 @@
+"""
+The keys that ppo.py and grpo.py share, beside those of engine/keys.py: how they sample and score,
+and on which ranks. See there how a key gets from here into a script.
+"""
+# models beside the four
+ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
+share_base = False  # all models are adapters on one trunk, policy_path; so reward_path is one, too
+judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
+judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
+
+# sampling
+max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
+stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
+rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
+generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
+roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
+staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
+
+# scoring
+reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far
