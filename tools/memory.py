@@ -137,21 +137,24 @@ def predict(script, config, ranks, rollout=True):
     places, paths = places_of(script, config), paths_of(script, config)
     n, *sizes = sizes_of(script, config, ranks)
     found = []
-    for dry_run in range(3):
+    for dry_run in range(2):
         with fake_tensors() as tracker:
             models = build(script, config, places, paths, dry_run, mesh)
             optimizers, rows = equip(models, config, places)
-            peaks = {}
-            if dry_run < 2:  # with all layers, only the models are counted
-                peaks = step_through(config, models, optimizers, n * rollout, *sizes, tracker)
+            peaks = step_through(config, models, optimizers, n * rollout, *sizes, tracker)
             found.append((rows, peaks))
-    (rows_0, peaks_0), (rows_1, peaks_1), (rows, _) = found
-    peaks = {}
-    for (phase, name), peak in peaks_0.items():
-        few, more, whole = layers_of(paths.get(name, paths[next(iter(paths))]))
-        first, second = peak - total(rows_0), peaks_1[phase, name] - total(rows_1)
-        periods = (whole - few) / max(more - few, 1)
-        peaks[phase, name] = total(rows) + first + (second - first) * periods
+    (rows_0, peaks_0), (rows_1, peaks_1) = found
+
+    def extended(first, second, name):
+        """What is `first` and `second` in the two dry runs, with all layers of a model."""
+        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))))
+        return first + (second - first) * (whole - few) / max(more - few, 1)
+
+    rows = {name: {c: round(extended(row[c], rows_1[name][c], name)) for c in COLUMNS}
+            for name, row in rows_0.items()}
+    peaks = {(phase, name): total(rows) + extended(
+        peak - total(rows_0), peaks_1[phase, name] - total(rows_1), name)
+        for (phase, name), peak in peaks_0.items()}
     for name, row in rows.items():
         offload = places[name].offload if name in places else "none"
         away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
@@ -167,18 +170,21 @@ def total(rows):
 
 
 def largest(script, config, ranks, peaks, limit):
-    """The largest micro_batch_size whose peak is at most `limit` bytes; 0 if not even 1 fits."""
+    """
+    The largest micro_batch_size whose peak is at most `limit` bytes, by a straight line between the
+    peaks of 1 and of the most rows that a step has; 0 if not even 1 fits. A peak is the highest of
+    several lines: so it is not above that one, and what is said does fit.
+    """
     if any(peak > limit for (phase, _), peak in peaks.items() if phase == "rollout"):
         return 0
     config = config | dict(micro_batch_tokens=0)
     most = sizes_of(script, config | dict(micro_batch_size=10**6), ranks)[2]
-    low, high = 0, most // (2 if script == "rm" else 1) + 1
-    while high - low > 1:  # low fits, high does not
-        b = (low + high) // 2
-        with_b = config | dict(micro_batch_size=b)
-        fits = max(predict(script, with_b, ranks, rollout=False)[1].values()) <= limit
-        low, high = (b, high) if fits else (low, b)
-    return low
+    most //= 2 if script == "rm" else 1
+    one, all_rows = (max(predict(script, config | dict(micro_batch_size=b), ranks,
+                                 rollout=False)[1].values()) for b in (1, most))
+    if one > limit or all_rows <= limit:
+        return most if all_rows <= limit else 0
+    return 1 + int((limit - one) / (all_rows - one) * (most - 1))
 
 
 # --------------------------------------------------------------------------------------------------
