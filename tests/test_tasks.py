@@ -110,7 +110,8 @@ def test_arithmetic_is_exact_and_no_python(text, value):
 
 @pytest.mark.parametrize("script, options, message", [
     (COUNTDOWN, ["--train=0"], "--train=0 is out of range: [1..1000000]"), (COUNTDOWN, ["--seeds=1"], "unrecognized arguments"),
-    (COUNTDOWN, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"), (GSM8K, ["--limit=-1"], "--limit=-1 is out of range")])
+    (COUNTDOWN, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"),
+    (GSM8K, ["--limit=-1"], "--limit=-1 is out of range")])
 def test_bad_arguments_are_one_line(run_here, script, options, message):
     code, stdout, stderr = run_here(script, *options)
     assert (code, stdout) == (2, "")
