@@ -128,9 +128,9 @@ rank, world_size, device = launch.init(  # COLLECTIVE
     system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
+placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
-placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
 
 # the policy: the SFT model, which is trained
 policy, tokenizer = build.load_policy(policy_path, placement)
