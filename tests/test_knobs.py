@@ -70,8 +70,10 @@ def test_every_key_is_turned_somewhere(script):
 
 
 @pytest.fixture(scope="module")
-def turned(tmp_path_factory):
-    """The folder with the runs, and {name: what came of it on each rank}."""
+def turned(tmp_path_factory, request):
+    """The folder with the runs that this session's tests ask for, and {name: what came of it on each rank}."""
+    asked = [item.callspec.params if hasattr(item, "callspec") else {} for item in request.session.items
+             if item.path == request.path]
     folder = str(tmp_path_factory.mktemp("knobs"))
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
     paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy)
@@ -84,6 +86,8 @@ def turned(tmp_path_factory):
 
     jobs = {}
     for (script, name), (keys, split) in GROUPS.items():
+        if dict(script=script, name=name) not in asked:
+            continue
         ours = f"{script} {name}"
         # adafactor makes whole steps of rounding: its noise depends on the number of ranks
         if script in ("sft.py", "rm.py"):  # they draw a batch's rows when its step begins, and stop before the next one
@@ -91,12 +95,13 @@ def turned(tmp_path_factory):
         jobs[ours] = run(script, keys, 2 if name == "optim" else 1)
         jobs[f"{ours} stopped"] = run(script, keys | split, 2, tiny.stops(1, 1)) | dict(folder=f"{ours} split")
         jobs[f"{ours} split"] = run(script, keys | split, 2)
-    for script in ("ppo.py", "grpo.py"):
+    for script in [script for script in ("ppo.py", "grpo.py") if dict(script=script) in asked]:
         jobs[f"{script} plain"] = run(script, dict(eval_path=""))
         jobs[f"{script} unmoving"] = run(script, UNMOVING)
     steps = dict(checkpoint_interval=1, missing_eos_penalty=0.0, max_new_tokens=2)
     fixed, adapted = dict(kl_coef=0.0, scale_scores="running"), dict(kl_coef=0.5, kl_coef_target=3.0)
-    for i, keys in enumerate((fixed | dict(max_iters=1), adapted, adapted | dict(max_iters=3))):
+    stages = fixed | dict(max_iters=1), adapted, adapted | dict(max_iters=3)
+    for i, keys in enumerate(stages if {} in asked else ()):
         jobs[f"ppo.py, stage {i}"] = run("ppo.py", steps | keys) | dict(folder="ppo.py in stages")
     return folder, in_a_row(folder, jobs)
 
