@@ -1334,4 +1334,4 @@ print([v.reason for v in run_all(programs, 2, timeout=1)])"""
 def test_the_limit_of_the_key_reaches_the_sandbox():
     program = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
     batch = dict(completions=[program], rows=[dict(prompt="q", tests=returns(1))], prompts=["q"])
-    assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]  # 30: other programs use this machine, too
+    assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]  # 30 on a busy machine
