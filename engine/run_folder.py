@@ -34,15 +34,16 @@ LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to sa
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
-    (None, None) to begin, the same on all ranks. Raises BadInput.
+    library may have changed. max_iters: a run with more iterations done is refused. Returns
+    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
+    ranks. Raises BadInput.
     """
     hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
@@ -53,6 +54,9 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=()):
                         f"{out_dir!r}; give an --out_dir that is the same folder for all ranks, on "
                         "a disk that their hosts share")
     folder, state = find_checkpoint(out_dir)
+    if folder and state["iteration"] > max_iters:  # the same on all ranks
+        raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
+                        "iterations done; type a larger --max_iters, or another --out_dir")
     return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, state))
 
 
@@ -158,10 +162,6 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder, state):
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
         if folder:
             say_changes(read_json(os.path.join(folder, "config.json")), config)
-        if folder and state["iteration"] > config["max_iters"]:
-            raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has "
-                           f"{state['iteration']} iterations done; type a larger --max_iters, or "
-                           "another --out_dir")
         for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
             for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -214,7 +214,8 @@ def test_without_answers(done):
 @pytest.mark.parametrize("name, words", dict(
     read="../read.jsonl", inside="policy", full="--max_new_tokens", one_twice="twice", nothing="--policies", k="samples = 3",
     word="'two'", no_mode="--samples", right="'code'", head="score head", model="--reward_path", own="'scores'",
-    out="/dev/null/x", none="--prompts_path", task="'tests'", long="row 1", no_weights="no_weights_policy", no_head="'lm_head.weight'",
+    out="/dev/null/x", none="--prompts_path", task="'tests'", long="row 1", no_weights="no_weights_policy",
+    no_head="'lm_head.weight'",
     short="context of the models is 4", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
