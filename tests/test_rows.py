@@ -103,6 +103,7 @@ BAD = [  # (kind, row or line, what the message must name beside the file and th
     (prompt_row, b'{"prompt": "\xff"}', "UTF-8"), (prompt_row, {"Prompt": "a"}, "'prompt'.*'Prompt'"),
     (prompt_row, {"prompt": ""}, "'prompt'"), (prompt_row, {"prompt": []}, "'prompt'"),
     (prompt_row, {"prompt": [{"content": "a"}]}, "'prompt', message 1"),
+    (prompt_row, {"prompt": [{"role": "user", "contents": "a"}]}, "'prompt', message 1 has no 'content', but 'role', 'contents'"),
     (prompt_row, {"prompt": [U, S]}, "'prompt', message 2"),
     (prompt_row, {"prompt": [S]}, "'prompt'"), (prompt_row, {"prompt": "a\ud83d"}, "'prompt'"),
     (prompt_row, {"prompt": "a", "answer": ["b"]}, "'answer'"),
