@@ -46,6 +46,9 @@ def find_folder(path, weights=False):
         if not any(os.path.isfile(os.path.join(path, name)) for name in CONFIGS):
             raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
         return path
+    if not path:
+        raise BadInput("the name of a model is empty; give its folder, or a hub name such as "
+                       "EleutherAI/pythia-1b (--help lists the keys)")
     could_be_hub_name = re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path)
     if os.path.exists(path) or not could_be_hub_name:
         raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as "
