@@ -31,12 +31,12 @@ reads the batch first: the ratio is to that policy, and the older one comes in a
 import contextlib
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import parallel
+from data import batch_rows
 from engine import launch, roles
 from engine.audit import audit, checksum_of
 from engine.checkpoint import load_batches
@@ -54,17 +54,27 @@ class Schedule:
     What a run samples and scores, in which order. A batch has a label, (what, iteration, attempt):
     what is rollout, eval or refill.
 
-    rows_of: iteration -> the numbers of the data rows whose prompts its batch has. evaluates:
-    iteration -> whether it begins with held-out prompts. samples: responses to a prompt.
+    data: (training rows, their prompts' token ids), and the same of the held-out ones. prompts: of
+    an iteration's batch; samples: responses to each of them. The others are keys.
     """
 
-    data: tuple  # (training rows, their prompts' token ids), and the same of the held-out ones
+    data: tuple
+    seed: int
     max_iters: int
+    prompts: int
+    eval_interval: int
     staleness: int
-    rows_of: Callable
-    evaluates: Callable
     samples: int = 1
     max_refills: int = 0
+
+    def rows_of(self, iteration):
+        """The numbers of the data rows whose prompts an iteration answers."""
+        return batch_rows(self.seed, iteration, self.prompts, self.data[0][0].mix)
+
+    def evaluates(self, iteration):
+        """Whether an iteration begins with held-out prompts."""
+        due = iteration % self.eval_interval == 0 or iteration == self.max_iters
+        return due and len(self.data[1][0]) > 0
 
     def versions(self, start, kept=()):
         """

@@ -36,7 +36,7 @@ import torch
 import parallel
 from batches import Batches, Schedule, generate_or_score
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
+from data import (encode_for_all, iterations, my_micro_batches, other_row, permutation,
                   replace_rows)
 from engine import audit, build, launch, report
 from engine.checks import check_grpo, check_rl
@@ -124,13 +124,11 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 rank, world_size, device = launch.init(  # COLLECTIVE
     system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-names = [name for _, name, _ in terms]
 check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
 check_grpo(batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in, kl_estimator,
            kl_correction)
-if refill_by and refill_by not in names:
-    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, which are "
-                    f"{', '.join(names)}")
+if refill_by and refill_by not in [name for _, name, _ in terms]:
+    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, {reward_functions}")
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 placement = build.Placement(system, device, seed, ("policy",))
@@ -143,16 +141,12 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; None where rules alone score
-reward_model, reward_tokenizer = None, tokenizer
-if "reward_model" in names:
-    reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy,
-                                                             tokenizer)
+# the reward model: frozen. One number for a whole response; None where it is not among the rewards
+reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy, tokenizer,
+                                                         terms)
 
-# the judge: frozen. A language model that is asked how good a response is, if it is a reward
-judge = None
-if "judge" in names:
-    judge = build.load_judge(policy_path, placement, policy, ref_policy)
+# the judge: frozen. A language model that is asked how good a response is; mostly None
+judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
@@ -167,11 +161,6 @@ ranks_agree(config, [prompts_path, eval_path, *files_of(reward_functions)],
             models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
-
-
 def minibatches_of(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
@@ -181,11 +170,6 @@ def minibatches_of(iteration, epoch=0):
 def micro_batches(batch, rows, whose=None):
     """This rank's micro-batches of these rows of a batch."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
-
-
-def evaluation_is_due(iteration):
-    """Whether an iteration begins with held-out prompts."""
-    return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
 
 
 def logprobs_of(model, mb):
@@ -201,21 +185,19 @@ def read(model, mb):
 
 
 sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
-scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device,
-                placement.autocast, micro_batch_size, system.micro_batch_tokens,
-                system.reward_timeout, system.code_seconds)
+scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+                placement)
 # ranks that only generate or score do that here until the run ends: see the keys roles, staleness
-schedule = Schedule(data, max_iters, system.staleness, rows_of, evaluation_is_due, group_size,
-                    max_refills)
+schedule = Schedule(data, seed, max_iters, batch_size // group_size, eval_interval,
+                    system.staleness, group_size, max_refills)
 generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", placement, learning_rate,
                                             (beta1, beta2), adam_eps))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
-    must_match=["seed", "batch_size", "group_size"]
-    + ["max_new_tokens"] * (system.staleness > 0),  # of batches that are sampled ahead
+    out_dir, max_iters, config, placement, models, optimizers, tokenizer,
+    must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
     token_ids=prompts[0], ema=ema)
 
@@ -312,7 +294,7 @@ def evaluate():
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if evaluation_is_due(iteration):
+    if schedule.evaluates(iteration):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE
@@ -326,7 +308,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
-    batch, flat = refill(batch, rows_of(iteration), flat)  # COLLECTIVE, with max_refills > 0
+    if max_refills > 0:
+        batch, flat = refill(batch, schedule.rows_of(iteration), flat)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference before any update; the sampler must agree

@@ -44,7 +44,6 @@ from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
 from engine.reward_mix import files_of
 from engine.run import Run, ranks_agree
-from errors import BadConfig
 from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, gap_limit,
                   importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten,
@@ -128,11 +127,7 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 rank, world_size, device = launch.init(  # COLLECTIVE
     system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-names = [name for _, name, _ in terms]
 check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
-if value_init == "reward" and "reward_model" not in names:
-    raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
-                    "type --value_init=policy")
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
@@ -146,16 +141,12 @@ ref_policy = None
 if kl_coef > 0:
     ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
 
-# the reward model: frozen. One number for a whole response; None where rules alone score
-reward_model, reward_tokenizer = None, tokenizer
-if "reward_model" in names:
-    reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy,
-                                                             tokenizer)
+# the reward model: frozen. One number for a whole response; None where it is not among the rewards
+reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy, tokenizer,
+                                                         terms)
 
-# the judge: frozen. A language model that is asked how good a response is, if it is a reward
-judge = None
-if "judge" in names:
-    judge = build.load_judge(policy_path, placement, policy, ref_policy)
+# the judge: frozen. A language model that is asked how good a response is; mostly None
+judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
 
 # the value model, trained: one number for each token, the score that is still to be expected
 value_model = build.load_value_model(value_init, placement, policy, tokenizer, reward_path,
@@ -174,11 +165,6 @@ ranks_agree(config, [prompts_path, eval_path, ptx_path, *files_of(reward_functio
             models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
 
 
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size, train_rows.mix)
-
-
 def minibatches_of(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
@@ -188,11 +174,6 @@ def minibatches_of(iteration, epoch=0):
 def micro_batches(batch, rows, whose=None):
     """This rank's micro-batches of these rows of a batch."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
-
-
-def evaluation_is_due(iteration):
-    """Whether an iteration begins with held-out prompts."""
-    return bool(eval_rows) and (iteration % eval_interval == 0 or iteration == max_iters)
 
 
 def logprobs_of(model, mb):
@@ -214,11 +195,10 @@ def read(model, mb):
 
 
 sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
-scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, device,
-                placement.autocast, micro_batch_size, system.micro_batch_tokens,
-                system.reward_timeout, system.code_seconds)
+scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+                placement)
 # ranks that only generate or score do that here until the run ends: see the keys roles, staleness
-schedule = Schedule(data, max_iters, system.staleness, rows_of, evaluation_is_due)
+schedule = Schedule(data, seed, max_iters, batch_size, eval_interval, system.staleness)
 generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
 
 betas = beta1, beta2
@@ -228,9 +208,8 @@ optimizers = dict(
                                    adam_eps))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
-    must_match=["seed", "batch_size", "value_init"]
-    + ["max_new_tokens"] * (system.staleness > 0),  # of batches that are sampled ahead
+    out_dir, max_iters, config, placement, models, optimizers, tokenizer,
+    must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
     token_ids=prompts[0], ema=ema,
@@ -321,7 +300,7 @@ def evaluate():
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if evaluation_is_due(iteration):
+    if schedule.evaluates(iteration):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE

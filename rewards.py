@@ -359,23 +359,23 @@ class Scorer:
 
     terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
-    the policy's and the reward model's. autocast: the context of the models' forwards. The rest are
-    keys.
+    the policy's and the reward model's. placement: a build.Placement, with the keys of the engine.
     """
 
-    def __init__(self, terms, reward_model, judge, tokenizer, reward_tokenizer, device, autocast,
-                 micro_batch_size, micro_batch_tokens=0, reward_timeout=300, code_seconds=5):
+    def __init__(self, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+                 placement):
         self.terms, self.names = terms, [name for _, name, _ in terms]
         self.rules = [term for term in terms if term[2]]
         self.reward_model, self.judge = (
             model if model is not None and not next(model.parameters()).is_meta else None
             for model in (reward_model, judge))
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
-        self.device, self.autocast = device, autocast
-        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
-        self.timeout, self.limits = reward_timeout, dict(timeout=code_seconds)
+        self.device, self.autocast, system = placement.device, placement.autocast, placement.system
+        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, system.micro_batch_tokens
+        self.timeout, self.limits = system.reward_timeout, dict(timeout=system.code_seconds)
         # the rules work in a thread; slow ones wait for processes of their own
-        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread, initargs=[device])
+        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread,
+                                          initargs=[self.device])
         self.said = set()  # what need not be said again
 
     def start(self, part, fraction):

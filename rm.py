@@ -143,7 +143,7 @@ ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokeni
 optimizer = build.optimizer_of(reward_model, "reward", placement, learning_rate, (beta1, beta2),
                                adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, models, dict(reward_model=optimizer), tokenizer, device,
+    out_dir, max_iters, config, placement, models, dict(reward_model=optimizer), tokenizer,
     must_match=["seed", "batch_size", "teacher"],
     sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
     token_ids=[ids for example in train_ids for ids in example])

@@ -108,7 +108,7 @@ ranks_agree(config, [train_path, val_path], models, [tokenizer])  # COLLECTIVE
 
 optimizer = build.optimizer_of(policy, "policy", placement, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, models, dict(policy=optimizer), tokenizer, device,
+    out_dir, max_iters, config, placement, models, dict(policy=optimizer), tokenizer,
     must_match=["seed", "batch_size", "init_from"],
     sources=["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"],
     token_ids=[part for example in train_examples for part in example])

@@ -134,13 +134,15 @@ def load_ref_policy(policy_path, placement, policy, tokenizer):
     return ref_policy
 
 
-def load_reward_model(path, placement, policy, tokenizer):
+def load_reward_model(path, placement, policy, tokenizer, terms):
     """
     The reward model, frozen, and its tokenizer, which reads the run's chats, with its
     system_prompt, in the reward model's own template. With share_base: an adapter and a head on the
-    policy's trunk. Raises BadInput where it is a plain language model, or its head gives 0 for all
-    texts.
+    policy's trunk. None and None where the terms of reward_functions do not name it. Raises
+    BadInput where it is a plain language model, or its head gives 0 for all texts.
     """
+    if "reward_model" not in [name for _, name, _ in terms]:
+        return None, None
     if placement.system.share_base:
         reward_model = freeze(load_adapted(policy.base, path, "scalar", policy.path))
     else:
@@ -153,11 +155,14 @@ def load_reward_model(path, placement, policy, tokenizer):
     return reward_model, reader
 
 
-def load_judge(policy_path, placement, policy, ref_policy):
+def load_judge(policy_path, placement, policy, ref_policy, terms):
     """
-    The judge of the key judge_path, frozen, a judging.Judge. Where its folder is the frozen
-    reference's it is that model: no second copy. Raises BadConfig or BadInput.
+    The judge of the key judge_path, frozen, a judging.Judge; None where the terms of
+    reward_functions do not name it. Where its folder is the frozen reference's it is that model: no
+    second copy. Raises BadConfig or BadInput.
     """
+    if "judge" not in [name for _, name, _ in terms]:
+        return None
     from engine.judging import Judge, judged_by_reference  # only runs with a judge need it
 
     system = placement.system
@@ -183,10 +188,14 @@ def load_judge(policy_path, placement, policy, ref_policy):
 def load_value_model(value_init, placement, policy, tokenizer, reward_path, reward_tokenizer):
     """
     The value model, trained: it starts as the reward model or as the policy with a new head
-    (value_init), or it is a head on the policy's own trunk (shared). Raises BadInput where it would
-    start as a reward model that does not read the policy's tokens.
+    (value_init), or it is a head on the policy's own trunk (shared). reward_tokenizer: None where
+    there is no reward model. Raises BadInput where it would start as none, or as one that does not
+    read the policy's tokens.
     """
     place = placement.places["value"]
+    if value_init == "reward" and reward_tokenizer is None:
+        raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
+                        "type --value_init=policy")
     if value_init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
         raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
                        "the policy's tokens; type --value_init=policy")

@@ -69,16 +69,17 @@ class Run:
     Opens the run's folder and, where it has a checkpoint, loads that.
 
     models: {name: model}, also those that ranks of other roles hold. optimizers: {name: optimizer},
-    of those that are trained. config, system: what configure returned. must_match: the script's
-    keys that must be the same when a run resumes; sources: those that name a file or a model whose
-    content must be the same, too. token_ids: all sequences of ids that the run trains on. state:
-    what the loop carries from one iteration to the next beside weights and optimizers, as plain
-    numbers: it is saved with every checkpoint, and self.state is what to go on with. ema: the
-    policy's moving average or None.
+    of those that are trained. config: all keys, to be stored. placement: a build.Placement.
+    must_match: the script's keys that must be the same when a run resumes; sources: those that name
+    a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
+    run trains on. state: what the loop carries from one iteration to the next beside weights and
+    optimizers, as plain numbers: it is saved with every checkpoint, and self.state is what to go on
+    with. ema: the policy's moving average or None.
     """
 
-    def __init__(self, out_dir, max_iters, config, system, models, optimizers, tokenizer, device,
+    def __init__(self, out_dir, max_iters, config, placement, models, optimizers, tokenizer,
                  must_match, sources, token_ids=(), state=None, ema=None):
+        system, device = placement.system, placement.device
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
         self.models, self.optimizers = held(models), optimizers
