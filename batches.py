@@ -40,10 +40,10 @@ from data import batch_rows
 from engine import launch, roles
 from engine.audit import audit, checksum_of
 from engine.checkpoint import load_batches
-from engine.placement import gather, held, matrices_of, no_grad_forwards
+from engine.placement import held, matrices_of, no_grad_forwards
 from engine.together import together
 from errors import BadConfig, Lost, Stop
-from parallel import fill, is_shard, my_part
+from parallel import fill, gather, is_shard, my_part
 from rewards import centering_shift
 from rollout import score_batch
 

@@ -9,14 +9,17 @@ log-probs of the tokens of a text, one number for each token, and the next step 
 
 How a log-prob comes about, for one text of T tokens:
 
-    states = trunk(tokens)                    # (T, d): state t has read the tokens 0 to t
-    logits = head(states)                     # (T, V): what state t expects as token t + 1
-    logprobs = logits.log_softmax(-1)         # (T, V)
+    states = trunk(tokens)                            # (T, d): state t has read tokens 0 to t
+    logits = head(states)                             # (T, V): what state t expects as token t + 1
+    logprobs = logits.log_softmax(-1)                 # (T, V)
     logprob of token t = logprobs[t - 1, tokens[t]]   # the shift by one: see states_before
 
-Texts are rows that are padded on the right. A token sees only the tokens before it, so padding
-behind a text changes nothing in it, and there is no mask. There is no dropout: a policy must give
-the same token the same probability twice, so every model stays in eval mode.
+Model.logprobs does that with many texts at a time. They are rows that are padded on the right: a
+token sees only the tokens before it, so padding behind a text changes nothing in it, and there is
+no mask. There is no dropout: a policy must give the same token the same probability twice, so every
+model stays in eval mode.
+
+In this file: Model; the functions that stand between states and log-probs; loading; the probe.
 
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
@@ -144,14 +147,12 @@ class Model(nn.Module):
         Gradient checkpointing, transformers' own: keep only each layer's input for the backward
         pass, which computes the layer again. A step takes a third longer, and far less memory.
         """
-        hf = self.hf
-        enable = getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)
         settings = dict(use_reentrant=False)
         if self.compiled is None:  # else torch plans it, and wants no context
             # the second time with the adapters of the first
             settings["context_fn"] = lambda: (contextlib.nullcontext(),
                                               self.reading_with(self.active))
-        enable(settings)
+        self.hf.activation_checkpointing_enable(settings)
         # transformers does it in layers whose flag `training` is set. `states` sets that of these
         # layers, and not of the modules in them, in which it would switch dropout on
         self.recomputed = self.layers()
@@ -240,11 +241,21 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     another shape or not finite. Weights are safetensors alone, and no code comes from the folder.
     """
     folder = find_folder(path, weights=True)
+    if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        raise BadInput(f"{path}: no weights as safetensors in this folder, and pickled weights are "
+                       "not read; save the model again with transformers' save_pretrained")
     config = read_config(folder, path)
-    file_dtype = config.dtype
+    file_dtype, settings = config.dtype, {}
     if head == "scalar":
         check_one_score(config, path)
-    hf, found = read_weights(auto_class(head), folder, path, config, dtype)
+    if dtype == torch.float64 and has_experts(config):
+        settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
+    try:
+        hf, found = auto_class(head).from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+    except Exception as e:  # of files with numbers and words that make no sense it raises anything
+        raise BadInput(f"{path}: transformers cannot load it: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
     model = Model(hf, head, path)
     model.file_dtype = file_dtype
@@ -270,39 +281,17 @@ def auto_class(head):
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-# what transformers raises for a broken folder: with numbers and words that make no sense, anything
-BROKEN = Exception
-
-
 def read_config(folder, path):
     """The config.json of a folder, as transformers reads it. Raises BadInput."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except BROKEN as e:
+    except Exception as e:  # as above
         raise BadInput(f"{path}: transformers cannot read its config.json: {first_line(e)}") from e
     if getattr(config, "quantization_config", None):
         raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
     return config
-
-
-def read_weights(auto, folder, path, config, dtype):
-    """(a model of transformers, what it found in the files). Raises BadInput."""
-    settings = {}
-    if dtype == torch.float64 and has_experts(config):
-        settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
-    try:
-        return auto.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=True,
-                                    trust_remote_code=False, output_loading_info=True,
-                                    ignore_mismatched_sizes=True, **settings)  # check_tensors does
-    except BROKEN as e:
-        names = os.listdir(folder)
-        if not any(name.endswith(".safetensors") for name in names):
-            what = "pickled weights are not read" if any(n.endswith(".bin") for n in names) else ""
-            raise BadInput(f"{path}: no weights as safetensors in this folder; {what or 'save'} "
-                           "the model again with transformers' save_pretrained") from e
-        raise BadInput(f"{path}: transformers cannot load it: {first_line(e)}") from e
 
 
 def has_experts(config):
@@ -313,9 +302,8 @@ def has_experts(config):
 
 def check_one_score(config, path):
     """Raise BadInput where a folder cannot become a model with one score a token."""
-    kind = (getattr(config, "architectures", None) or [""])[0]
-    good = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")
-    if kind and not kind.endswith(good):
+    kind = (config.architectures or ["Model"])[0]
+    if not kind.endswith(("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")):
         raise BadInput(f"{path}: it is a {shorten(kind)}, and a reward model gives one score")
     if kind.endswith("ForSequenceClassification") and config.num_labels != 1:
         raise BadInput(f"{path}: its head gives {config.num_labels} labels: it is a classifier; a "
@@ -336,22 +324,24 @@ def check_head(hf, path):
 
 
 def check_tensors(found, hf, head, path):
-    """Raise BadInput for tensors that are missing, of another shape, or not the model's."""
-    is_head = ("lm_head.", "embed_out.", "score.", "output.")
-    new = {"score.weight"} if head == "scalar" else set()  # load_model draws it
-    missing = sorted(set(found["missing_keys"]) - new)
+    """
+    Raise BadInput for tensors that are missing, of another shape, or not the model's. found: what
+    transformers says of them. A scalar model may lack its head, which load_model then draws, and
+    the file may have a language model's in its place.
+    """
+    missing, extra = found["missing_keys"], found["unexpected_keys"]
+    if head == "scalar":
+        missing = set(missing) - {"score.weight"}
+        extra = [n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))]
     if missing:
-        raise BadInput(f"{path}: tensor {missing[0]!r} is missing from its weights ("
+        raise BadInput(f"{path}: tensor {min(missing)!r} is missing from its weights ("
                        f"{len(missing)} in all); is the download complete?")
     if found["mismatched_keys"]:
-        name, *shapes = sorted(found["mismatched_keys"])[0]
-        raise BadInput(f"{path}: tensor {name!r} has the shape {shapes[0]}, and config.json says "
-                       f"{shapes[1]}")
-    extra = [name for name in sorted(found["unexpected_keys"])
-             if not (head == "scalar" and name.startswith(is_head)
-                     and not name.startswith("score."))]
+        name, here, wanted = min(found["mismatched_keys"])
+        raise BadInput(f"{path}: tensor {name!r} has the shape {here}, and config.json says "
+                       f"{wanted}")
     if extra:
-        raise BadInput(f"{path}: its weights hold {extra[0]!r} ({len(extra)} such), which is not "
+        raise BadInput(f"{path}: its weights hold {min(extra)!r} ({len(extra)} such), which is not "
                        f"in a {type(hf).__name__}; the model would not be the one that was saved")
     if found.get("error_msgs"):
         raise BadInput(f"{path}: {shorten(found['error_msgs'][0])}")
@@ -399,30 +389,28 @@ def probe(model):
     """
     from decoding_cache import decoding_cache
 
-    V, device = model.config.vocab_size, model.hf.device
-    tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % V  # (2, 8)
+    device = model.hf.device
+    tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
+    # row 1 has 3 tokens of padding, and then a text of 5
     mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # row 1 has 3 tokens of padding, 5 real
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
     text, cache = tokens[1:, 3:], decoding_cache(model.hf.config)
     try:
-        # the first 2 tokens of row 1 beside 5 of row 0; then the others, one by one, alone
-        both = model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])  # (2, V)
-        decoded = [both[1]]
+        # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
+        logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))
         for t in (5, 6):
-            logits = model.next_logits(tokens[1:, t:t + 1], cache, mask[1:, :t + 1],
-                                       positions[1:, t:t + 1])  # (1, V)
-            decoded.append(logits[0])
-        logprobs = scaled_logits(torch.stack(decoded)).log_softmax(-1)  # (3, V)
-        decoded = logprobs.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
-        chosen = torch.arange(5, device=device)[None] >= 2  # (1, 5): the last 3 tokens
+            logits += model.next_logits(tokens[1:, t:t + 1], cache, mask[1:, :t + 1],
+                                        positions[1:, t:t + 1])  # (1, V)
+        decoded = scaled_logits(torch.stack(logits)).log_softmax(-1)  # (3, V)
+        decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
+        chosen = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
         gap = (decoded - model.logprobs(text, chosen)[0]).abs().max().item()
-    except BROKEN as e:
+    except Exception as e:  # of models that decode in other ways
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: {first_line(e)}") from e
-    short = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2  # 16 bits
-    limit = 0.3 if short else 1e-3
-    if not gap <= limit:
+    in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
+    if not gap <= (0.3 if in_16_bits else 1e-3):
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: read and decoded, a token's log-probs differ "
                        f"by {gap:.2g} nats")

@@ -2,10 +2,9 @@
 The model card of a finished model, README.md in its folder: what it is, how to load it, from what
 and with which settings it was made. Its head is YAML in the words of the Hugging Face hub.
 """
+import os
 import re
-
-METHODS = {"ppo_epochs": "ppo", "group_size": "grpo", "demonstrations_path": "reward-model",
-           "n_layer": "sft"}  # a key that only this script has -> its name for the hub
+import sys
 
 
 def model_card(name, config, source, size, record):
@@ -15,7 +14,8 @@ def model_card(name, config, source, size, record):
     weights, in words. record: the run's last line of metrics, or {}.
     """
     scalar = name in ("reward_model", "value_model")
-    method = next((METHODS[key] for key in METHODS if key in config), "rlhf")
+    script = os.path.basename(sys.argv[0]).removesuffix(".py")
+    method = "reward-model" if script == "rm" else script  # as the hub calls them
     task = "text-classification" if scalar else "text-generation"
     kind = "SequenceClassification" if scalar else "CausalLM"
     made = f"made from `{public(source)}`" if source else "made from scratch"
@@ -25,9 +25,8 @@ def model_card(name, config, source, size, record):
              f"    AutoModelFor{kind}.from_pretrained(folder)", ""]
     if name == "reward_model":
         lines += ["`score_shift` in config.json is what quartet adds to the score that "
-                  "transformers computes: with it the average demonstration scores 0. The "
-                  "score is read at the "
-                  "last token of the text, the end of the response.", ""]
+                  "transformers computes: with it the average demonstration scores 0. The score is "
+                  "read at the last token of the text, the end of the response.", ""]
     numbers = [f"    {key} = {x:.4g}" for key, x in record.items() if isinstance(x, int | float)
                and key.startswith(("eval/", "loss/", "train/"))]
     lines += [f"Metrics of iteration {record['iteration']}:", "", *numbers, ""] if numbers else []

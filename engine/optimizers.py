@@ -13,11 +13,10 @@ import torch
 
 import parallel
 from engine import together
-from parallel import split_like
 from engine.together import Part
 from errors import Stop
 from model import at_least_float32
-from parallel import is_shard, my_part
+from parallel import is_shard, my_part, split_like
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34,7 +33,8 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
     The optimizer of a model's trained parameters, as its Place says (engine/places.py).
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
-    of a step, as AdamW's is, and is not multiplied by the size of the weights.
+    of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
+    AdamW's alone.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if place.optimizer == "adafactor":
@@ -43,17 +43,9 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
         settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
                         foreach=False)
-        if parallel.rank_and_size()[0] == 0:
-            name = "policy" if model.head == "lm" else "the model with a scalar head"
-            print(f"{name}: adafactor has no beta1, beta2 and adam_eps; these keys are AdamW's and "
-                  "not used here")
     else:
-        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        if place.offload == "optimizer":
-            kind = OffloadedAdamW
-        else:
-            kind = torch.optim.AdamW
-            settings["fused"] = True
+        kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
+        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
     if place.stage == 1 and parallel.rank_and_size()[1] > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

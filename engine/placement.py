@@ -2,11 +2,10 @@
 Where each model lies, as its Place says (engine/places.py): how much of it on each rank, on the GPU
 or in the CPU's memory, in which precision. In this file, downwards:
 
-    load_placed, shard              a model from its folder to its place
+    load_placed, shard, refill      a model from its folder to its place
     sharded, in_memory, held        questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
-    gather, fill, copy_weights      whole tensors of sharded models, on every rank
 
 Stages 2 and 3 of ZeRO are torch's FSDP2 (fully_shard); stage 1, which splits no weights, is its
 ZeroRedundancyOptimizer (engine/optimizers.py).
@@ -31,7 +30,7 @@ from errors import BadConfig, BadInput
 from folders import model_folders
 from model import (Model, auto_class, check_head, check_one_score, freeze, load_model, probe,
                    read_config)
-from parallel import fill, gather, is_shard, my_part
+from parallel import fill, is_shard
 
 
 # --------------------------------------------------------------------------------------------------
@@ -50,6 +49,7 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
     if not place.here:
         return outline(path, head, dtype)
     adapted = trained and place.lora is not None
+    recompute = recompute and trained
     trained = trained and not adapted  # with LoRA the model itself is frozen
     split = is_sharded(place, trained)
     on_cpu = place.offload == "params" and (split or not trained)
@@ -58,14 +58,14 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
         whole = []
         alone(lambda: whole.append(load_whole(path, head, dtype, seed=seed)))  # COLLECTIVE
         model = outline(path, head, dtype)
-        settle(model, trained, matrices, recompute and (trained or adapted))
+        settle(model, trained, matrices, recompute)
         shard(model, place, device, matrices if trained else None)
         model.to_empty(device="cpu" if on_cpu else device)
         model.hf.tie_weights()  # to_empty makes two tensors of a tied one
         fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
     else:
         model = load_whole(path, head, dtype, "cpu" if on_cpu else device, seed)
-        settle(model, trained, matrices, recompute and (trained or adapted))
+        settle(model, trained, matrices, recompute)
     finish_placing(model, device, compiled)
     if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
         rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)
@@ -94,7 +94,7 @@ def outline(path, head, dtype):
 def settle(model, trained, matrices, recompute):
     """
     Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
-    is one. recompute: if it is trained, its backward pass computes the layers again.
+    is one. recompute: the backward pass computes the layers again.
     """
     model.requires_grad_(trained)
     if recompute:
@@ -109,14 +109,14 @@ def matrices_of(model):
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
     embeddings, whose rows it takes as they are, and not a scalar head.
     """
-    wide = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    wide.add(id(model_score(model)))
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    wide = {id(p) for m in tables for p in m.parameters()} | set(map(id, scalar_head(model)))
     return [p for p in model.parameters() if p.dim() >= 2 and id(p) not in wide]
 
 
-def model_score(model):
-    """The weight of a scalar head, which always keeps its bits; None: it has none."""
-    return model.hf.score.weight if model.head == "scalar" else None
+def scalar_head(model):
+    """[the weight of a scalar head], which always keeps its bits; [] of a language model."""
+    return [model.hf.score.weight] if model.head == "scalar" else []
 
 
 def finish_placing(model, device, compiled):
@@ -160,8 +160,8 @@ def shard(model, place, device, matrices=None, mesh=None):
     inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
     if outputs is None or inputs.weight is not outputs.weight:  # it is as large as many layers
         fully_shard(inputs, reshard_after_forward=by_layer, **settings)
-    score = model_score(model)  # one row: not worth a split
-    fully_shard(model, reshard_after_forward=False, ignored_params={score} - {None}, **settings)
+    head = set(scalar_head(model))  # one row: not worth a split
+    fully_shard(model, reshard_after_forward=False, ignored_params=head, **settings)
     # some trunks return a view of their states, and FSDP warns of writing into it: nobody does
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPModel\) returned a view")
     # what runs the trunk; a head that reads its states finds its own weights there until after the
@@ -194,9 +194,34 @@ def fill_from_rank_0(model, whole):
             sent = source.to(parallel.wire(), t.dtype).contiguous()
         parallel.broadcast(sent)  # COLLECTIVE
         fill(t, sent)
-    model.new_head = whole is not None and whole.new_head
-    model.new_head = bool(parallel.all_reduce_max(  # COLLECTIVE
-        torch.tensor(float(model.new_head), device=parallel.wire())))
+    facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
+    facts = torch.tensor(facts, dtype=torch.float64, device=parallel.wire())
+    parallel.broadcast(facts)  # COLLECTIVE
+    model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
+
+
+@torch.no_grad()
+def refill(model, folder):
+    """
+    A collective if the model is sharded: give it the weights that are in a folder. Raises BadInput
+    where they are another model's.
+    """
+    whole = []
+
+    def read():
+        whole.append(load_model(folder, model.head, model.hf.dtype))
+        saved, here = ([p.shape for p in m.hf.parameters()] for m in (whole[0], model))
+        if saved != here:
+            raise BadInput(f"{folder}: its tensors are not those of the model trained here; "
+                           "resume with the model that saved it")
+
+    if sharded(model):
+        alone(read)  # COLLECTIVE
+        fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
+        return
+    read()
+    for p, saved in zip(model.hf.parameters(), whole[0].hf.parameters(), strict=True):
+        p.data.copy_(saved)
 
 
 def check_compiler(device):
@@ -230,13 +255,14 @@ def in_memory(**models):
     under its first name; and the trunk of an Adapted under the name "NAME's trunk", where it is not
     given itself.
     """
-    models = {name: model for name, model in models.items() if model is not None}
-    first = {id(model): name for name, model in reversed(models.items())}
-    models = {name: model for name, model in models.items() if first[id(model)] == name}
-    for name, model in list(models.items()):
-        if isinstance(model, Adapted) and not any(model.owner() is m for m in models.values()):
-            models[f"{name}'s trunk"] = model.owner()
-    return models
+    found = {}
+    for name, model in models.items():
+        if model is not None and model not in found.values():
+            found[name] = model
+    for name, model in list(found.items()):
+        if trunk_of(model) not in found.values():
+            found[f"{name}'s trunk"] = trunk_of(model)
+    return found
 
 
 def held(models):
@@ -332,38 +358,3 @@ def decoding_copy(policy, matrices, device, tp=1):
         t = p.detach().to(matrices if p.dim() >= 2 else p.dtype)
         memo[id(p)] = nn.Parameter(t, requires_grad=False)
     yield copy.deepcopy(policy, memo)
-
-
-# --------------------------------------------------------------------------------------------------
-# whole tensors of sharded models
-
-
-def refill(model, folder):
-    """
-    A collective if the model is sharded: give it the weights that are in a folder. Raises BadInput
-    where they are another model's.
-    """
-    whole = []
-
-    def read():
-        whole.append(load_model(folder, model.head, model.hf.dtype))
-        saved, here = ([p.shape for p in m.hf.parameters()] for m in (whole[0], model))
-        if saved != here:
-            raise BadInput(f"{folder}: its tensors are not those of the model trained here; "
-                           "resume with the model that saved it")
-
-    if any(map(is_shard, model.hf.parameters())):
-        alone(read)  # COLLECTIVE
-        fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
-    else:
-        read()
-        copy_weights(whole[0], model)
-
-
-def copy_weights(source, target):
-    """
-    A collective: give a model the weights of another one of the same architecture. Either may be
-    sharded, and their dtypes may differ: a tensor at a time is put together and split again.
-    """
-    for p, q in zip(source.hf.parameters(), target.hf.parameters(), strict=True):
-        fill(q, gather(my_part(p.detach()), p) if is_shard(p) else p.detach())

@@ -74,8 +74,12 @@ def make_split(policy, dtype, device, mesh):
     except (ValueError, RuntimeError, AttributeError, KeyError) as e:
         raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so many "
                         f"ranks: {first_line(e)}; leave generate_tp out") from e
-    hf.to_empty(device=device)
-    hf.tie_weights()  # to_empty makes two tensors of a tied one
+    for module in hf.modules():  # as to_empty does, but also with fake tensors (tools/memory.py)
+        for name, p in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
+        for name, t in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(t, device=device)
+    hf.tie_weights()  # a tied tensor has become two
     for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
         mine.copy_(theirs)
     return freeze(Model(hf, path=policy.path))

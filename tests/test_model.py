@@ -14,7 +14,7 @@ from model import Model, freeze, from_scratch, load_model, probe
 
 from families import NO_CLASSIFIER, VARIANTS, make, padded
 
-FAMILIES = ["gpt2", "gpt_neox", "llama3-gqa-tied", "qwen3", "gemma2", "gemma3", "cohere", "granite", "mixtral"]
+FAMILIES = ["gpt2", "gpt_neox", "llama3-gqa-tied", "gemma2", "cohere", "granite", "mixtral"]
 WIDE = ("gpt2", "gpt_neox")  # of these transformers computes everything in float64, if it is asked to
 LENGTHS = [9, 12, 1, 5]
 families = pytest.mark.parametrize("variant", FAMILIES)
@@ -80,7 +80,7 @@ def test_logprobs_and_entropies_are_those_of_each_text_alone(variant, folder_of)
 
 
 @families
-@pytest.mark.parametrize("chunk, recompute", [(0, False), (1, False), (4, False), (0, True), (4, True)])
+@pytest.mark.parametrize("chunk, recompute", [(0, False), (1, False), (4, True)])
 def test_gradients_are_those_of_each_text_alone(variant, chunk, recompute, folder_of):
     """With chunks of the logits and with layers that are computed again, too."""
     dtype, limit = precision(variant)
@@ -117,11 +117,9 @@ def test_padding_and_order_of_rows_change_nothing(variant, folder_of):
     want, _ = model.logprobs(tokens, chosen)
     _, mask = padded(LENGTHS, left=False)
     other = torch.cat([tokens.masked_fill(~mask, 77), torch.full((4, 6), 5)], 1)
-    got, _ = model.logprobs(other, torch.nn.functional.pad(chosen, (0, 6)))
-    assert (got - want).abs().max() < limit
     order = [2, 0, 3, 1]
+    got, _ = model.logprobs(other[order], torch.nn.functional.pad(chosen, (0, 6))[order])
     parts = want.split(chosen.sum(1).tolist())
-    got, _ = model.logprobs(tokens[order], chosen[order])
     assert (got - torch.cat([parts[i] for i in order])).abs().max() < limit
 
 
@@ -167,8 +165,7 @@ def test_scores_are_float32_under_autocast(folder_of):
 
 
 @pytest.mark.parametrize("variant, settings", [
-    ("gpt2", dict(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)), ("llama", dict(attention_dropout=0.5)),
-    ("gpt_neox", dict(hidden_dropout=0.5, attention_dropout=0.5))])
+    ("gpt2", dict(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)), ("llama", dict(attention_dropout=0.5))])
 def test_dropout_in_the_config_changes_nothing(variant, settings, folder_of, tmp_path):
     model = make(variant)
     for key, value in settings.items():
@@ -236,24 +233,15 @@ REFUSED = {  # what is done to the folder of a GPT-2, the words of the error
     "missing": (lambda f: rewrite(f, lambda t: t.pop(WEIGHT) is None), f"tensor '{WEIGHT}' is missing"),
     "unexpected": (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(2))), "hold 'odd'"),
     "transposed": (lambda f: rewrite(f, lambda t: t.update({WEIGHT: t[WEIGHT].T.contiguous()})), f"'{WEIGHT}' has the shape"),
-    "other width": (lambda f: say(f, n_embd=36), "has the shape"),
     "other vocabulary": (lambda f: say(f, vocab_size=98), "has the shape"),
-    "one layer more": (lambda f: say(f, n_layer=4), "is missing"),
     "one layer less": (lambda f: say(f, n_layer=2), "hold 'transformer.h.2"),
-    "nan": (spoil(WEIGHT, torch.nan), f"tensor '{WEIGHT}' holds NaN"),
     "inf": (spoil(NORM, -torch.inf), f"tensor '{NORM}' holds NaN"),
     "pickled": (pickled, "pickled weights are not read"),
-    "no weights": (lambda f: os.remove(f / "model.safetensors"), "no weights as safetensors"),
     "quantized": (lambda f: say(f, quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)), "quantized"),
     "foreign code": (foreign, "config.json"),
     "truncated": (truncate, "cannot load it"),
-    "no safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"\x10" + bytes(99)), "cannot load it"),
-    "broken json": (lambda f: (f / "config.json").write_text("{"), "config.json"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
-    "no type": (lambda f: (f / "config.json").write_text("{}"), "config.json"),
     "a word for a width": (lambda f: say(f, n_embd="wide"), "config.json|cannot load"),
-    "no heads": (lambda f: say(f, n_head=0), "config.json|cannot load"),
-    "no config.json": (lambda f: os.remove(f / "config.json"), "no config.json"),
 }
 
 
@@ -288,9 +276,8 @@ def test_a_classifier_is_refused(folder_of, tmp_path):
     with pytest.raises(BadInput, match="no linear map to one score"):
         load_model(str(tmp_path / "bert"), "scalar")
     # a reward model is no language model, and a policy of these families cannot become a reward model
-    for variant in ("gpt2", "llama"):
-        with pytest.raises(BadInput, match="missing|hold 'score.weight'"):
-            load_model(folder_of(variant, "scalar"))
+    with pytest.raises(BadInput, match="missing|hold 'score.weight'"):
+        load_model(folder_of("llama", "scalar"))
     for variant in NO_CLASSIFIER:
         with pytest.raises(BadInput, match=f"no sequence classifier of the family {variant}"):
             load_model(folder_of(variant), "scalar")
@@ -347,15 +334,9 @@ def test_the_probe_accepts(variant, folder_of):
     probe(load_model(folder_of(variant)))
 
 
-SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-
-
-@pytest.mark.parametrize("settings", [dict(model_type="mamba"), dict(model_type="falcon_h1", mamba_d_ssm=32, mamba_n_heads=4,
-                                                                     mamba_d_head=8)], ids=lambda s: s["model_type"])
-def test_the_probe_refuses(settings):
-    with pytest.raises(BadInput, match=f"cannot decode .*family {settings['model_type']}") as caught:
-        probe(from_scratch(SIZES | settings))
+def test_the_probe_refuses():
+    with pytest.raises(BadInput, match="cannot decode .*family mamba") as caught:
+        probe(from_scratch(dict(model_type="mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2)))
     assert "\n" not in str(caught.value)
 
 

@@ -1,6 +1,6 @@
 """
-engine/placement.py on one rank: the block around forwards that have no backward pass, precisions, what is held. (What the
-ranks hold of sharded models, and that runs with them come to the same numbers, is in test_zero.py.)
+engine/placement.py on one rank: the block around forwards that have no backward pass, what is held. (What the ranks
+hold of sharded models, and that runs with them come to the same numbers, is in test_zero.py.)
 """
 import contextlib
 
@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from engine import placement
-from engine import places as places_room
 from engine.placement import no_grad_forwards
-from errors import BadConfig
 from engine.adapters import Adapted
 from model import from_scratch
 
@@ -71,22 +69,7 @@ def test_a_head_on_a_trunk_moves_the_trunk_once(watched):
     assert calls.count("reshard trunk") == 1
 
 
-def test_precisions():
-    """Autocast rounds trained weights when they are used, frozen ones are stored so; or all weights are of 16 bits."""
-    cpu = torch.device("cpu")
-    for dtype, master, want in (("float64", True, (torch.float64, None)), ("float32", True, (torch.float32, None)),
-                                ("bfloat16", True, (torch.float32, torch.bfloat16)),
-                                ("bfloat16", False, (torch.bfloat16, None))):
-        autocast, *found = places_room.precisions(dtype, master, cpu)
-        assert tuple(found) == want
-        with autocast:
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == (want[1] or torch.float32)
-    with pytest.raises(BadConfig, match="only works in bfloat16, not in float16"):
-        places_room.precisions("float16", False, cpu)
-
-
 def test_what_is_held():
     one, two, shapes = from_scratch(TINY), from_scratch(TINY), from_scratch(TINY, device="meta")
-    assert placement.in_memory(policy=one, ref=None, reward=[two, one], judge=two) == {"policy": one, "reward": two}
+    assert placement.in_memory(policy=one, ref=None, reward=two, judge=two) == {"policy": one, "reward": two}
     assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}
