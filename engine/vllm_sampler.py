@@ -30,6 +30,7 @@ import torch
 import engine
 from engine import roles
 from engine.adapters import Adapted
+from engine.four_bits import in_full
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
 from parallel import gather, is_shard, my_part
@@ -63,7 +64,7 @@ def whole_weights(policy):
     """
     hf = policy.hf
     for name, p in hf.named_parameters():
-        W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
+        W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
         W = policy.merged(name, W) if isinstance(policy, Adapted) else W
         yield name, W
         if is_tied(policy) and p is hf.get_input_embeddings().weight:
