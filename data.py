@@ -53,7 +53,7 @@ def say_special_tokens(rows, fields, tokenizer, path):
     written out a chat template by hand should know that.
     """
     strings = (row[field] for row in rows for field in fields if isinstance(row[field], str))
-    counts = collections.Counter(s for text in strings for s in tokenizer.specials_in(text))
+    counts = collections.Counter(s for text in strings for s in tokenizer.specials if s in text)
     if counts:
         said = ", ".join(f"{s!r} ({n} times)" for s, n in counts.most_common(3))
         warn(f"{path}: special tokens in strings are encoded as plain text, letter by letter: "

@@ -26,7 +26,7 @@ class Lost(Stop):
 
 
 # Functions that a run of several ranks puts here, at its start:
-tell_others = None  # message -> whether rank 0 leaves with the same one; None once all ranks agree
+tell_others = None  # () -> the first of the ranks that fail; None once all of them have agreed
 torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
 leaving = None  # tells ranks of other roles with which BadInput or Stop this one ends
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
@@ -38,7 +38,6 @@ def report_and_exit(kind, error, trace):
     little memory are one line and exit code 1. A closed pipe and Ctrl-C end a script without a
     message. Any other exception is a bug, and is shown with its traceback.
     """
-    rank = os.environ.get("RANK", "0")
     if torn and issubclass(kind, RuntimeError) and not issubclass(kind, Stop):
         error = torn(error) or error
     kind, message = type(error), str(error)
@@ -53,28 +52,19 @@ def report_and_exit(kind, error, trace):
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return
-    message = one_line(message)
     if leaving and isinstance(error, (BadInput, Stop)):
         leaving(error)
-
-    # which rank says it
-    speaks = rank == "0" or not issubclass(kind, (BadConfig, Stop)) or issubclass(kind, Lost)
-    if tell_others is None and issubclass(kind, BadConfig):
-        # the ranks of another host may have another config than rank 0: one on each host says it
-        speaks = rank == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
-    elif tell_others and issubclass(kind, BadInput) and rank != "0":
-        said = said_by_rank_0(message)
-        speaks = speaks if said is None else not said
-    if speaks:
-        where = "" if rank == "0" else f" (rank {rank})"
+    rank = int(os.environ.get("RANK", 0))
+    if speaks(kind, rank):
+        where = f" (rank {rank})" if rank else ""
         # sys.__stderr__: while this hook runs, torch.distributed has a buffer of its own in
         # sys.stderr, which os._exit below would not write out
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.__stderr__,
-              flush=True)
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {one_line(message)}",
+              file=sys.__stderr__, flush=True)
     else:
         time.sleep(1)  # torchrun kills all ranks when one ends: first let the one that speaks end
-    if tell_others and issubclass(kind, BadInput) and rank == "0":
-        said_by_rank_0(message)
+    if rank == 0 and tell_others and issubclass(kind, BadInput):
+        tell_others()
     try:
         sys.stdout.flush()
     except OSError:
@@ -83,23 +73,26 @@ def report_and_exit(kind, error, trace):
     os._exit(2 if issubclass(kind, BadInput) else 1)
 
 
+def speaks(kind, rank):
+    """Whether this rank prints an error of this class, which others may have as well."""
+    if rank == 0 or issubclass(kind, Lost):
+        return True
+    if not issubclass(kind, BadInput):
+        return not issubclass(kind, Stop)  # a Stop is raised on all ranks
+    if tell_others is None:  # the ranks have not met: the first one of each host
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    first = tell_others()
+    if first is None:  # the set-up is over
+        return not issubclass(kind, BadConfig)
+    return rank == first
+
+
 def is_out_of_memory(kind, message):
     """Whether an exception of this class and message says that there is too little memory."""
     # torch's allocators have their own words; CUDA and cuBLAS say it where torch has not asked them
     words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return (kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError)
             or any(said in message for said in words))
-
-
-def said_by_rank_0(message):
-    """
-    Tell the ranks that wait for this one that it leaves. Returns whether rank 0 leaves with the
-    same message, or None once all ranks have agreed to start.
-    """
-    try:
-        return tell_others(message)
-    except Stop:  # they have left, too
-        return False
 
 
 def say(message):

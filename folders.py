@@ -116,8 +116,8 @@ def read_json(file):
 
 def check_writable(path, key="out", reads=()):
     """
-    Raise BadInput now, and not after hours, if the file that the key names cannot be written, or is
-    one of `reads`, the sources that are read. Its folder is made; of the file itself nothing is
+    Raise BadInput now, and not after hours, if the file that the key names cannot be written, or
+    would harm one of `reads`: see check_kept. Its folder is made; of the file itself nothing is
     left.
     """
     check_kept(path, key, reads)
@@ -133,9 +133,17 @@ def check_writable(path, key="out", reads=()):
 
 
 def check_kept(path, key, reads):
-    """Raise BadInput if the file or folder that the key names is one of `reads`, which it would
-    replace."""
-    for source in reads:
-        if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+    """
+    Raise BadInput if the file or folder that the key names is one of `reads`, the files and folders
+    that are read, which it would replace; or lies in the folder of a model among them. What is no
+    file or folder here, such as a hub name, is passed over.
+    """
+    for source in filter(os.path.exists, reads):
+        same = os.path.exists(path) and os.path.samefile(path, source)
+        model = any(os.path.isfile(os.path.join(source, name)) for name in CONFIGS)
+        inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(source), ""))
+        if same or model and inside:
             raise BadInput(f"{key} = {path!r} would replace {source!r}, which is read here; choose "
-                           f"another --{key}")
+                           f"another --{key}" if same else
+                           f"{key} = {path!r} lies in the folder of a model that is read here; "
+                           f"choose another --{key}")

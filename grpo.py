@@ -129,9 +129,9 @@ check_grpo(batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl
            kl_correction)
 if refill_by and refill_by not in [name for _, name, _ in terms]:
     raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, {reward_functions}")
+placement = build.Placement(system, device, seed, ("policy",))
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
-placement = build.Placement(system, device, seed, ("policy",))
 
 # the policy: the SFT model, which is trained
 policy, tokenizer = build.load_policy(policy_path, placement)
@@ -360,8 +360,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, micro_batches(batch, rows)):
+            for mb in micro_batches(batch, rows):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

@@ -9,31 +9,26 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  no  phase    function              torch's call  numbers      what all ranks have afterwards
   1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
   2  rollout  stop_agreed           all_reduce    1            the same, now that all have sampled
-  3  score    together              all_gather    1            has a rule failed on any rank?
-  4  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  5  score    gather_rows           all_gather    B/n rows     all B responses, with their scores
+  3  rollout  gather_rows           all_gather    B/n rows     all B responses
+  4  score    together              all_gather    1            has a rule failed on any rank?
+  5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
   6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
-  8  score    must_agree            all_reduce    1            the sampler's largest error
-  9  update   overlap_all_reduce    all_reduce    policy       the sum of the policy's gradients
- 10  update   overlap_all_reduce    all_reduce    value_model  the sum of the value model's
- 11  update   must_agree            all_reduce    1            the first ratios' distance from 1
- 12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
- 13  log      write_log             all_gather    1            has rank 0 written its line?
+  7  score    stop_agreed           all_reduce    1            the same, now that all have read
+  8  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  9  score    must_agree            all_reduce    1            the sampler's largest error
+ 10  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
+ 11  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
+ 12  update   must_agree            all_reduce    1            the first ratios' distance from 1
+ 13  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
+ 14  log      write_log             all_gather    1            has rank 0 written its line?
 
-9 and 10 run once in each optimizer step, 11 only in the first one. 5 sends the rows as bytes.
-grpo.py has no value model: it goes without 10; 7 has 2 B R numbers and 12 has 8. With one minibatch
-7 has B R numbers, for the policy does not read; a 7 of its old_logprobs and 8 come just after 9.
-grpo.py runs 2 to 5 once more for each refill.
-
-9 and 10 begin while the last backward passes of the step still run, and all_reduce_gradients waits
-until they are done. Each is several calls where the gradients are larger than a bucket (BUCKET). On
-two ranks a sum of gradients has the same bits however it is cut into buckets; on three and more,
-gloo and nccl may add up in another order, so that its last bits depend on BUCKET. They never depend
-on what was sent early.
+10 and 11 run once in each optimizer step, 12 only in the first one. 3 and 5 send rows as bytes.
+grpo.py has no value model: it goes without 11; 8 has 2 B R numbers and 13 has 8. With one minibatch
+8 has B R numbers, for the policy does not read; an 8 of its old_logprobs and 9 come just before 10.
+grpo.py runs 2 to 6 once more for each refill.
 
 Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
-first one (row 8 once more, against the reference) and those that audit, evaluate or save.
+first one (row 9 once more, against the reference) and those that audit, evaluate or save.
 zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
 (zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
 themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the
@@ -44,8 +39,6 @@ and a line of ppo.py, grpo.py or what these two share (rollout.py, rewards.py, e
 calls such a function is marked # COLLECTIVE.
 """
 import contextlib
-import functools
-import itertools
 import math
 
 import torch
@@ -276,37 +269,20 @@ def all_reduce_metrics(metrics):
 # gradients
 
 
-BUCKET = 25 * 2**20  # bytes that one all_reduce sends: DDP's default (arXiv 2006.15704)
-
-
 class Flat:
     """
     The gradients of whole parameters of one dtype. Each p.grad is a view of one tensor, `flat`: the
     all_reduce then needs no copy, and zeroing and clipping are one operation each. Never call
     zero_grad, which would cut the views off; zero the flat tensor.
-
-    It is summed over the ranks in buckets of BUCKET bytes, from its end to its beginning, because
-    a backward pass comes to the last parameters of a model first. An example of 70 MB:
-
-        parameters   embedding    layer 0      layer 1      layer 2      head
-        buckets      the third: 20 MB   | the second: 25 MB   | the first: 25 MB
     """
 
     def __init__(self, parameters):
-        self.parameters = parameters
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype,
                                 device=parameters[0].device)
-        # where the gradient of each parameter begins, and where the last one ends
-        self.begins = [0]
+        begin = 0
         for p in parameters:
-            begin, end = self.begins[-1], self.begins[-1] + p.numel()
-            p.grad = self.flat[begin:end].view_as(p)
-            self.begins.append(end)
-        self.unsent = len(self.flat)  # what lies before this place has not been sent yet
-        self.waiting = []  # the all_reduces that have been started
-        # how often a micro-batch adds to each gradient: once; where two losses train it, twice
-        self.additions = [0] * len(parameters)
-        self.expect_additions()
+            p.grad = self.flat[begin:begin + p.numel()].view_as(p)
+            begin += p.numel()
 
     def zero_(self):
         self.flat.zero_()
@@ -317,38 +293,10 @@ class Flat:
     def norm(self):
         return self.flat.norm()
 
-    def expect_additions(self):
-        """Begin a micro-batch: none has been added to any gradient yet."""
-        self.seen = [0] * len(self.parameters)  # how often this micro-batch has
-        self.incomplete = len(self.parameters)  # the parameters from this number on are complete
-
-    def complete_from(self):
-        """The place in `flat` from which on all gradients are complete, see overlap_all_reduce."""
-        while self.incomplete > 0:
-            place = self.incomplete - 1
-            if self.seen[place] < self.additions[place] or self.additions[place] == 0:
-                break
-            self.incomplete = place
-        return self.begins[self.incomplete]
-
-    def send(self, begin):
-        """
-        A collective: start the all_reduce of all buckets that lie from `begin` on, and do not wait.
-        In the end all ranks have sent the same buckets in the same order, some earlier than others.
-        """
-        size = BUCKET // self.flat.element_size()
-        while self.unsent > 0 and max(self.unsent - size, 0) >= begin:
-            bucket = self.flat[max(self.unsent - size, 0):self.unsent]
-            work = collective(dist.all_reduce, bucket, group=group, async_op=True)
-            self.waiting.append(work)
-            self.unsent -= len(bucket)
-
-    def wait(self):
-        """A collective: send what is left, and wait until all is summed."""
-        self.send(0)
-        for work in self.waiting:
-            collective(work.wait)
-        self.waiting, self.unsent = [], len(self.flat)
+    def all_reduce(self):
+        """A collective: the sum over the ranks."""
+        if dist.is_initialized():
+            collective(dist.all_reduce, self.flat, group=group)
 
 
 def flatten_gradients(parameters):
@@ -370,64 +318,14 @@ def zero_gradients(buffers):
         flat.zero_()
 
 
-def overlap_all_reduce(buffers, micro_batches):
-    """
-    A collective: the micro-batches of a step, one by one. While the backward passes of the last one
-    run, those gradients that are complete are on their way to the other ranks already, as in DDP
-    (arXiv 2006.15704, section 3.2.3): network and device work at the same time. After the last one
-    the rest is sent, too, so that all ranks have sent the same. all_reduce_gradients waits for it.
-
-    When is a gradient complete? torch calls a hook each time that a backward pass has added to it.
-    It is complete when the last micro-batch has added as often as those before did. So a first
-    step of one micro-batch sends nothing early. Nor does any step beside sharded models, whose
-    passes are collectives themselves. It changes no bit: what is sent, and in which order, is
-    the same.
-    """
-    if not dist.is_initialized() or any(isinstance(flat, Shards) for flat in buffers):
-        yield from micro_batches
-        return
-
-    def added(flat, place, _):
-        """torch's hook: a backward pass has added to the gradient of parameter number `place`."""
-        if flat.begins[place + 1] > flat.unsent:
-            raise RuntimeError("a gradient was sent to the other ranks before it was complete")
-        flat.seen[place] += 1
-        if is_last:
-            for flat in buffers:  # one after the other, on all ranks
-                flat.send(flat.complete_from())
-                if flat.unsent > 0:
-                    break
-
-    hooks = [p.register_post_accumulate_grad_hook(functools.partial(added, flat, place))
-             for flat in buffers for place, p in enumerate(flat.parameters)]
-    try:
-        for mb, following in itertools.pairwise(itertools.chain(micro_batches, [None])):
-            is_last = following is None
-            for flat in buffers:
-                flat.expect_additions()
-            yield mb  # and the script computes its losses and their gradients
-            for flat in buffers:
-                flat.additions = list(map(max, flat.additions, flat.seen))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for flat in buffers:
-        flat.send(0)
-
-
 def all_reduce_gradients(buffers, scale=1.0):
     """
-    A collective: sum the gradients over the ranks, or wait until that is done, and divide by the
-    scale of the loss. A sum, where DDP takes the mean: each rank's loss is already divided by the
-    number of tokens of *all* ranks. (FSDP has reduced its shards already, to a mean: this makes it
-    a sum.)
+    A collective: sum the gradients over the ranks, and divide by the scale of the loss. A sum,
+    where DDP takes the mean: each rank's loss is already divided by the number of tokens of *all*
+    ranks.
     """
     for flat in buffers:
-        if isinstance(flat, Shards):
-            flat.mul_(rank_and_size()[1] / scale)
-            continue
-        if dist.is_initialized():
-            flat.wait()
+        flat.all_reduce()
         if scale != 1.0:
             flat.mul_(1 / scale)
 
@@ -510,6 +408,10 @@ class Shards:
     def mul_(self, factor):
         for part in self.parts():
             part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
+
+    def all_reduce(self):
+        """Within backward FSDP has taken the mean over the ranks: this makes it a sum."""
+        self.mul_(rank_and_size()[1])
 
     def norm(self):
         """A collective: the norm over all parts of all ranks."""

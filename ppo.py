@@ -128,9 +128,9 @@ rank, world_size, device = launch.init(  # COLLECTIVE
     system.device_type, system.timeout, system.deterministic, system.roles)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
+placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
-placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
 
 # the policy: the SFT model, which is trained
 policy, tokenizer = build.load_policy(policy_path, placement)
@@ -357,12 +357,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             kl_before = sums["policy/approx_kl"].clone()
             largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
             parallel.zero_gradients(gradients)
-            if ptx_rows:  # before PPO's losses: gradients are sent during the last backward pass
+            if ptx_rows:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
                 add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
 
-            for mb in parallel.overlap_all_reduce(  # COLLECTIVE
-                    gradients, micro_batches(batch, rows)):
+            for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?

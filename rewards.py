@@ -18,26 +18,23 @@ template may have extended; a batch without them is fine. completions are the te
 responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
 response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
 
-Which rewards a run uses, and with which weights, is in engine/reward_mix.py; when two answers are
-the same in engine/answers.py; how programs are run in engine/sandbox.py. What a script does to a
-score afterwards is in the script's shape_scores: for example, missing_eos_penalty = 1 gives every
-response that did not end with EOS the score -1, in the place of its own score.
+What becomes of a score stands behind the models; which rewards a run uses, with which weights, and
+how they are added up comes last. When two answers are the same is in engine/answers.py. What a
+script does to a score afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives
+every response that did not end with EOS the score -1, in the place of its own score.
 """
 import math
-import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import parallel
-from data import left_aligned, prompt_text, right_pad
+from data import left_aligned, right_pad
 from engine import launch, together
-from engine.answers import final_answer, same_answer
-from engine.expressions import same_expressions
+from engine.answers import final_answer, same_answer, whole_responses
 from engine.placement import no_grad_forwards
-from engine.programs import extract_code
 from engine.reward_mix import call_rewards, collect, parse_rewards
-from engine.sandbox import count_cpus, run_all
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,32 +61,6 @@ def accuracy(batch):
     return torch.tensor(scores)
 
 
-def math_answer(batch):
-    """
-    (B,), the reward `math`: as accuracy; and where that is 0, 1.0 if the two answers are the same
-    expression by algebra, as x + 1 and 1 + x are: see engine/expressions.py, which needs the
-    package math-verify. It has 4/5 of batch["seconds"]; what is not graded by then scores 0, and a
-    printed line says so.
-    """
-    scores = accuracy(batch)
-    # wrong as texts and numbers, but perhaps right by algebra
-    undecided = [i for i, score in enumerate(scores.tolist()) if score == 0]
-    texts, rows = whole_responses(batch), batch["rows"]
-    pairs = [(final_answer(texts[i]), final_answer(str(rows[i]["answer"]))) for i in undecided]
-    # thinking that never ends has no answer
-    pairs = [pair if "<think>" not in pair[0] else ("", pair[1]) for pair in pairs]
-    different = list(dict.fromkeys(pair for pair in pairs if pair[0]))
-    seconds = 0.8 * batch.get("seconds", math.inf)
-    said = dict(zip(different, same_expressions(different, cpus_of_a_rank(), seconds), strict=True))
-    late = sum(said.get(pair, False) is None for pair in pairs)
-    if late:
-        print(f"reward 'math': {late} of {len(texts)} answers were not compared in "
-              f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
-    for i, pair in zip(undecided, pairs, strict=True):
-        scores[i] = float(bool(said.get(pair)))
-    return scores
-
-
 def format(batch):
     """
     (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, and
@@ -104,18 +75,16 @@ def format(batch):
 
 def is_formatted(text):
     """Whether a whole response is thinking and an answer, as the reward `format` wants it."""
-    if text.count("<think>") != 1 or text.count("</think>") != 1:
-        return False
-    if not text.lstrip().startswith("<think>"):
-        return False
-    answer = text.partition("</think>")[2].strip()
-    if "<answer>" in text or "</answer>" in text:
-        if text.count("<answer>") != 1 or text.count("</answer>") != 1:
-            return False
+    tags = re.findall("</?(?:think|answer)>", text)
+    before, _, rest = text.partition("<think>")
+    answer = rest.partition("</think>")[2].strip()
+    if tags == ["<think>", "</think>", "<answer>", "</answer>"]:
         if not (answer.startswith("<answer>") and answer.endswith("</answer>")):
             return False
-        answer = answer[len("<answer>"):-len("</answer>")]
-    return bool(answer.strip())
+        answer = answer[len("<answer>"):-len("</answer>")].strip()
+    elif tags != ["<think>", "</think>"]:
+        return False
+    return not before.strip() and answer != ""
 
 
 def thinks(batch):
@@ -143,81 +112,10 @@ def soft_overlong(lengths, max_length, cache):
     return ((max_length - lengths.float()) / cache - 1).clamp(-1, 0)
 
 
-def code(batch):
-    """
-    (B,): 1.0 where the program in the response passes all of the row's `tests`, else 0.0. Passing
-    some of them scores 0: some can be passed without solving anything. extract_code says where in
-    a response its program is; a response whose thinking never ends has none.
-
-    The programs run in the sandbox, several at a time, while the next responses are sampled. They
-    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
-    batch["limits"]: the key code_seconds, if it is there. A
-    program that has not ended by then scores 0, and a printed line says so: no program may end the
-    run.
-    """
-    programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
-    runnable = [(program, row["tests"])
-                for program, row in zip(programs, batch["rows"], strict=True)
-                if program is not None]
-    seconds = 0.8 * batch.get("seconds", math.inf)
-    verdicts = run_all(runnable, cpus_of_a_rank(), seconds=seconds, **batch.get("limits", {}))
-    late = sum(verdict.reason == "out of time" for verdict in verdicts)
-    if late:
-        print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
-              f"{seconds:.0f} s for all of them, and score 0; if right ones may be among them, "
-              "raise reward_timeout", flush=True)
-    remaining = iter(verdicts)
-    scores = []
-    for program in programs:
-        verdict = None if program is None else next(remaining)
-        scores.append(float(verdict is not None and verdict.passed == verdict.total))
-    return torch.tensor(scores)
-
-
-def cpus_of_a_rank():
-    """How many processes a rank may keep busy at once: the machine's ranks share its CPUs."""
-    return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-RULES = dict(accuracy=accuracy, math=math_answer, format=format, thinks=thinks, length=length,
-             code=code)
-
-
-# --------------------------------------------------------------------------------------------------
-# what the rules read
-
-
-def whole_responses(batch):
-    """
-    The texts that the rules judge: each completion, behind what the prompt has made the response
-    begin with (see openings). A prompt that ends with "<think>" and the completion "3+4</think>7"
-    make "<think>3+4</think>7".
-    """
-    return [opening + completion for opening, completion
-            in zip(openings(batch), batch["completions"], strict=True)]
-
-
-def openings(batch):
-    """
-    The text that each response has been made to begin with, by its prompt; "" for most.
-
-    A chat whose last message is the assistant's own begins the response with that message: it
-    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
-    <think>, since the data or a chat template put it there, begins the response with "<think>".
-    """
-    prompts = batch.get("prompts") or [prompt_text(row) for row in batch["rows"]]
-    return [opening_of(row.get("prompt"), text)
-            for row, text in zip(batch["rows"], prompts, strict=True)]
-
-
-def opening_of(prompt, text):
-    """openings for one row. prompt: the data's, text or messages; text: what the policy read."""
-    begun = ""
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        begun = prompt[-1]["content"]
-    if "<think>" in begun:
-        return begun[begun.index("<think>"):]
-    return "<think>" if text.rstrip().endswith("<think>") else begun
+# Of a rule in the engine room its module's name: it is loaded when the rule is used. So a script
+# that is copied needs neither the sandbox nor the algebra, unless its rewards do.
+RULES = dict(accuracy=accuracy, math="engine.expressions:math_answer", format=format, thinks=thinks,
+             length=length, code="engine.programs:code")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,6 +199,10 @@ def ask_judge(judge, questions, device, micro_batch_size, count=0):
     return score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size, count)
 
 
+# --------------------------------------------------------------------------------------------------
+# what becomes of a score
+
+
 def alike_for_equal_texts(scores, batch):
     """
     The scores (B,), made exactly equal where the tokens of two rows are equal, and the rows of data
@@ -318,10 +220,6 @@ def alike_for_equal_texts(scores, batch):
     row = torch.arange(len(text), device=text.device)
     first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
     return scores[first[text]]
-
-
-# --------------------------------------------------------------------------------------------------
-# what becomes of a score
 
 
 def punish_missing_eos(scores, finished, penalty):

@@ -298,7 +298,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     sums = {}
-    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):  # COLLECTIVE
+    for part in micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
         losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each

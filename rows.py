@@ -1,5 +1,5 @@
 """
-Files -> rows. read_rows reads JSONL, JSON, CSV, TSV, parquet and data sets of the Hugging Face hub,
+Files -> rows. read_rows reads JSONL, JSON, CSV, parquet and data sets of the Hugging Face hub,
 several of them with weights if need be, and gives each row to a function of the second half of this
 file, which makes one of three kinds of it:
 
@@ -27,10 +27,10 @@ import json
 import math
 import os
 import re
-import shlex
 import zlib
 
 from errors import BadInput, first_line, shorten
+from folders import read_file
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def read_rows(spec, shape, fields=""):
             try:
                 rows.append(shape(rename(row, names)))
             except BadInput as e:
-                raise BadInput(f"{where}: {e}{convert_it(source, shape, fields)}") from e
+                raise BadInput(f"{where}: {e}{convert_it(source, shape)}") from e
         if len(rows) == before:
             raise BadInput(f"{source}: the file is empty; prepare the data first "
                            "(data/*/prepare.py)")
@@ -99,13 +99,12 @@ def read_rows(spec, shape, fields=""):
     return rows
 
 
-def convert_it(source, shape, fields):
+def convert_it(source, shape):
     """The end of the message about a row that does not suit one of our own shapes."""
     if shape not in KINDS:
         return ""
-    options = dict(kind=KINDS[shape], source=source, fields=fields, out="ours.jsonl")
-    typed = " ".join(f"--{key}={shlex.quote(value)}" for key, value in options.items() if value)
-    return f"; for other layouts, or to leave such rows out: python data/convert.py {typed}"
+    return ("; for other layouts, or to leave such rows out, type python data/convert.py "
+            f"--kind={KINDS[shape]} --source={source} --out=ours.jsonl")
 
 
 def sources_of(spec):
@@ -166,8 +165,7 @@ def hub_files(source):
 def files_of_split(files, folder, split, source):
     """
     Which of the files of a data set, with paths relative to it, are those of a split, sorted.
-    Raises BadInput where there are none, where several folders have some, and where parts of one
-    (train-00001-of-00003.parquet) are missing. source: for messages.
+    Raises BadInput where there are none, or where several folders have some.
     """
     files = sorted(file for file in files
                    if file.lower().removesuffix(".gz").endswith(ENDINGS) and file[0] != ".")
@@ -178,25 +176,18 @@ def files_of_split(files, folder, split, source):
     if split == "train" and not any(re.search("(^|[/-])(train|test|valid|dev)", file)
                                     for file in inside):
         wanted = inside  # a set without splits
-    if not wanted:
-        raise BadInput(f"{source}: no file is called {split!r}; there are "
-                       f"{shorten(', '.join(files), 200)}")
     folders = {os.path.dirname(file) for file in wanted}
-    if len(folders) > 1 and not folder:
-        raise BadInput(f"{source}: several folders have a split {split!r}; wanted one of them, "
-                       f"hf:NAME:FOLDER:{split}, with the folder {shorten(sorted(folders), 200)}")
-    for file in wanted:
-        parts = re.match(r"(.*-)\d{5}-of-(\d{5})", file)
-        if parts and sum(f.startswith(parts[1]) for f in wanted) != int(parts[2]):
-            raise BadInput(f"{source}: some of the {int(parts[2])} files {parts[1]}... are "
-                           "missing; download the rest")
+    if not wanted or len(folders) > 1 and not folder:
+        found = f"it is in the folders {sorted(folders)}" if wanted else f"there are {files}"
+        raise BadInput(f"{source}: cannot tell which files are {split!r}, {found[:300]}; wanted "
+                       "hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT")
     return wanted
 
 
 # --------------------------------------------------------------------------------------------------
 # files -> dicts
 
-ENDINGS = ".jsonl", ".json", ".csv", ".tsv", ".parquet"
+ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 
 
 def raw_rows(source):
@@ -213,13 +204,8 @@ def raw_rows(source):
         if ending not in ENDINGS:
             raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz "
                            "behind it")
-        if ending == ".parquet":
-            rows = parquet_rows(path)
-        elif ending in (".csv", ".tsv"):
-            rows = csv_rows(path, "\t" if ending == ".tsv" else ",")
-        else:
-            rows = json_rows(path)
-        for where, row in rows:
+        read = {".parquet": parquet_rows, ".csv": csv_rows}.get(ending, json_rows)
+        for where, row in read(path):
             if not isinstance(row, dict):
                 raise BadInput(f"{path}, {where}: wanted an object such as "
                                f"{{\"prompt\": \"1+2=\"}}, found {type(row).__name__}")
@@ -228,15 +214,16 @@ def raw_rows(source):
 
 def read_text(path):
     """The text of a file, unpacked if it ends in .gz. Raises BadInput."""
+    content = read_file(path)
     try:
-        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as f:
-            content = f.read()
+        if path.lower().endswith(".gz"):
+            content = gzip.decompress(content)
         return content.decode("utf-8-sig")  # sig: without the mark that Windows puts in front
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
         raise BadInput(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from e
     except (OSError, EOFError, zlib.error) as e:
-        raise BadInput(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+        raise BadInput(f"{path}: cannot be unpacked ({e}); download it again") from e
 
 
 def json_rows(path):
@@ -259,12 +246,12 @@ def parse_json(text, where):
                        "objects") from e
 
 
-def csv_rows(path, delimiter):
+def csv_rows(path):
     """The first line names the columns; a value may hold newlines, between quotes. All are text."""
     csv.field_size_limit(2**30)
     text = io.StringIO(read_text(path), newline="")
     try:
-        for number, row in enumerate(csv.DictReader(text, delimiter=delimiter, strict=True), 1):
+        for number, row in enumerate(csv.DictReader(text, strict=True), 1):
             if None in row or None in row.values():
                 raise BadInput(f"{path}, row {number}: not as many columns as in the first line; "
                                "is a quote or a comma missing?")
@@ -359,18 +346,17 @@ def preference_row(row):
     probability that it is the better one.
     """
     made = dialogue(row, *PAIR)
-    for name, largest in (("margin", math.inf), ("confidence", 1.0)):
-        given = row.get(name)
-        if given is None or given == "":
+    for name, largest in (("margin", 1e30), ("confidence", 1.0)):
+        if row.get(name) in (None, ""):
             continue
         try:
-            number = float(given) if type(given) in (int, float, str) else math.nan  # CSV has text
-        except (ValueError, OverflowError):
-            number = math.nan
-        if not 0 <= number <= largest or number == math.inf:
+            made[name] = float(row[name])  # CSV has text
+            good = 0 <= made[name] <= largest
+        except (ValueError, TypeError):
+            good = False
+        if not good:
             raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
-                           f"{shorten(given)}")
-        made[name] = number
+                           f"{shorten(row[name])}")
     return made
 
 
@@ -407,14 +393,7 @@ def prompt_row(row):
     return row
 
 
-def demonstrated_row(row):
-    """A prompt_row with the `completion` of sft_row; of several turns it is the first."""
-    completion = sft_row(row)["completion"]
-    return prompt_row(row) | {"completion": completion if isinstance(completion, str)
-                              else completion[:1]}
-
-
-KINDS = {sft_row: "sft", ptx_row: "sft", demonstrated_row: "sft", preference_row: "preferences",
+KINDS = {sft_row: "sft", ptx_row: "sft", preference_row: "preferences",
          scored_row: "preferences", prompt_row: "prompts"}  # what data/convert.py calls them
 
 

@@ -162,7 +162,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # gradients, micro-batch by micro-batch
     parallel.zero_gradients(gradients)
     loss_sum, loss_count = 0.0, 0
-    for part in parallel.overlap_all_reduce(gradients, micro_batches(examples)):  # COLLECTIVE
+    for part in micro_batches(examples):
         loss = -completion_logprobs(part).sum()
         (run.loss_scale * loss / token_count).backward()
         loss_sum += loss.item()

@@ -6,11 +6,9 @@ task:
 
     python grpo.py config/arithmetic_grpo.py config/cispo.py --num_minibatches=4
 """
-baseline = "mean"
 scale_by = "std"
 loss_type = "cispo"
 aggregation = "token-mean"
-truncated = "keep"
 kl_coef = 0.0
 cliprange = 1.0
 cliprange_high = 2.0

@@ -6,12 +6,6 @@ of a task:
 
     python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
 """
-baseline = "mean"
 scale_by = "none"
-loss_type = "clip"
-importance = "token"
 aggregation = "seq-mean-token-sum-norm"
-truncated = "keep"
 kl_coef = 0.0
-cliprange = 0.2
-cliprange_high = 0.2

@@ -5,12 +5,9 @@ tokens' ratios. It moves far less than a token's ratio, and so does its clip ran
 
     python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """
-baseline = "mean"
 scale_by = "std"
-loss_type = "clip"
 importance = "sequence"
 aggregation = "seq-mean-token-mean"
-truncated = "keep"
 kl_coef = 0.0
 cliprange = 0.0003
 cliprange_high = 0.0004

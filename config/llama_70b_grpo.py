@@ -1,11 +1,11 @@
 """
 GRPO on Llama 3.1 70B over four machines of 8 GPUs: policy and reference are sharded over all 32,
 and to sample, the 8 GPUs of a machine hold one copy of the policy together (generate_tp), in 16
-bits.
+bits. On top of gsm8k_grpo.py:
 
     python data/gsm8k/prepare.py --chat
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_id=1 --rdzv_backend=c10d \\
-        --rdzv_endpoint=HOST:29500 grpo.py config/llama_70b_grpo.py
+        --rdzv_endpoint=HOST:29500 grpo.py config/gsm8k_grpo.py config/llama_70b_grpo.py
 
 Meant for 32 GPUs of 80 GB, with a fast network between the machines. Of weights, gradients and Adam
 states each holds, by arithmetic, about 37 GiB, and of the copy that samples 17 GiB.
@@ -17,25 +17,11 @@ is promised.
 """
 out_dir = "out/llama_70b_grpo"
 policy_path = "meta-llama/Llama-3.1-70B-Instruct"
-prompts_path = "data/gsm8k/rl_train.jsonl"
-eval_path = "data/gsm8k/rl_val.jsonl"
-eval_size = 256
-reward_functions = "1.0*accuracy,0.1*format"
 zero_stage = "3"  # of policy and reference
-batch_size = 512
-group_size = 8
-max_new_tokens = 1024
 generate_tp = 8  # as many as a machine has GPUs: they exchange numbers at each layer and token
+batch_size = 512
 rollout_batch_size = 128
 micro_batch_size = 2
-head_chunk = 1024
-gradient_checkpointing = True
-aggregation = "token-mean"
-kl_coef = 0.001
-max_iters = 200
 learning_rate = 5e-7
-warmup_iters = 5
-eval_interval = 20
 checkpoint_interval = 50
 timeout = 1800
-dtype = "bfloat16"

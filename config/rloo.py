@@ -10,12 +10,7 @@ times the sampled KL of all its tokens. On top of a task:
 """
 baseline = "others"
 scale_by = "none"
-loss_type = "clip"
-importance = "token"
 aggregation = "seq-mean-token-sum-norm"
-truncated = "keep"
 kl_coef = 0.04
 kl_in = "reward"
 kl_estimator = "k1"
-cliprange = 0.2
-cliprange_high = 0.2

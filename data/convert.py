@@ -78,18 +78,14 @@ def fetch(source, name, folder):
     """
     if os.path.isdir(source):
         source = pathlib.Path(source).resolve().as_uri()
-    url = f"{source.rstrip('/')}/{name}"
-    local = os.path.join(folder, os.path.basename(name))
+    url, local = f"{source.rstrip('/')}/{name}", os.path.join(folder, os.path.basename(name))
     if not os.path.exists(local):
         print(f"downloading {url}", flush=True)
         socket.setdefaulttimeout(60)  # or a dead connection would be waited for without end
-        try:
-            os.makedirs(folder, exist_ok=True)
-            # urlretrieve raises an error if the download is cut short; urlopen(url).read() does not
+        os.makedirs(folder, exist_ok=True)
+        try:  # urlretrieve raises an error if the download is cut short
             urllib.request.urlretrieve(url, local + ".part")
         except (OSError, http.client.HTTPException, ValueError) as e:
-            if not os.path.isdir(folder):
-                raise
             stop(f"{url}: cannot download: {e}")
         os.replace(local + ".part", local)
     return local
@@ -137,7 +133,6 @@ def write_rows(out, names, rows, kept=None):
 # Whatever is a dialogue (ShareGPT, Alpaca, HH) becomes messages; other strings do with --chat
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's -> ours
-UNLEARNED = "weight", "loss", "train"  # of a message: OpenAI's, ms-swift's, axolotl's
 
 
 def ours(row, kind, chat=False, named=()):
@@ -249,20 +244,15 @@ def messages_in(value, field):
             value.pop()  # the turn that the completion is
     if not isinstance(value, list):
         return value
+    if not all(isinstance(message, dict) for message in value):
+        raise BadInput(f"field {field!r} must be a list of messages")
     messages = []
     for given in value:
-        if not isinstance(given, dict):
-            raise BadInput(f"field {field!r} must be a list of messages, found one of "
-                           f"{type(given).__name__}")
         role = str(given.get("role", given.get("from")))
-        message = {"role": ROLES.get(role, role),
-                   "content": given.get("content", given.get("value"))}
-        for name in UNLEARNED:
-            if message["role"] == "assistant" and given.get(name) not in (None, 1):
-                raise BadInput(f"field {field!r} has a message of the assistant with {name} "
-                               f"{given[name]}, and here all of them are learned")
-        more = given.keys() - {"role", "content", "from", "value", *UNLEARNED}
-        messages.append(message | {name: given[name] for name in sorted(more)})
+        messages.append({"role": ROLES.get(role, role),
+                         "content": given.get("content", given.get("value"))})
+        more = given.keys() - {"role", "content", "from", "value", "weight"}
+        messages[-1] |= {name: given[name] for name in sorted(more)}
     return messages
 
 

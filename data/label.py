@@ -6,9 +6,8 @@ answers are a pair, and a language model says which of them is better.
         --prompts_path=data/mine/prompts.jsonl --out=data/mine/labels.jsonl
 
 A judge that compares likes the place of an answer, often the first. So it is asked in both orders,
-and a pair is kept where it names the same answer both times. How much it likes a place is printed.
-A template of your own with {first} and {second} compares, too; one with {response}, such as yes_no,
-grades each answer by itself: then the better grade wins, and there is no order.
+and a pair is kept where it names the same answer both times. How often it does is printed. With a
+template that has {response} each answer is graded by itself: the better grade wins.
 
 Writes OUT, JSONL with "prompt", "chosen", "rejected" and "confidence": the probability, from 0.5 to
 1, that the judge gives to the chosen one. With held_out also OUT's name with _val. The same command
@@ -32,9 +31,9 @@ from engine.placement import load_placed  # noqa: E402
 from engine.places import Place, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
-from folders import check_writable  # noqa: E402
+from folders import check_writable, model_folders  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, texts_of  # noqa: E402
 from rows import prompt_row, read_rows, sources_of  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
@@ -69,9 +68,8 @@ config, _ = configure(globals())
 # the policy, the judge, the prompts
 
 if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-    raise BadConfig("label.py is one process, and each of several would write the same file; start "
-                    "it without torchrun. Several can share the work by files: give each another "
-                    "--prompts_path and --out")
+    raise BadConfig("label.py is one process; start it without torchrun, and give each of several "
+                    "its own --prompts_path and --out")
 if not judge_path:
     raise BadConfig("judge_path is empty; type --judge_path=FOLDER")
 if samples % 2:
@@ -80,24 +78,18 @@ device = torch.device(choose_device(device_type))
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 stem, ending = os.path.splitext(out)
 out_val = f"{stem}_val{ending}"  # the held-out pairs
-read = [source for source, _ in sources_of(prompts_path)]
-read += [judge_template, chat_template]  # or a word, or empty: no file's name
+read = [source for source, _ in sources_of(prompts_path)] + [judge_template, chat_template]
+read += model_folders(policy_path) + model_folders(judge_path)
 for path in (out, out_val) if held_out else (out,):
     check_writable(path, reads=read)
 
-
-def load(path):
-    """A frozen language model."""
-    return load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
-
-
-compares = "{first}" in template_text(judge_template)
 tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
-policy = load(policy_path)
-check_tokenizer_fits(tokenizer, policy, policy_path)
 judge_tokenizer = load_tokenizer(judge_path)
-model = load(judge_path)
+policy, model = (load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
+                 for path in (policy_path, judge_path))
+check_tokenizer_fits(tokenizer, policy, policy_path)
 check_tokenizer_fits(judge_tokenizer, model, judge_path)
+compares = "{first}" in template_text(judge_template)
 judge = Judge(model, judge_tokenizer, judge_path, judge_template,
               ("first", "second") if compares else ("response",))
 print(judge.in_words)
@@ -110,12 +102,6 @@ prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy)
 # answers, and what the judge says of them
 
 
-def ask(questions):
-    """The judge's log-odds for each of [(row, responses)], a list."""
-    with torch.no_grad(), autocast:
-        return ask_judge(judge, questions, device, micro_batch_size).tolist()
-
-
 def answer(numbers):
     """[(text, whether it ended)] of `samples` answers to each prompt of these numbers."""
     which = [(i, sample) for i in numbers for sample in range(samples)]
@@ -125,13 +111,20 @@ def answer(numbers):
         batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
                          tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                          has_stop=tokenizer.has_stop)
-    return list(zip(decode_responses(tokenizer, batch), batch["finished"].tolist(), strict=True))
+    texts = texts_of([(rows[i], prompts[i]) for i, _ in which], batch, tokenizer)["completions"]
+    return list(zip(texts, batch["finished"].tolist(), strict=True))
 
 
-wanted = pairs + held_out if pairs else math.inf
+def ask(questions):
+    """The judge's log-odds for each of [(row, responses)], a list."""
+    with torch.no_grad(), autocast:
+        return ask_judge(judge, questions, device, micro_batch_size).tolist()
+
+
+wanted = pairs + held_out if pairs else len(rows) * samples
 counts = dict.fromkeys(("cut off or empty", "the same text", "no answer both times",
                         "too little confidence"), 0)
-kept, biases, places, checked = [], [], [], []
+kept, places, unlike = [], [], []
 at_once = max(batch_size // samples, 1)
 for first in range(0, len(rows), at_once):
     numbers = range(first, min(first + at_once, len(rows)))
@@ -152,12 +145,10 @@ for first in range(0, len(rows), at_once):
         forth = ask([(row, [one]) for row, one, _ in found])
         back = ask([(row, [other]) for row, _, other in found])
     for (row, one, other), f, b in zip(found, forth, back, strict=True):
-        margin = f - b  # log-odds that `one` is better
-        if compares:
-            margin = (f - b) / 2
-            biases.append((f + b) / 2)
-            places.append("both" if f * b < 0 else "first" if f + b > 0 else "second")
+        margin = (f - b) / 2 if compares else f - b  # log-odds that `one` is better
         confidence = 1 / (1 + math.exp(-min(abs(margin), 500)))
+        if compares:
+            places.append("both" if f * b < 0 else "first" if f + b > 0 else "second")
         if margin == 0 or compares and f * b >= 0:
             counts["no answer both times"] += 1
         elif confidence < min_confidence:
@@ -167,19 +158,19 @@ for first in range(0, len(rows), at_once):
             kept.append(dict(prompt=row["prompt"], chosen=chosen, rejected=rejected,
                              confidence=confidence))
             right = accuracy(dict(rows=[row, row], completions=[chosen, rejected])).tolist()
-            checked.append(right)
+            unlike += [right[0]] if sorted(right) == [0.0, 1.0] else []
     print(f"{len(kept)} pairs of {numbers[-1] + 1} prompts", flush=True)
     if len(kept) >= wanted:
         break
+left_out = ", ".join(f"{name} {n}" for name, n in counts.items())
 if len(kept) <= held_out:
-    left_out = ", ".join(f"{name} {n}" for name, n in counts.items() if n)
     raise BadInput(f"only {len(kept)} pairs are left, for held_out = {held_out} and training; left "
-                   f"out: {left_out or 'none'}; give more prompts, or another judge")
+                   f"out: {left_out}; give more prompts, or another judge")
 
 # --------------------------------------------------------------------------------------------------
 # what is written and printed
 
-kept = kept[:min(wanted, len(kept))]
+kept = kept[:wanted]
 train = kept[:len(kept) - held_out]
 for path, part in ((out, train), (out_val, kept[len(train):])):
     if part:
@@ -187,16 +178,11 @@ for path, part in ((out, train), (out_val, kept[len(train):])):
             file.writelines(json.dumps(pair) + "\n" for pair in part)
         os.replace(f"{path}.tmp", path)
         print(f"{path}: {len(part)} pairs")
-print("left out: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
+print(f"left out: {left_out}")
 if compares:
-    n = len(places)
-    print(f"asked in both orders, it names the same answer in {places.count('both') / n:.1%} of "
-          f"{n} pairs, the first place in {places.count('first') / n:.1%}, the second in "
-          f"{places.count('second') / n:.1%}; the first place is worth "
-          f"{sum(biases) / n:+.3f} nats of log-odds")
-# known answers are for this line alone
-unlike = [right for right in checked if sorted(right) == [0.0, 1.0]]
-if unlike:
-    share = sum(chosen for chosen, _ in unlike) / len(unlike)
+    both, one, two = (places.count(name) / len(places) for name in ("both", "first", "second"))
+    print(f"asked in both orders, it names the same answer in {both:.1%} of {len(places)} pairs, "
+          f"the first place in {one:.1%}, the second in {two:.1%}")
+if unlike:  # known answers are for this line alone
     print(f"by the rows' answers: of {len(unlike)} pairs with one right answer the judge has "
-          f"chosen it in {share:.1%}")
+          f"chosen it in {sum(unlike) / len(unlike):.1%}")

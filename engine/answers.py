@@ -1,5 +1,5 @@
 r"""
-Where a completion answers, and when two answers are the same.
+What a response says as a whole, where in it the answer is, and when two answers are the same.
 
 All of it reads text that a model wrote. So nothing is evaluated as code, every size is bounded, and
 no text raises an exception.
@@ -15,102 +15,52 @@ text. There is no algebra: x + 1 and 1 + x are two answers, and so are \sqrt{8} 
     "{1, 2}" and "{2, 1}"         the same: sets have no order
     "(1, 2)" and "(2, 1)"         two answers: tuples have one
     "5 cm"   and "5 m"            two answers: both have a unit
+    "72"     and "72 clips"       two answers: no unit of those that are known here
 """
 import re
-from collections import namedtuple
 from fractions import Fraction
 
+LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
 # an answer beyond these is no number or list, but text
 MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
 
-# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2; 1 1/2; 5e-1
-INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
-DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
-QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
-MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
-SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
-                        r"([+-]?[0-9]{1,3})")
-GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
-xi pi rho sigma tau phi varphi chi psi omega""".split())
-GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
-PARENTHESES = r"\((?:[^()]|\([^()]*\))*\)"
+
+# --------------------------------------------------------------------------------------------------
+# the text of a response
 
 
-# a/b is read as \frac{a}{b} only where no other reading is possible: b is a single factor (1/2x
-# could be x/2), and a is a product without functions (\sin x/2 could be \sin(x/2)).
-FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|{PARENTHESES})"
-DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
-FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
+def whole_responses(batch):
+    """
+    The texts that the rules judge: each completion, behind what the prompt has made the response
+    begin with (see opening_of). A prompt that ends with "<think>" and the completion "3+4</think>7"
+    make "<think>3+4</think>7". batch: see rewards.py.
+    """
+    rows, completions = batch["rows"], batch["completions"]
+    prompts = batch.get("prompts") or [None] * len(rows)
+    return [opening_of(row.get("prompt"), text) + completion
+            for row, text, completion in zip(rows, prompts, completions, strict=True)]
 
 
-# The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
-# one of the words below. Other words, or the ! of !=, could say that two sides are not equal.
-NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
-(?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
-NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-# ¤ stands for a dollar sign that does not delimit LaTeX
-CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro", "¢": "cent"}
-UNIT_NAMES = """percent|degree degrees|radian radians|dollar dollars usd|cent cents|euro euros
-unit units|point points|way ways|digit digits|integer integers|multiple multiples|edge edges
-student students|meal meals|mm millimeter millimeters
-cm centimeter centimeters centimetre centimetres|m meter meters metre metres
-km kilometer kilometers kilometre kilometres|in inch inches|ft foot feet|yd yard yards
-mi mile miles|mg milligram milligrams|g gm gram grams|kg kilogram kilograms|lb lbs pound pounds
-oz ounce ounces|ton tons|ml mL milliliter milliliters|l L liter liters litre litres
-gallon gallons|quart quarts|pint pints|cup cups|s sec second seconds|min mins minute minutes
-h hr hrs hour hours|day days|week weeks|month months|year years|per|mi_per_h mph
-km_per_h kph km/h|m_per_s m/s|km_per_s km/s"""
-# each alias -> the first name of its unit, which stands for all of them: "inches" -> "in"
-UNITS = CURRENCIES | {alias: names.split()[0].replace("_", " ")
-                      for names in re.split(r"[|\n]", UNIT_NAMES) for alias in names.split()}
+def opening_of(prompt, text=None):
+    """
+    The text that a response has been made to begin with, by its prompt; "" for most. prompt: the
+    data's, text or messages; text: what the policy read, if it is known.
+
+    A chat whose last message is the assistant's own begins the response with that message: it
+    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
+    <think>, since the data or a chat template put it there, begins the response with "<think>".
+    """
+    last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
+    begun = last["content"] if last["role"] == "assistant" else ""
+    if "<think>" in begun:
+        return begun[begun.index("<think>"):]
+    read = last["content"] if text is None else text
+    return "<think>" if read.rstrip().endswith("<think>") else begun
 
 
-# A word behind a number says what is counted ("72 clips") and may be left out. But these words
-# change the number or deny it, and may not: 12 million, 2 thirds, 5 pi, 0.3 repeating, 5 below.
-NO_UNITS = re.compile(rf"""(?:
-    (?:zero|one|two|three|four|fi[fv]e?|six|seven|eight?|nine?|ten|eleven|twel(?:f|ve)|[a-z]+teen
-        |(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion)(?:th)?s?
-    |half|halves|thirds?|quarters?|dozens?|score|grand|thou|mi[lo]|lakhs?|crores?
-    |double|triple|twice|squared|cubed|factorial|choose|plus|minus|negative|below|under|than|over
-    |mod|modulo|base|root|inverse|reciprocal|binary|ternary|octal|hex|hexadecimal
-    |repeating|recurring|repeated|not|never|false|wrong|incorrect|infinity|nan|inf|{GREEK}
-    |(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt)[a-z]?)""", re.IGNORECASE | re.VERBOSE)
-# What is only typesetting: patterns and what replaces them, applied in this order.
-TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
-    (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # a matrix's row ends; first, as "\\ " is no "\ "
-    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "),
-    ("π", r"\\pi "),
-    ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
-    ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
-    (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
-    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
-    # ⦃ and ⦄ stand for a set's braces, \{ and \}; the braces { and } only group
-    (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),
-    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
-    (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
-    # \text{m} is meters; a bare m may be a variable
-    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
-    (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
-    (r" *,? +and +| +,", ", "),
-    (r"(?<=[0-9]) *[aA]\.? ?[mM](?![A-Za-z])\.?", " am"),
-    (r"(?<=[0-9]) *[pP]\.? ?[mM](?![A-Za-z])\.?", " pm"),
-    (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
-    (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
-    (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
-    (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
-    (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
-]]
-
-
-# An answer as it is compared: its name in "name = ...", its value, its unit, and everything behind
-# the name as text. The value is a Fraction; or (kind, parts), where the parts are Answers; or text.
-# The kind is the brackets of a list, "{}" of a set, "\cup", "/", or a matrix and its rows' lengths.
-# For example "x = 5 cm" is Answer("x", Fraction(5), "cm", "5cm").
-Answer = namedtuple("Answer", "name value unit text")
-UNORDERED = ("{}", r"\cup")  # the kinds whose parts have no order
+# --------------------------------------------------------------------------------------------------
+# where the answer is
 
 
 def final_answer(completion):
@@ -122,14 +72,16 @@ def final_answer(completion):
     "<think>3+6+0=09</think>so \boxed{579}" -> "579". Markdown's stars are left out.
 
     A completion whose thinking never ends is returned as it is, "<think>" included: such a text
-    equals no answer.
+    equals no answer. Of a long text the last LONGEST_TEXT characters are read.
     """
     text = after_thinking(completion)
-    if "<think>" not in text:
-        for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
-            found = find(text)
-            if found is not None:
-                return found.strip(" \t\n\r*")
+    if "<think>" in text:
+        return text
+    text = text[-LONGEST_TEXT:].strip()
+    for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
+        found = find(text)
+        if found is not None:
+            return found.strip(" \t\n\r*")
     return text
 
 
@@ -138,6 +90,7 @@ def after_thinking(completion):
     return completion.rpartition("</think>")[2].strip()
 
 
+GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
 # What last_boxed looks for, one of: \boxed{ or \fbox{; \boxed or \fbox without braces, and then a
 # number, a command or a single letter with all that follows it without a blank; an escaped
 # character, since \{ and \} are no braces to count; a brace.
@@ -195,14 +148,17 @@ def last_named(text):
     return found[-1] if found else None
 
 
-# a last line that says "The answer is 5.", or ends with "**5**"
-STATED = re.compile(r"\banswer is:? +(\S.*)$|\*\*([^*]+)\*\*[.!]?$", re.IGNORECASE)
-
-
 def last_stated(text):
-    """What the last line states as the answer, without its full stop; None if it states none."""
-    found = STATED.search(text.rstrip().rpartition("\n")[2])
-    return (found[1] or found[2]).strip(" *.!") if found else None
+    """
+    What the last line states, "The answer is 5." or a text that ends with "**5**", without its full
+    stop; None if it states nothing.
+    """
+    line = text.rpartition("\n")[2]
+    stated = re.split(r"\banswer is:? +", line, flags=re.IGNORECASE)
+    found = stated[-1] if len(stated) > 1 else ""
+    if not found and (bold := re.search(r"\*\*([^*]+)\*\*[.!]?$", line)):
+        found = bold[1]
+    return found.strip(" *.!") or None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,9 +174,9 @@ def same_answer(given, truth):
     Numbers are the same if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are all the
     same, 0.333 and 1/3 are not.
 
-    A unit, a percent sign, a word for what is counted, or a name ("x =") may be on one side alone.
-    If both sides have one, the two must be the same. So 72 clips is 72, and 12% is 12 (and not
-    0.12), but 5 cm is not 5 m, though both are the same as 5.
+    A name ("x =") or one of UNITS may be on one side alone. If both sides have one, the two must be
+    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Any
+    other word behind a number makes another answer of it: 12 million is not 12.
 
     Tuples, intervals and bare lists are compared element by element, in order, and by their
     brackets; sets and unions in any order; matrices cell by cell; a/b is \frac{a}{b}.
@@ -228,9 +184,45 @@ def same_answer(given, truth):
     Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
     """
     given, truth = given.strip(), truth.strip()
-    if not given or not truth or max(len(given), len(truth)) > LONGEST:
+    if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
         return given == truth != ""
-    return given == truth or agree(read_answer(plain(given)), read_answer(plain(truth)))
+    given, truth = plain(given), plain(truth)
+    if squeeze(given) == squeeze(truth) != "":
+        return True
+    given_name, given_value, given_unit = read_answer(given)
+    name, value, unit = read_answer(truth)
+    if name and given_name not in ("", name) or unit and given_unit not in ("", unit):
+        return False
+    return given_value == value != ""
+
+
+# What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
+# dollar sign that does not delimit LaTeX, ¶ for the end of a matrix's row, ⦃ and ⦄ for a set's
+# braces, \{ and \}: the braces { and } only group.
+TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
+    (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
+    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "),
+    ("π", r"\\pi "),
+    ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
+    ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
+    (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
+    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
+    (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),
+    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+    (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
+    # \text{m} is meters; a bare m may be a variable
+    (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
+    (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
+    (r" *,? +and +| +,", ", "),
+    (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
+    (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
+    (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
+    (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
+    (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
+    (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
+]]
 
 
 def plain(text):
@@ -245,46 +237,57 @@ def plain(text):
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
-def read_answer(text, deep=3):
+GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
+xi pi rho sigma tau phi varphi chi psi omega""".split())
+# The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
+# one of the words below. Other words, or the ! of !=, could say that two sides are not equal.
+NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
+(?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
+NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
+# the units that may be left out on one side
+UNITS = ("percent|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
+         "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph")
+UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?(?:{UNITS}))"
+                  rf"(?:(?<=[a-z][a-z])e?s)?((?: per (?:{UNITS}))?(?: ?\^[23])?)")
+CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro"}
+
+
+def read_answer(text):
     """
-    The text of an answer, as plain returns it, -> Answer. deep: how many lists, quotients and
-    parentheses may be inside each other.
+    The text of an answer, as plain returns it -> its name in "name = ...", its value and its unit;
+    "" where there is none: "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none:
+    there m may be a variable.
     """
     match = NAMED.fullmatch(text)
     name, text = (match[1] or "", match[2].strip()) if match else ("", text)
-    whole = squeeze(text)
-    text, unit = split_unit(text)
+    unit = ""
+    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
+        text, unit = match[1] + text[match.end():], CURRENCIES[match[2]]
+    if match := UNIT.fullmatch(text):
+        before, blank, named, more = match.groups()
+        if len(named) > 1 or blank and read_number(before) is not None:
+            text, unit = before, unit or (named + more).replace(" ", "")
+    return name, value_of(text), unit
+
+
+def value_of(text, deep=3):
+    """
+    The value of plain text without name and unit: a Fraction; (kind, values ...) of a list, a set,
+    a matrix or a quotient; or the text itself. deep: how many of these may be inside each other.
+    """
+    text = text.strip()
     number = read_number(text)
     if number is not None:
-        return Answer(name, number, unit, whole)
+        return number
     kind, parts = split_parts(text) if deep else ("", [])
-    if 0 < len(parts) <= MOST_ELEMENTS:
-        parts = [read_answer(part.strip(), deep - 1) for part in parts]
-        if len(parts) == 1 and kind in ("()", "group"):
-            return Answer(name or parts[0].name, parts[0].value, unit or parts[0].unit, whole)
-        if kind != "/":
-            return Answer(name, (kind, parts), unit, whole)
-        if not any(part.name or part.unit for part in parts):
-            return Answer(name, divide(*parts), unit, whole)
-    return Answer(name, squeeze(text), unit, whole)
-
-
-def agree(given, truth):
-    """Whether two Answers are the same."""
-    if any(x and y and x != y for x, y in ((given.name, truth.name), (given.unit, truth.unit))):
-        return False
-    if given.text == truth.text != "":
-        return True
-    given, truth = given.value, truth.value
-    if not (isinstance(given, tuple) and isinstance(truth, tuple)):
-        return given == truth != ""
-    if given[0] != truth[0] or len(given[1]) != len(truth[1]):
-        return False
-    if given[0] not in UNORDERED:
-        return all(agree(x, y) for x, y in zip(given[1], truth[1], strict=True))
-    # each element must have exactly one partner on the other side: {1, 2} is not {1, 1}
-    table = [[agree(x, y) for y in truth[1]] for x in given[1]]
-    return all(sum(line) == 1 for line in [*table, *zip(*table, strict=True)])
+    if not 0 < len(parts) <= MOST_ELEMENTS:
+        return squeeze(text)
+    values = [value_of(part, deep - 1) for part in parts]
+    if len(values) == 1 and kind in ("()", "group"):
+        return values[0]
+    if kind == "/" and all(isinstance(value, Fraction) for value in values) and values[1]:
+        return values[0] / values[1]
+    return kind, *(sorted(values, key=repr) if kind in ("{}", r"\cup") else values)
 
 
 def squeeze(text):
@@ -295,71 +298,16 @@ def squeeze(text):
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
-    capitalised = r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])"
-    return re.sub(capitalised, lambda m: m[0].lower() if is_word(m[0]) else m[0], text)
+    return re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]{2,}(?![A-Za-z])", lambda m: m[0].lower(), text)
 
 
-def divide(over, under):
-    """The value of a quotient of two Answers: a Fraction if both are numbers, else ("/", both)."""
-    if isinstance(over.value, Fraction) and isinstance(under.value, Fraction) and under.value != 0:
-        return over.value / under.value
-    return "/", [over, under]
-
-
-def split_unit(text):
-    """
-    The text of an answer -> (the text without its unit, the unit or ""): "-¤5 per hour" -> ("-5",
-    "dollar per h"), "72 clips in May" -> ("72", "clip in may"). "5 m" -> ("5", "m"), but "5m" ->
-    ("5m", ""), where m may be a variable.
-    """
-    before = []
-    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
-        text, before = match[1] + text[match.end():], [CURRENCIES[match[2]]]
-    rest, units = split_known_units(text)
-    counted = re.fullmatch(r"(.*[^A-Za-z ]) ([A-Za-z ]+)", text)
-    if counted and read_number(rest) is None and read_number(counted[1]) is not None:
-        words = counted[2].split()
-        if all(is_word(word) or word in UNITS or word == "of" for word in words):
-            rest = counted[1]
-            units = [UNITS.get(word, word.lower().removesuffix("s")) for word in words]
-    return rest, " ".join(before + units)
-
-
-def split_known_units(text):
-    """
-    split_unit for the units of UNITS, behind an expression:
-    "2\\pi square cm" -> ("2\\pi", ["cm2"]).
-    """
-    rest, units, letter = text, [], False
-    for _ in range(4):
-        match = re.search(r"(?<![A-Za-z\\/])([A-Za-z]+(?:/[A-Za-z]+)?|[¤£€¢])(?: ?\^([23]))?$",
-                          rest)
-        word = match and (match[1] if len(match[1]) <= 2 else match[1].lower())
-        head = rest[:match.start()] if match else ""
-        if head and not re.search(r"[0-9A-Za-z.)}\]⦄!] *$", head):  # 5 / m
-            break
-        if word in ("square", "cubic", "sq", "cu") and units:
-            units[0] += "2" if word[0] == "s" else "3"
-        elif word in UNITS and (len(word) > 1 or not word.isalpha() or head.endswith(" ")):
-            units.insert(0, UNITS[word] + (match[2] or ""))
-            letter = len(word) == 1 and word.isalpha()
-        else:
-            break
-        rest = head.rstrip()
-    sums = letter and re.search(r"[A-Za-z]|(?<!^)[+-]", re.sub(r"\\[A-Za-z]+", "", rest))  # x + 5 m
-    words = re.search("[A-Za-z]{2}", rest) and not re.search(r"[0-9\\]", rest)
-    return (text, []) if sums or words or rest in ("", "a", "A") else (rest, units)  # "a week"
-
-
-def is_word(text):
-    """
-    Whether letters are a word that does not change a number, as NO_UNITS do. xyz and abx are no
-    words: letters in the order of the alphabet may be a product of variables.
-    """
-    letters = text.lower()
-    in_order = letters == "".join(sorted(set(letters)))
-    vowel = re.search("[aeiou]", letters)
-    return len(letters) > 2 and bool(vowel) and not in_order and not NO_UNITS.fullmatch(letters)
+# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2; 1 1/2; 5e-1
+INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
+DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
+MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
+SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
+                        r"([+-]?[0-9]{1,3})")
 
 
 def read_number(text):
@@ -412,6 +360,13 @@ def split_parts(text):
             kind = (text[0] + text[-1]).replace("⦃", "{").replace("⦄", "}")
             return "group" if len(parts) == 1 and "{}" == text[0] + text[-1] else kind, parts
     return split_quotient(text)
+
+
+# a/b is read as \frac{a}{b} only where no other reading is possible: b is a single factor (1/2x
+# could be x/2), and a is a product without functions (\sin x/2 could be \sin(x/2)).
+FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|\((?:[^()]|\([^()]*\))*\))"
+DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
+FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
 
 
 def split_quotient(text):

@@ -13,10 +13,8 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
 
 There is no random state to save: prompts and sampling noise are functions of seed and iteration.
 There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
-older one is deleted only after that. Optimizer states of more than 5 GB are cut into several files,
-and each is put together, written and hashed by another rank; all else rank 0 writes. In them are
-whole tensors, in an order that does not depend on the ranks, so a run may resume with another ZeRO
-stage or another number of ranks.
+older one is deleted only after that. Rank 0 writes whole tensors, in an order that does not depend
+on the ranks, so a run may resume with another ZeRO stage or another number of ranks.
 """
 import glob
 import hashlib
@@ -30,15 +28,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.adapters import Adapted, fill_adapter, save_adapter
-from engine.disk import (as_they_are, at_disk, hashes_of, patiently, put_in_place,
-                         read_bytes, remove, sync, write_json, write_tensors)
-from engine.optimizers import fill_optimizer, optimizer_tensors
-from folders import read_json
+from engine.disk import put_in_place, remove, sha256, sync, write_json, write_tensors
 from engine.model_card import model_card
+from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, patience, together, whole_on
-from errors import BadConfig, BadInput
+from engine.together import alone, patience, together, whole
+from errors import BadConfig, BadInput, Stop
+from folders import read_json
 from parallel import rank_and_size
 
 
@@ -62,17 +59,15 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     def write(folder):
         for name, model in models.items():
             if isinstance(model, Adapted):  # every rank has all of an adapter and a head
-                alone(at_disk(partial(save_adapter, model, os.path.join(folder, name))))
+                alone(partial(save_adapter, model, os.path.join(folder, name)))
             else:
                 save_model(os.path.join(folder, name), model, tokenizer)
-            tensors = optimizer_tensors(model, optimizers[name])
-            write_tensors(folder, f"{name}_optimizer", as_they_are(tensors))
+            write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
         if average:
-            write_tensors(folder, "ema", as_they_are(average.tensors()))
+            write_tensors(folder, "ema", average.tensors())
         if batches:
-            write_tensors(folder, "batches", as_they_are(batches))
-        alone(at_disk(partial(close, folder)))
-        write_manifest(folder)
+            write_tensors(folder, "batches", batches)
+        alone(partial(close, folder))
 
     def close(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
@@ -80,6 +75,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
             if os.path.exists(file):
                 sync(file)  # the log of these iterations must last as well
+        write_manifest(folder)
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
@@ -90,23 +86,18 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
                 remove(old)
 
     # if it is there, the run has resumed from it; only an evaluation may have changed the state
-    if damage(final) is not None or alone(partial(read_state, final)) != state:
+    if not alone(lambda: damage(final) is None and read_state(final) == state):
         put_in_place(write, final)
     alone(delete_older)
 
 
 def write_manifest(folder):
-    """
-    A collective: write manifest.json: {file: sha256} of every file in the folder, and a hash of
-    itself.
-    """
-    def list_files():
-        return sorted(os.path.relpath(os.path.join(d, f), folder)
-                      for d, _, names in os.walk(folder) for f in names)
-
-    manifest = hashes_of(folder, alone(at_disk(list_files)))
+    """Write manifest.json: {file: sha256} of every file in the folder, and a hash of itself."""
+    files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                   for d, _, names in os.walk(folder) for f in names)
+    manifest = {file: sha256(os.path.join(folder, file)) for file in files}
     manifest |= {"manifest.json": hash_of_manifest(manifest)}
-    alone(at_disk(partial(write_json, os.path.join(folder, "manifest.json"), manifest)))
+    write_json(os.path.join(folder, "manifest.json"), manifest)
 
 
 def hash_of_manifest(manifest):
@@ -123,17 +114,22 @@ def find_checkpoint(out_dir):
     A collective: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
     ones it skips. (None, None) if the run has no checkpoint.
 
-    Raises BadConfig if all its checkpoints are damaged: a run that began anew would delete them.
+    Raises BadInput if all its checkpoints are damaged: a run that began anew would delete them.
     Raises Stop if one cannot be read.
     """
+    return alone(partial(newest_good, out_dir))
+
+
+def newest_good(out_dir):
+    """What find_checkpoint does on rank 0."""
     refused = []  # (folder, what is wrong)
-    for folder in reversed(alone(partial(list_checkpoints, out_dir))):
+    for folder in reversed(list_checkpoints(out_dir)):
         reason = damage(folder)
         if reason is None:
-            for bad, why in refused if rank_and_size()[0] == 0 else ():
+            for bad, why in refused:
                 print(f"{bad} is refused ({why}); an older one is used, and this one stays until "
                       "the next is saved", flush=True)
-            return folder, alone(partial(read_state, folder))
+            return folder, read_state(folder)
         refused.append((folder, reason))
     if refused:
         said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
@@ -144,16 +140,14 @@ def find_checkpoint(out_dir):
 
 
 def read_state(folder):
-    """The numbers in a checkpoint's state.json. Raises Stop if it cannot be read."""
-    return json.loads(patiently(read_bytes, os.path.join(folder, "state.json")))
+    """The numbers in a checkpoint's state.json."""
+    with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+        return json.load(f)
 
 
 def list_checkpoints(out_dir):
-    """The checkpoint folders of a run, oldest first. Raises Stop if out_dir cannot be read."""
-    try:
-        names = patiently(os.listdir, out_dir)
-    except FileNotFoundError:
-        return []
+    """The checkpoint folders of a run, oldest first."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
     names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=number_of)]
 
@@ -163,34 +157,37 @@ def number_of(folder):
     return int(folder.rpartition("-")[2])
 
 
+MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # an answer, not a failing disk
+
+
 def damage(folder):
     """
-    A collective: what is wrong with a checkpoint, in a few words; None if every file is, byte for
-    byte, what was saved. The ranks share the hashing. Raises Stop if a file cannot be read: a
-    failing disk is no damage.
+    What is wrong with a checkpoint, in a few words; None if every file is, byte for byte, what was
+    saved. Raises Stop if a file cannot be read: a failing disk is no damage.
     """
-    reason, manifest = alone(partial(read_manifest, folder))
-    found = hashes_of(folder, manifest)
-    for name, digest in manifest.items():
-        if found[name] != digest:
-            return f"{name} is {'damaged' if found[name] else 'missing'}"
-    return reason
-
-
-def read_manifest(folder):
-    """(what is wrong with a checkpoint's manifest.json, or None; what it says of other files)."""
-    name = "manifest.json"
     try:
-        text = patiently(read_bytes, os.path.join(folder, name))
+        with open(os.path.join(folder, "manifest.json"), "rb") as f:
+            text = f.read()
+    except MISSING:
+        return "manifest.json is missing"
+    try:
         manifest = json.loads(text)
-        if isinstance(manifest, dict) and text == json.dumps(manifest, indent=2).encode() \
-                and manifest.pop(name, None) == hash_of_manifest(manifest):
-            return None, manifest
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{name} is missing", {}
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, or brackets nested too deep
-        pass
-    return f"its {name} is damaged", {}
+        written = json.dumps(manifest, indent=2).encode()
+        good = text == written and manifest.pop("manifest.json") == hash_of_manifest(manifest)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # not what we write
+        good = False
+    if not good:
+        return "its manifest.json is damaged"
+    for name, digest in manifest.items():
+        try:
+            if sha256(os.path.join(folder, name)) != digest:
+                return f"{name} is damaged"
+        except MISSING:
+            return f"{name} is missing"
+        except OSError as e:
+            raise Stop(f"{os.path.join(folder, name)} cannot be read ({e.strerror}); nothing was "
+                       "changed. See to the disk, and resume with the same command") from e
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,17 +260,16 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
     merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
-    the model card. padding: it is a reward model, whose folder needs a padding token
-    (engine/padding.py). Raises Stop, on all ranks, when the disk is full.
+    the model card. Raises Stop, on all ranks, when the disk is full.
     """
     final, dtype = os.path.join(out_dir, name), saved_dtype(model)
 
     def write(folder):
         save_model(folder, model, tokenizer, dtype)
-        alone(at_disk(partial(write_card, folder)))
+        alone(partial(write_card, folder))
 
     def write_adapter(folder):
-        alone(at_disk(partial(save_adapter, model, folder, model.path)))
+        alone(partial(save_adapter, model, folder, model.path))
 
     def write_card(folder):
         # the last line of the log is not of the policy that is the best so far
@@ -296,8 +292,8 @@ def save_final(out_dir, name, model, tokenizer, config=None):
 
 def saved_dtype(model):
     """
-    The torch dtype in which a finished model is saved: 16 bits,
-    if the weights that it was made from were saved so, or if all its own are; else at least 32.
+    The torch dtype in which a finished model is saved: 16 bits, if the weights that it was made
+    from were saved so, or if all its own are; else at least 32.
     """
     if model.hf.dtype != torch.float32:  # float64 is a run of a test
         return model.hf.dtype
@@ -314,16 +310,16 @@ def save_model(folder, model, tokenizer, dtype=None):
     """
     A collective: write a Hugging Face folder: config.json, the weights, the tokenizer, and for a
     language model generation_config.json. transformers, tools/sample.py and the next script load
-    it. dtype: of the saved weights; None: as they are. padding: see save_final. Rank 0 has whole
-    tensors in the CPU's memory and writes them. Raises Stop when the disk is full.
+    it. dtype: of the saved weights; None: as they are. Rank 0 has whole tensors in the CPU's memory
+    and writes them. Raises Stop when the disk is full.
     """
     tensors = {}
     for name, t in named_tensors(model):
-        whole = whole_on(0, t)  # COLLECTIVE
-        if whole is not None:
+        t = whole(t)  # COLLECTIVE
+        if t is not None:
             if isinstance(model, Adapted):
-                whole = model.merged(name, whole)
-            tensors[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
+                t = model.merged(name, t)
+            tensors[name] = t.to(dtype or t.dtype).contiguous()
 
     def write():
         if model.head == "scalar":
@@ -342,7 +338,7 @@ def save_model(folder, model, tokenizer, dtype=None):
             write_json(os.path.join(folder, "generation_config.json"),
                        {**tokenizer.generation_config, **ends})
 
-    alone(at_disk(write))
+    alone(write)
 
 
 def named_tensors(model):

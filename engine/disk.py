@@ -1,34 +1,22 @@
 """
-Files and folders on a disk that may be full, may fail for a moment, or may be cut off by a kill.
-
-Writing: a folder gets its name only when everything in it is complete and synced, so a folder with
-that name is complete. Large models become several files, which several ranks write side by side.
-Reading: a disk that fails for a moment, as network disks do, is asked again.
+Files and folders on a disk that may be full, or may be cut off by a kill. A folder gets its name
+only when everything in it is complete and synced, so a folder with that name is complete. Rank 0
+alone writes; an error of the disk there ends all ranks in one line, see together.alone.
 """
 import hashlib
 import json
+import math
 import os
-import re
 import shutil
-import time
 from functools import partial
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-import parallel
-from engine.together import alone, from_rank, patience, size_of, together, whole_on
+from engine.together import alone, whole
 from errors import Lost, Stop
 from parallel import rank_and_size
 
 FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
-READ_TRIES = 3  # how often a file that cannot be read is tried
-READ_PAUSE = 2  # seconds between two tries
-SEEN_WAIT = 30  # seconds after which every host must see on a network disk what another has made
-
-
-# --------------------------------------------------------------------------------------------------
-# writing a folder
 
 
 def put_in_place(write, final):
@@ -36,20 +24,15 @@ def put_in_place(write, final):
     A collective: write the folder `final`: first under a temporary name; then every file is synced
     to disk; then the folder gets its final name, and an older folder of that name is deleted.
 
-    write(folder): a collective that writes what shall be in it; rank 0 makes the folders in it.
-    Raises Stop, on all ranks, when the disk of one is full; the older folder is then still there,
-    and no temporary one is.
+    write(folder): a collective that writes what shall be in it. Raises Stop, on all ranks, when the
+    disk is full; the older folder is then still there, and no temporary one is.
     """
     parent, name = os.path.split(final)
-    room = os.path.join(parent, f".tmp-{name}")
+    folder = os.path.join(parent, f".tmp-{name}")
 
     def begin():
-        shutil.rmtree(room, ignore_errors=True)  # a save that was killed may have left one
-        # A new name each time: no rank of a run that was given up, whose host was cut off and is
-        # back, finds it; and no network disk remembers that it was not there.
-        folder = os.path.join(room, os.urandom(8).hex())
+        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed may have left one
         os.makedirs(folder)
-        return folder
 
     def end():
         for d, _, files in os.walk(folder):
@@ -58,45 +41,22 @@ def put_in_place(write, final):
             sync(d)
         # a folder cannot be renamed onto another one: the older one moves out of the way first
         old = aside(final) if os.path.exists(final) else None
-        try:
-            os.rename(folder, final)
-            sync(parent or ".")
-        except OSError:
-            if old and not os.path.exists(final):
-                os.rename(old, final)
-            raise
-        os.rmdir(room)
+        os.rename(folder, final)
+        sync(parent or ".")
         if old:
             shutil.rmtree(old)
 
     try:
-        folder = alone(at_disk(begin))
+        alone(begin)
         write(folder)
-        alone(at_disk(end))
+        alone(end)
     except Lost:
         raise
     except Stop as e:
         if rank_and_size()[0] == 0:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         raise Stop(f"{final} cannot be written ({e}); earlier checkpoints and the log are as they "
                    "were. Make room, and resume with the same command") from e
-
-
-def at_disk(action):
-    """
-    For alone and together: action, but a full or failing disk is a Stop, which they raise on all
-    ranks.
-    """
-    def attempt():
-        try:
-            return action()
-        except Exception as e:
-            # tokenizers and safetensors report a full disk with exceptions of their own
-            if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
-                raise
-            raise Stop(str(getattr(e, "strerror", None) or e)) from e
-
-    return attempt
 
 
 def remove(folder):
@@ -139,157 +99,27 @@ def write_json(path, value):
     os.replace(path + ".tmp", path)
 
 
-# --------------------------------------------------------------------------------------------------
-# tensors in several files, which the ranks write side by side
-
-
-def write_tensors(folder, stem, tensors, metadata=None):
+def write_tensors(folder, stem, tensors):
     """
-    A collective: write tensors as folder/stem.safetensors; or, as transformers does it, in files of
-    up to FILE_BYTES, stem-00002-of-00031.safetensors and so on, and an index of them. On n ranks, n
-    files at a time are put together, each on the rank that writes it. Raises Stop.
-
-    tensors: {name: (bytes, make)}. make(rank), a collective, gives the whole tensor on this rank
-    alone, in the CPU's memory. What is in the files does not depend on the number of ranks.
+    A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
+    FILE_BYTES: stem-00002-of-00031.safetensors and so on. The tensors may be whole, sharded, or
+    Parts; rank 0 puts those of one file together, writes it, and goes on to the next. What is in
+    the files does not depend on the number of ranks.
     """
     files, room = [[]], FILE_BYTES
-    for name, (size, _) in tensors.items():
+    for name, t in tensors.items():
+        size = math.prod(t.shape) * t.dtype.itemsize
         if size > room and files[-1]:
             files.append([])
             room = FILE_BYTES
         files[-1].append(name)
         room -= size
-    files = {name_of_file(stem, number, len(files)): names for number, names in enumerate(files)}
-    rank, ranks = rank_and_size()
-    for first in range(0, len(files), ranks):
-        own, mine = None, {}
-        for file in list(files)[first:first + ranks]:
-            writer = writer_of(file)
-            made = {name: tensors[name][1](writer) for name in files[file]}
-            if writer == rank:
-                own, mine = os.path.join(folder, file), made
-
-        def write(own=own, mine=mine):
-            if own:
-                save_file(mine, own, metadata)
-                sync(own)
-
-        with patience():
-            together(at_disk(write))
-        del mine, made, write  # before the next files are put together
-
-    def finish():
-        least = {file: sum(tensors[name][0] for name in names) for file, names in files.items()}
-        must_see(folder, least)
-        where = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(least.values())}, "weight_map": where}
-        with open(os.path.join(folder, f"{stem}.safetensors.index.json"), "w") as f:
-            json.dump(index, f, indent=2, sort_keys=True)
-
-    if len(files) > 1:
-        alone(at_disk(finish))
-
-
-def name_of_file(stem, number, files):
-    """The name of a file of tensors; number: which of how many files it is, from 0."""
-    cut = f"-{number + 1:05d}-of-{files:05d}" if files > 1 else ""
-    return f"{stem}{cut}.safetensors"
-
-
-def writer_of(file):
-    """The rank that writes a file: of files of tensors, one rank after the other; else rank 0."""
-    found = re.search(r"-(\d+)-of-\d+\.safetensors$", file)
-    return (int(found[1]) - 1) % rank_and_size()[1] if found else 0
-
-
-def must_see(folder, least, who=""):
-    """
-    On rank 0: wait until all files that others have written are there. least: {file: its bytes at
-    least}. who: those others, where they are not the ranks of writer_of. Raises Stop.
-    """
-    for _ in range(SEEN_WAIT):
-        unseen = [file for file, size in least.items()
-                  if not holds(os.path.join(folder, file), size)]
-        if not unseen:
-            return
-        time.sleep(1)
-    who = who or f"rank {parallel.first + writer_of(unseen[0])}"
-    raise Stop(f"{who} has written {unseen[0]}, but rank 0 does not see it: out_dir must be the "
-               "same folder on all hosts")
-
-
-def holds(path, size):
-    """Whether a file is there, and has so many bytes or more."""
-    try:
-        return os.path.getsize(path) >= size
-    except OSError:
-        return False
-
-
-def as_they_are(tensors):
-    """{name: a tensor, whole, sharded or a Part} -> what write_tensors takes to write just that."""
-    def make(rank, t):
-        whole = whole_on(rank, t)
-        return None if whole is None else whole.detach().cpu().contiguous()
-
-    return {name: (size_of(t) * t.dtype.itemsize, partial(make, t=t))
-            for name, t in tensors.items()}
-
-
-def hashes_of(folder, files):
-    """
-    A collective: {file: its sha256, or None where there is no such file}. Each rank hashes those
-    that writer_of gives it, which it may still have in its memory, and tells the others. Raises
-    Stop, on all ranks, if a file cannot be read.
-    """
-    def hash_mine():
-        rank = rank_and_size()[0]
-        return {file: hash_or_none(os.path.join(folder, file)) for file in files
-                if writer_of(file) == rank}
-
-    with patience():
-        mine, hashes = together(hash_mine), {}
-    for rank in range(rank_and_size()[1]):
-        hashes |= from_rank(lambda: mine, rank)
-    return {file: hashes[file] for file in files}  # in one order, however many ranks there are
-
-
-def hash_or_none(path):
-    """The sha256 of a file, None where there is none. Raises Stop if it cannot be read."""
-    try:
-        return patiently(sha256, path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-
-
-# --------------------------------------------------------------------------------------------------
-# reading
-
-
-def patiently(read, path):
-    """
-    What read(path) returns; read is tried READ_TRIES times while the disk fails.
-
-    Raises Stop if the disk goes on failing: a file that cannot be read now need not be damaged, so
-    it must be neither skipped nor replaced. A missing file is an answer, not a failing disk:
-    FileNotFoundError, NotADirectoryError and IsADirectoryError are raised at once.
-    """
-    for attempt in range(READ_TRIES):
-        try:
-            return read(path)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise
-        except OSError as e:
-            error = e
-        time.sleep(READ_PAUSE if attempt < READ_TRIES - 1 else 0)
-    raise Stop(f"{path} cannot be read ({error.strerror}); nothing was changed. See to the disk, "
-               "and resume with the same command") from error
-
-
-def read_bytes(path):
-    """A file's content."""
-    with open(path, "rb") as f:
-        return f.read()
+    for number, names in enumerate(files, 1):
+        cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = os.path.join(folder, f"{stem}{cut}.safetensors")
+        mine = {name: whole(tensors[name]) for name in names}  # COLLECTIVE
+        alone(partial(save_file, mine, file))
+        del mine  # before the next ones are put together
 
 
 def sha256(path):

@@ -1,7 +1,7 @@
 r"""
-Whether two answers are the same expression, by algebra: x + 1 and 1 + x are, and so are \sqrt{8}
-and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) reads and compares them.
-It is not among our requirements: pip install math-verify.
+The reward `math`: whether two answers are the same expression, by algebra: x + 1 and 1 + x are, and
+so are \sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) reads
+and compares them. It is not among our requirements: pip install math-verify.
 
 A model's text may be an expression that takes hours to compute, or all memory. So math-verify works
 in processes of its own, with a limit of memory. One that has not answered in SECONDS is ended, its
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import select
@@ -20,6 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from engine import CPUS
+from engine.answers import final_answer, same_answer, whole_responses
+from engine.sandbox import cpus_of_a_rank
 from errors import BadInput, Stop
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
@@ -50,11 +53,35 @@ for line in sys.stdin:
 """
 
 
-def check_installed():
+def math_answer(batch):
+    """
+    The reward `math`, a list of B scores: 1.0 where the final answer of the response is the row's
+    `answer`, as for accuracy, or the same expression by algebra; else 0.0. Algebra has 4/5 of
+    batch["seconds"]; what is not graded by then scores 0, and a printed line says so.
+    """
+    pairs = [(final_answer(text), final_answer(str(row["answer"])))
+             for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
+    said = {pair: same_answer(*pair) for pair in pairs}
+    # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is not
+    asked = [(given, truth) for (given, truth), same in said.items()
+             if not same and given and "<think>" not in given]
+    seconds = 0.8 * batch.get("seconds", math.inf)
+    said |= zip(asked, same_expressions(asked, cpus_of_a_rank(), seconds), strict=True)
+    late = sum(said[pair] is None for pair in pairs)
+    if late:
+        print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
+              f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
+    return [float(bool(said[pair])) for pair in pairs]
+
+
+def check_installed(rows, path):
     """Raise BadInput unless math-verify is installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise BadInput("the reward 'math' grades with the package math-verify, which is not "
                        "installed; type pip install math-verify, or use accuracy")
+
+
+math_answer.check_rows = check_installed  # for engine/reward_mix.py
 
 
 def same_expressions(pairs, workers, seconds):

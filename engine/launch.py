@@ -9,7 +9,6 @@ import datetime
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -246,7 +245,10 @@ def meeting(timeout):
     where it takes longer than `timeout` seconds: gloo itself would try for five times as long
     (torch 2.13), and nccl's first collective forever.
     """
-    alarm = threading.Timer(timeout, give_up, [f"no answer in {timeout} s"])
+    def give_up():  # in a thread: this process waits in C++
+        errors.report_and_exit(Lost, cannot_meet(f"no answer in {timeout} s"), None)
+
+    alarm = threading.Timer(timeout, give_up)
     alarm.daemon = True
     alarm.start()
     try:
@@ -259,23 +261,11 @@ def meeting(timeout):
         alarm.cancel()
 
 
-def give_up(why):
-    """End this process, which waits in C++ for ranks that it cannot meet. Called by a thread."""
-    errors.report_and_exit(Lost, cannot_meet(why), None)
-
-
 def cannot_meet(error):
     """The Lost to raise when the group could not be made, with advice on networks."""
-    name, address = socket.gethostname(), ""
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        with contextlib.suppress(OSError):
-            address = socket.gethostbyname(name)
-    here = ""
-    if address.startswith("127."):
-        here = (f"This host's name, {name}, stands for {address}, where no other host finds it. ")
     return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} "
-                f"({reason(error)}): one has ended, or a host cannot be reached. {here}Between "
-                "hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
+                f"({reason(error)}): one has ended, or a host cannot be reached. Between hosts, "
+                "name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
                 "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
 
 

@@ -122,7 +122,7 @@ def optimizer_tensors(model, optimizer):
             if isinstance(t, int):  # adamw8bit's step
                 t = torch.tensor(t)
             if torch.is_tensor(t) and t.dim() > 0 and is_shard(p) and not is_shard(t):
-                t = Part(t, p.shape, t.dtype)  # offloaded
+                t = Part(t, p.shape, t.dtype, like=p)  # offloaded
             if torch.is_tensor(t) or isinstance(t, Part):
                 tensors[f"{name}.{key}"] = t
     if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
@@ -233,9 +233,9 @@ class MovingAverage:
 
     def tensors(self):
         """{name: average, or the Part of it that this rank has}."""
-        return {name: Part(average, p.shape, average.dtype) if is_shard(p) else average
-                for name, p, average in zip(self.names, self.parameters, self.averages,
-                                            strict=True)}
+        parts = zip(self.names, self.parameters, self.averages, strict=True)
+        return {name: Part(t, p.shape, t.dtype, like=p) if is_shard(p) else t
+                for name, p, t in parts}
 
     def fill(self, tensors):
         """The inverse of tensors: {name: whole average} -> this rank's part of it."""

@@ -1,26 +1,69 @@
 """
-Programs in a model's text, without running them: where in a completion the program is, what a row
-of the data may have as tests, and when a program's answer is the one that a test wants. Running
-them is in engine/sandbox.py.
+The reward `code`: where in a completion the program is, what a row of the data may have as tests,
+and when a program has passed them. The programs run in engine/sandbox.py.
 """
 import ast
-import itertools
 import json
 import math
 import os
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
+from engine import CPUS, sandbox
+from engine.answers import whole_responses
 from errors import BadInput, shorten
+
+
+def code(batch):
+    """
+    A list of B scores: 1.0 where the program in the response passes all of the row's `tests`, else
+    0.0. Passing some of them scores 0: some can be passed without solving anything. extract_code
+    says where in a response its program is; a response whose thinking never ends has none.
+
+    The programs run in the sandbox, several at a time, while the next responses are sampled. They
+    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
+    batch["limits"]: the key code_seconds, if it is there. A program that has not ended by then
+    scores 0, and a printed line says so: no program may end the run.
+    """
+    programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
+    runnable = [(program, row["tests"])
+                for program, row in zip(programs, batch["rows"], strict=True)
+                if program is not None]
+    seconds = 0.8 * batch.get("seconds", math.inf)
+    verdicts = run_all(runnable, sandbox.cpus_of_a_rank(), seconds=seconds,
+                       **batch.get("limits", {}))
+    late = sum(verdict.reason == "out of time" for verdict in verdicts)
+    if late:
+        print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
+              f"{seconds:.0f} s for all of them, and score 0; if right ones may be among them, "
+              "raise reward_timeout", flush=True)
+    remaining = iter(verdicts)
+    scores = []
+    for program in programs:
+        verdict = None if program is None else next(remaining)
+        scores.append(float(verdict is not None and verdict.passed == verdict.total))
+    return scores
+
+
+def check_code(rows, path):
+    """Raise BadInput unless the sandbox works and the tests of all rows can be read."""
+    sandbox.check_sandbox()
+    for number, row in enumerate(rows, 1):
+        check_tests(row["tests"], f"{path}, row {number}")
+
+
+code.check_rows = check_code  # for engine/reward_mix.py
 
 
 # --------------------------------------------------------------------------------------------------
 # where a completion has its program
 
 FENCE = re.compile(r"`{3,}|~{3,}")
-PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[\d.]*(?![\w-])|[\w./-]*\.py(?!\w)", re.IGNORECASE)
-# what may stand in front of a fence: markers of quotes and lists, and <answer>
-MARKERS = re.compile(r"[ \t]*(?:(?:>|[-*+]|\d{1,9}[.)]|<answer>)[ \t]*)*")
-QUOTES = re.compile(r"(?:[ \t]*>)*")
+PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
+                    re.IGNORECASE)
+MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
 
 
 def extract_code(completion):
@@ -37,34 +80,18 @@ def extract_code(completion):
 
     it takes the two lines between the fences. The search begins behind the last </think>. If there
     is an <answer> there, only the last one is searched. The program is the first of these that is
-    there: the last fenced block with a tag of Python's (python, py3, {.python}, python:f.py, f.py);
-    the last fenced block without a tag; all of the text. The indentation of its first line is taken
-    away from all its lines. A tag such as <answer> inside a block is a part of the block.
-
-    A fenced block begins with a fence of three or more backticks or tildes. It ends with a fence of
-    the same character, at least as long, with nothing behind it, indented by less than 4 columns
-    more than the first (CommonMark 0.31, section 4.5). Models also write other things, and these
-    are allowed, too:
-    - A fence may be indented by any amount, and stand behind list markers, > and <answer>. A fence
-      of backticks with a tag of Python's or none may stand behind any text.
-    - A fence with a tag begins a new block even where the last block has not been closed. If it
-      could not close that block, since it is too short or of the other character, then only a tag
-      of Python's does this, and only in a block of something else.
-    - A block that is never closed ends at its first line that ends with a fence or </answer>; if
-      there is none, at the end of the text, which may have been cut off.
+    there: the last fenced block with a tag of Python's (python, py3, pypy3, {.python}, python:f.py,
+    f.py); the last fenced block without a tag; all of the text. The indentation of its first line
+    is taken away from all its lines.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
-    blocks, outside = fenced_blocks(text)
-    if "<think>" in outside:
+    if "<think>" in text:
         return None
-    begin, end = 0, len(text)
-    answers = list(re.finditer(r"(?<![\"'`])<answer>", outside))  # a quoted one is a program's
-    if answers:
-        begin = answers[-1].end()
-        end = begin + len(outside[begin:].partition("</answer>")[0])
-    last = {tag: lines for tag, at, lines in blocks if begin <= at <= end}
-    lines = last.get("python", last.get("", text[begin:end].split("\n")))
-    indent = indentation(next(filter(str.strip, lines), ""))
+    text = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
+    last = dict(fenced_blocks(text))
+    lines = last.get("python", last.get("", text.split("\n")))
+    first = next(filter(str.strip, lines), "")
+    indent = first[:len(first) - len(first.lstrip(" \t"))]
     if indent:
         lines = [line[len(os.path.commonprefix([indent, line])):] for line in lines]
     return "\n".join(lines)
@@ -72,58 +99,37 @@ def extract_code(completion):
 
 def fenced_blocks(text):
     """
-    Two results: the fenced blocks of a text in order, [(tag, position of its fence in the text, its
-    lines)], with the tags "python", "" and others; and the text outside of them: the text with
-    blanks in the place of every character of a block.
+    The fenced blocks of a text in order: [(tag, its lines)], with the tags "python", "" and others.
+
+    A block begins with three or more backticks or tildes, which may be indented and stand behind
+    the markers of lists; backticks of Python or without a tag behind any text. It ends with a line
+    of at least as many, indented by less than 4 columns more. Models forget that line: so a fence
+    with a tag begins a new block, and a block that is not closed ends with the first line that ends
+    with its fence ("return x```"), else with the text.
     """
-    lines, blocks, number = text.split("\n"), [], 0
-    starts = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
-    outside = list(lines)
-    while number < len(lines):
-        before, fence, tag = read_fence(lines[number])
-        at, first = starts[number] + len(before), number + 1
-        behind_text = fence.startswith("`") and tag in ("python", "")
-        if fence and (behind_text or MARKERS.fullmatch(before)):
-            block, end, number = read_block(lines, first, fence, tag)
-            blocks.append((tag, at, block))
-            outside[first:end] = [" " * len(line) for line in lines[first:end]]
+    blocks, opened, margin, closed = [], "", 0, set()
+    for line in text.split("\n"):
+        before, fence, tag = read_fence(line)
+        near = fence and not before.strip() and len(before.expandtabs(4)) < margin + 4
+        alike = near and fence.startswith(opened)
+        if opened:
+            begins = near and tag and (alike or tag == "python" != blocks[-1][0])
         else:
-            number += 1
-    return blocks, "\n".join(outside)
-
-
-def read_block(lines, first, opened, tag):
-    """
-    One block, from number `first` of the lines of a text on. The line before has its fence, opened,
-    and its tag.
-
-    Returns the lines of the block, the number of the line that ends it, and the number of the line
-    where the text goes on: the next one if the block was closed by a fence, the same one if that
-    line opens another block.
-    """
-    depth = QUOTES.match(lines[first - 1])[0].count(">")
-    quotes = re.compile(rf"(?:[ \t]*> ?){{0,{depth}}}")
-    margin = columns(quotes.sub("", lines[first - 1], 1))
-    block, shorter, end = [], None, len(lines)
-    for number in range(first, len(lines)):
-        line = quotes.sub("", lines[number], 1) if depth else lines[number]
-        # in a list, the fence stands behind the marker: the first line shows where the margin is
-        if not block and line.strip():
-            margin = max(margin, columns(line))
-        before, fence, follows = read_fence(line)
-        alike = fence.startswith(opened)
-        ours = not before.strip() and columns(line) < margin + 4
-        if ours and (alike or follows == "python" != tag):
-            if alike and not follows:
-                return block, number, number + 1
-            end = number
-            break
-        if shorter is None and alike and not follows and before.strip():
-            shorter = [*block, before]
-        elif shorter is None and line.rstrip().endswith("</answer>"):
-            shorter = [*block, line.rstrip().removesuffix("</answer>")]
-        block.append(line)
-    return (block if shorter is None else shorter), end, end
+            behind_text = fence.startswith("`") and tag in ("python", "")
+            begins = fence and (behind_text or MARKERS.fullmatch(before))
+        if begins:
+            blocks.append((tag, [], fence))
+            opened, margin = fence, len(MARKERS.match(line)[0].expandtabs(4))
+        elif opened and alike:
+            closed.add(len(blocks) - 1)
+            opened = ""
+        elif opened:
+            blocks[-1][1].append(line)
+    for number, (_, lines, fence) in enumerate(blocks):
+        end = next((i for i, line in enumerate(lines) if line.rstrip().endswith(fence)), None)
+        if number not in closed and end is not None:
+            lines[end:] = [lines[end].rstrip().removesuffix(fence)]
+    return [(tag, lines) for tag, lines, _ in blocks]
 
 
 def read_fence(line):
@@ -132,22 +138,10 @@ def read_fence(line):
     "python"). The line, "", "" if there is no fence.
     """
     found = FENCE.search(line)
-    if not found:
-        return line, "", ""
-    tag = line[found.end():].partition("</answer>")[0].strip()
-    if found[0][0] == "`" and "`" in tag:  # ```code``` within a line
+    tag = line[found.end():].strip() if found else ""
+    if not found or found[0][0] == "`" and "`" in tag:  # ```code``` within a line
         return line, "", ""
     return line[:found.start()], found[0], "python" if PYTHON.match(tag) else tag
-
-
-def indentation(line):
-    """The blanks and tabs at the beginning of a line."""
-    return line[:len(line) - len(line.lstrip(" \t"))]
-
-
-def columns(line):
-    """The columns by which a line is indented; a tab goes on to the next multiple of 4."""
-    return len(indentation(line).expandtabs(4))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -194,13 +188,13 @@ def check_tests(tests, where):
             raise BadInput(f"{where}: what is given and what is wanted must be lists of one "
                            f"length, found {shorten(test)}")
         for one, want in zip(given, wanted, strict=True):
-            # what does not equal itself is NaN, which no answer equals, or not JSON
             try:
+                # what does not equal itself is NaN, which no answer equals, or not JSON
                 good = same(one, one) and same(want, want)
-                good = good and type(one) is (list if "fn" in test else str)
             except RecursionError:
                 raise BadInput(f"{where}: a test case is nested too deep") from None
-            if not good or "stdin" in test and not isinstance(want, str):
+            kinds = (list, type(want)) if "fn" in test else (str, str)
+            if not good or (type(one), type(want)) != kinds:
                 raise BadInput(f"{where}: {shorten(one)} -> {shorten(want)} is no test case: it "
                                "takes a list of arguments and a JSON value (not NaN), or stdin and "
                                "stdout as two strings")
@@ -253,6 +247,79 @@ def read_assertion(text, where):
     if call.keywords:
         raise wanted
     return {"fn": name, "inputs": [inputs], "outputs": [value]}
+
+
+# --------------------------------------------------------------------------------------------------
+# verdicts
+
+
+class Verdict(NamedTuple):
+    """What became of a program in its tests."""
+
+    passed: int  # test cases answered right
+    total: int  # test cases
+    # "pass"; "out of time" if some were not run for lack of time; else what the first case that did
+    # not pass ended with: fail, error, crash, killed, timeout, memory, output limit
+    reason: str
+
+
+def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
+    """
+    The Verdict of each of the programs [(code, tests)], in order, `workers` of them at a time.
+
+    seconds: the wall-clock time of all together. A program that has not ended by then is "out of
+    time". Raises what run_tests raises.
+    """
+    end = time.monotonic() + seconds
+    # Threads are enough, for they only wait. OpenMP may have pinned this thread to one CPU, and new
+    # threads and processes inherit that: so give them all of our CPUs back.
+    pool = ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS))
+    try:
+        return list(pool.map(lambda program: run_tests(*program, timeout, memory_mib, end),
+                             programs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an exception: start no more programs
+
+
+def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
+    """
+    Run a program against the tests of a row -> Verdict.
+
+    code: Python source, whatever text the model wrote.
+    tests: see check_tests. All calls of functions share one process; each test with a stdin has a
+        process of its own. After a process that was stopped at a limit, the others are not run.
+    timeout: the CPU seconds of each process, rounded up. All of them together have WALL_FACTOR
+        times as many seconds on the wall clock, in which their starts do not count.
+    memory_mib, end: see sandbox.run_program.
+
+    Raises BadInput for tests of another form and where bwrap is missing, Stop where the sandbox
+    itself fails.
+    """
+    calls, outputs, scripts = check_tests(tests, "tests")
+    # half a surrogate pair goes in as it is, and is a SyntaxError in there
+    source = code.encode("utf-8", "surrogatepass")
+    reasons, wall = [], sandbox.WALL_FACTOR * timeout
+    if calls:
+        limit = sandbox.OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
+        written, ending, seconds = sandbox.run_program(source, calls, b"", limit, timeout,
+                                                       memory_mib, wall, end)
+        wall -= seconds
+        answers = written.split(b"\n")[:-1]  # behind the last newline: nothing, or half an answer
+        reasons += [judge(answer, want) for answer, want in zip(answers, outputs, strict=False)]
+        # the calls without an answer; "crash" if the process left before the end, even with code 0
+        reasons += [ending or "crash"] * (len(outputs) - len(reasons))
+    for stdin, stdout in scripts:
+        limit = sandbox.OUTPUT_LIMIT + 2 * len(stdout)
+        written, ending, seconds = sandbox.run_program(source, None, stdin, limit, timeout,
+                                                       memory_mib, wall, end)
+        wall -= seconds
+        reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
+        if ending in ("timeout", "out of time", "memory", "output limit"):
+            break
+    reason = next((reason for reason in reasons if reason != "pass"), "pass")
+    if "out of time" in reasons:
+        reason = "out of time"
+    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), reason)
 
 
 def judge(answer, want):

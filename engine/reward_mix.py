@@ -16,7 +16,7 @@ calls the rewards. The rewards themselves are in rewards.py. A function of the u
 """
 import asyncio
 import difflib
-import http.client
+import importlib
 import importlib.util
 import inspect
 import math
@@ -25,15 +25,11 @@ import re
 import sys
 import time
 import traceback
-import urllib.error
 
 import torch
 
 from data import prompt_text
-from engine.expressions import check_installed
-from engine.programs import check_tests
-from engine.sandbox import check_sandbox
-from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten, warn
+from errors import BadConfig, BadInput, Stop, first_line, shorten
 
 
 # --------------------------------------------------------------------------------------------------
@@ -43,16 +39,13 @@ from errors import BadConfig, BadInput, Stop, first_line, one_line, shorten, war
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}
 
 
-def is_number(x):
-    """Whether x is a finite number; true and false are none."""
-    return type(x) in (int, float) and math.isfinite(x)
-
-
-# what a field must be: a check, and words for it
-FIELDS = {
-    "answer": (lambda x: is_number(x) or isinstance(x, str) and x.strip(),
-               "a number, or a string that is not blank"),
-}
+def is_usable(field, value):
+    """Whether a field can be read: an answer is a finite number, or text that is not blank."""
+    if field != "answer":
+        return value is not None
+    if isinstance(value, str):
+        return bool(value.strip())
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def parse_rewards(spec, known, base_folder):
@@ -61,8 +54,9 @@ def parse_rewards(spec, known, base_folder):
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    known: {name: function}, the built-in rewards. FILE.py:FUNCTION is a function of the user's. Its
-    file, relative to base_folder, is imported: it is trusted like the rest of the code.
+    known: {name: function}, the built-in rewards; "module:function" of one whose module is loaded
+    now. FILE.py:FUNCTION is a function of the user's. Its file, relative to base_folder, is
+    imported: it is trusted like the rest of the code.
     Raises BadConfig; BadInput where the file is at fault.
     """
     where = f"reward_functions = {spec!r}"
@@ -91,6 +85,9 @@ def parse_rewards(spec, known, base_folder):
             name = function_name
         elif name in known:
             function = known[name]
+            if isinstance(function, str):
+                module, _, attribute = function.partition(":")
+                function = getattr(importlib.import_module(module), attribute)
         else:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"there are {', '.join(known)}, and FILE.py:FUNCTION of your own"
@@ -148,26 +145,20 @@ def load_function(path, name, where, modules):
 def check_rows(rewards, rows, path):
     """
     Raise BadInput, with the file, the row and the field, unless the rows of a data file have what
-    the rewards [(weight, name, function)] need; and unless the sandbox works, if one needs it.
+    the rewards [(weight, name, function)] need; and unless what they run in is there.
     """
     for _, name, function in rewards:
-        if name == "code":
-            check_sandbox()
-        if name == "math":
-            check_installed()
         for field in NEEDS.get(name, ()):
-            good, wanted = FIELDS.get(field, (lambda x: x is not None, "not null"))
+            wanted = "a number, or text that is not blank" if field == "answer" else "not null"
             for number, row in enumerate(rows, 1):
                 if field not in row:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(map(repr, row))}")
-                if not good(row[field]):
+                if not is_usable(field, row[field]):
                     raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} "
                                    f"for the reward {name!r}, found {shorten(row[field])}")
-                if name == "code":
-                    check_tests(row["tests"], f"{path}, row {number}")
-        if "answer" in NEEDS.get(name, ()):
-            say_odd_answers(name, rows, path)
+        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
+            function.check_rows(rows, path)
         known = dict.fromkeys(field for row in rows for field in row)
         for parameter in trl_parameters(function) or ():
             required = parameter.default is parameter.empty and parameter.kind not in BARE
@@ -175,21 +166,6 @@ def check_rows(rewards, rows, path):
                 raise BadInput(f"{path}: the reward {name!r} has a parameter {parameter.name!r}, "
                                "and no row has such a field; the fields are "
                                f"{', '.join(map(repr, known))}")
-
-
-def say_odd_answers(name, rows, path):
-    """
-    Warn of answers that no response will have, or that any response may learn to say: whole
-    solutions, as Orca-Math has them, and the words that NuminaMath puts where no answer is.
-    """
-    answers = [str(row["answer"]) for row in rows]
-    solutions = [a for a in answers if len(a.split()) > 20]
-    none = [a for a in answers if a.strip().lower() in ("proof", "notfound")]
-    for found, what in ((solutions, "a text of more than 20 words, which a response must repeat"),
-                        (none, "no answer but a word that a policy can learn to say")):
-        if found:
-            warn(f"{path}: for the reward {name!r} the field 'answer' of {len(found)} of "
-                 f"{len(rows)} rows is {what}: {shorten(found[0])}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,9 +230,9 @@ def as_messages(row, completion):
 # --------------------------------------------------------------------------------------------------
 # calling them
 
-PAUSES = (1, 2, 4, 8)  # seconds before a reward that could not reach its server is called again
 RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what a function of the user's may raise
-loop = None  # where async functions run; one for all calls, since a client of theirs may live in it
+# where async functions run: one event loop for all calls, since a client of theirs may live in it
+runner = asyncio.Runner()
 
 
 def call_rewards(rewards, batch):
@@ -265,99 +241,32 @@ def call_rewards(rewards, batch):
     float64 on the CPU}, NaN where it gave None: it does not apply to that response. Their weights
     are not used here. A batch without responses, as a rank may have, is given to none of them.
 
-    A reward that could not reach its server (see is_passing) is called again, as often as PAUSES
-    and batch["seconds"] allow.
-
     Raises Stop, with the name of the reward, where a function fails or does not return a finite
     number or None for each response.
     """
-    due = time.monotonic() + batch.get("seconds", math.inf)
-    scores = {name: [] for _, name, _ in rewards}
-    left = {name: function for _, name, function in rewards} if batch["completions"] else {}
-    for pause in (*PAUSES, None):
-        unreached = {}  # name -> the error
-        for name, outcome in ask(left, batch).items():
-            if not isinstance(outcome, BaseException):
-                scores[name] = as_scores(name, outcome, batch)
-            elif is_passing(outcome):
-                unreached[name] = outcome
-            else:
-                raise failure(name, outcome) from outcome
-        if not unreached:
-            break
-        name, error = next(iter(unreached.items()))
-        if pause is None or time.monotonic() + pause > due:
-            raise failure(name, error) from error
-        print(f"reward {name!r}: {one_line(first_line(error), 200)}; again in {pause} s",
-              flush=True)
-        time.sleep(pause)
-        left = {name: left[name] for name in unreached}
-    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in scores.items()}
-
-
-def ask(functions, batch):
-    """
-    Call each of {name: function} once, and await together what async functions gave: {name: what it
-    returned, or the exception that it raised}.
-    """
-    global loop
-    outcomes = {}
-    for name, function in functions.items():
-        try:
-            parameters = trl_parameters(function)
-            outcomes[name] = (function(batch) if parameters is None
-                              else function(**arguments_of(parameters, batch)))
-        except RAISED as e:
-            outcomes[name] = e
-    waiting = {name: x for name, x in outcomes.items() if inspect.isawaitable(x)}
-    if waiting:
-        loop = loop or asyncio.new_event_loop()
-        outcomes |= zip(waiting, loop.run_until_complete(gather(waiting.values())), strict=True)
-    return outcomes
-
-
-async def gather(awaitables):
-    """The outcomes of awaitables that run at the same time."""
-    return await asyncio.gather(*map(outcome_of, awaitables))
-
-
-async def outcome_of(awaitable):
-    """What an awaitable gives, or the exception that it raises."""
-    try:
-        return await awaitable
-    except RAISED as e:
-        return e
-
-
-def is_passing(error):
-    """
-    Whether an error is one of a network or a server, which may be gone a moment later. An answer of
-    the server's decides by its status; 401, for one, will be the same the next time. The clients of
-    APIs have classes of their own, which are known by their names here.
-    """
-    response = getattr(error, "response", None)
-    codes = [getattr(error, name, None) for name in ("code", "status", "status_code")]
-    codes += [getattr(response, "status_code", None)]
-    codes = [code for code in codes if type(code) is int and 400 <= code < 600]
-    if codes:
-        return codes[0] in (408, 425, 429) or codes[0] >= 500
-    local = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
-             PermissionError, ChildProcessError, BlockingIOError)
-    if isinstance(error, local):
-        return False
-    if isinstance(error, (OSError, http.client.HTTPException, urllib.error.URLError)):
-        return True  # OSError: ConnectionError and TimeoutError are two of its kinds
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    words = r"Timeout|Connect(ion)?Error|Network|RateLimit|Transport|Unavailable|Overloaded"
-    return re.search(words, names) is not None
+    scores = {}
+    for _, name, function in rewards:
+        returned = []
+        if batch["completions"]:
+            try:
+                parameters = trl_parameters(function)
+                returned = (function(batch) if parameters is None
+                            else function(**arguments_of(parameters, batch)))
+                if inspect.iscoroutine(returned):
+                    returned = runner.run(returned)
+            except RAISED as e:
+                raise failure(name, e) from e
+        scores[name] = torch.tensor(as_scores(name, returned, batch), dtype=torch.float64)
+    return scores
 
 
 def failure(name, error):
     """The Stop for a reward that raised this error; a Stop or BadInput of its own is kept."""
     if isinstance(error, (BadInput, Stop)):
         return error
+    calling = (__file__, os.path.dirname(asyncio.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename not in (__file__, asyncio.tasks.__file__)]
+              if not frame.filename.startswith(calling)]
     # the line that failed in the file of the reward, and not in a library that it calls
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""

@@ -91,7 +91,7 @@ class Run:
         own = [key for key in MUST_MATCH if key in config]
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
-            token_ids=token_ids)
+            token_ids=token_ids, max_iters=max_iters)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:

@@ -4,12 +4,11 @@ run that was there before.
 
 A run must not begin in a folder
     - that another process is writing to: .lock is locked as long as a run's process lives;
-    - that not all ranks see and can write to, as on hosts whose disks are not shared;
+    - that not all ranks see, as on hosts whose disks are not shared;
     - that holds files of another kind, which the run would overwrite;
     - that holds another run: other keys, or other models or data under the same paths.
 Each of these ends the program with one line, and no file in the folder is changed.
 """
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -20,51 +19,44 @@ import socket
 import time
 from array import array
 
-import parallel
 from engine.audit import checksums
 from engine.checkpoint import find_checkpoint, list_checkpoints
-from engine.disk import SEEN_WAIT, put_back, sha256, write_json
-from folders import model_folders, read_json, several_paths
+from engine.disk import put_back, sha256, write_json
 from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line
+from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. Returns (folder, state) of the checkpoint to resume from, or
-    (None, None) to begin, the same on all ranks. Raises BadInput.
+    library may have changed. max_iters: a run with more iterations done is refused. Returns
+    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
+    ranks. Raises BadInput.
     """
-    hashes, made, token = alone(lambda: take(out_dir, config, sources, token_ids))
+    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
-    for _ in range(SEEN_WAIT):
-        blind = ranks_where(not sees(out_dir, token))
-        if not blind:
-            break
-        time.sleep(1)
-    # A large model is saved by all ranks (disk.write_tensors). Better now than at the first save
-    mute = [] if blind else ranks_where(not can_write(os.path.join(out_dir, token)))
-    alone(lambda: remove_token(out_dir, token, made if blind or mute else []))
-    if mute:
-        raise BadConfig(f"{name_ranks(mute)} cannot write to out_dir {out_dir!r}, which rank 0 "
-                        "can; where its host mounts that disk, let it write there")
+    blind = ranks_where(read_holder(out_dir) != holder)
     if blind:
         raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir "
                         f"{out_dir!r}; give an --out_dir that is the same folder for all ranks, on "
                         "a disk that their hosts share")
     folder, state = find_checkpoint(out_dir)
+    if folder and state["iteration"] > max_iters:  # the same on all ranks
+        raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
+                        "iterations done; type a larger --max_iters, or another --out_dir")
     return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, state))
 
 
@@ -74,29 +66,21 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=()):
 
 def take(out_dir, config, sources, token_ids):
     """
-    On rank 0: make out_dir and lock it. Raises BadInput. Returns
-    hashes: {key: hash of the content} of what the run starts from;
-    made: the folders that did not exist before, the deepest one first;
-    token: the name of a new, empty folder in out_dir, for the other ranks to look for.
+    On rank 0: make out_dir and lock it. Returns {key: hash of the content} of what the run starts
+    from, and what stands in the lock. Raises BadInput.
     """
     hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
               for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
-    made, parent = [], os.path.abspath(out_dir)
     try:
         check_ours(out_dir)
-        while not os.path.isdir(parent):
-            made.append(parent)
-            parent = os.path.dirname(parent)
         os.makedirs(out_dir, exist_ok=True)
-        lock(out_dir)
+        holder = lock(out_dir)
         put_back(out_dir)
-        token = f".tmp-{os.urandom(8).hex()}"
-        os.mkdir(os.path.join(out_dir, token))
     except OSError as e:
         raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
                        "choose another --out_dir") from e
-    return hashes, made, token
+    return hashes, holder
 
 
 def check_ours(out_dir):
@@ -122,65 +106,50 @@ def check_ours(out_dir):
 
 def lock(out_dir):
     """
-    Lock out_dir/.lock for this process; the lock ends with the process, however it ends. Another
-    process that holds it may be about to end: wait up to LOCK_WAIT seconds. Raises BadInput, which
-    names the holder.
+    Lock out_dir/.lock for this process, and write there who holds it; returns that. The lock ends
+    with the process, however it ends. Another process that holds it may be about to end: wait up to
+    LOCK_WAIT seconds. Raises BadInput, which names the holder.
     """
     global lock_file
     lock_file = open(os.path.join(out_dir, ".lock"), "a+", encoding="utf-8")
-    began, said = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as e:
-            lock_file.seek(0)
-            holder = lock_file.read().strip() or "another process"
-            if time.monotonic() - began > LOCK_WAIT:
-                raise BadInput(f"out_dir {out_dir!r} is in use by {holder}; wait for it to end, or "
-                               "choose another --out_dir") from e
-            if not said:
-                print(f"{out_dir} is in use by {holder}; waiting up to {LOCK_WAIT} s for it to end",
-                      flush=True)
-            said = True
-            time.sleep(0.1)
-        except OSError as e:  # some network file systems have no locks
-            print(f"{out_dir} cannot be locked ({e.strerror}): see to it yourself that no second "
-                  "run writes there", flush=True)
-            return
+    waited = 0
+    while not locked(lock_file):
+        holder = read_holder(out_dir).partition(",")[0] or "another process"
+        if waited >= LOCK_WAIT:
+            raise BadInput(f"out_dir {out_dir!r} is in use by {holder}; wait for it to end, or "
+                           "choose another --out_dir")
+        if waited == 0:
+            print(f"{out_dir} is in use by {holder}; waiting up to {LOCK_WAIT} s for it to end",
+                  flush=True)
+        time.sleep(0.1)
+        waited += 0.1
+    holder = f"process {os.getpid()} on {socket.gethostname()}, start {os.urandom(8).hex()}"
+    lock_file.truncate(0)
+    lock_file.write(holder)
+    lock_file.flush()
+    os.fsync(lock_file.fileno())  # ranks on other hosts read it
+    return holder
 
 
-def sees(out_dir, token):
-    """
-    Whether this rank finds the folder `token`, which rank 0 has made. The whole
-    folder is listed: that makes a network disk ask its server, where a single path may be cached.
-    """
+def locked(file):
+    """Lock a file, if no other process has; returns whether it is locked."""
     try:
-        return token in os.listdir(out_dir)
-    except OSError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-
-
-def can_write(folder):
-    """Whether this rank can make a file in a folder; it is deleted again."""
-    path = os.path.join(folder, f"rank-{parallel.rank_and_size()[0]}")
-    try:
-        with open(path, "w"):
-            pass
-        os.remove(path)
-    except OSError:
-        return False
+    except OSError as e:  # some network file systems have no locks
+        print(f"{file.name} cannot be locked ({e.strerror}): see to it yourself that no second run "
+              "writes there", flush=True)
     return True
 
 
-def remove_token(out_dir, token, made):
-    """On rank 0: delete the token; and if the run cannot start, also the folders made for it."""
-    with contextlib.suppress(OSError):  # the next start deletes what is left
-        os.rmdir(os.path.join(out_dir, token))
-        if made:
-            os.remove(os.path.join(out_dir, ".lock"))
-        for folder in made:
-            os.rmdir(folder)
+def read_holder(out_dir):
+    """What stands in out_dir/.lock; "" where there is none."""
+    try:
+        with open(os.path.join(out_dir, ".lock"), encoding="utf-8") as f:
+            return f.read()
+    except OSError:
+        return ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,17 +162,9 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder, state):
         check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
         if folder:
             say_changes(read_json(os.path.join(folder, "config.json")), config)
-        if folder and state["iteration"] > config["max_iters"]:
-            raise BadInput(f"max_iters = {config['max_iters']}, but {folder} has "
-                           f"{state['iteration']} iterations done; type a larger --max_iters, or "
-                           "another --out_dir")
         for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
             for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
                 shutil.rmtree(leftover, ignore_errors=True)
-        # a second run that waits for the lock names this holder
-        lock_file.truncate(0)
-        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock_file.flush()
         if not folder:
             # The old log goes before the new config.json comes: after a kill between the two, the
             # old log beside the new configuration would look like a log of this run.

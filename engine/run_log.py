@@ -9,7 +9,6 @@ import json
 import math
 import os
 
-from engine.disk import patiently, read_bytes
 from engine import trackers
 from engine.together import together
 from errors import Stop
@@ -62,14 +61,13 @@ def append(file, text):
 def read_log(out_dir, name="log.jsonl"):
     """
     [(iteration, line)] of a file of LOG_FILES, [] if there is none. A line that cannot be read, as
-    a kill while writing may leave one, has the iteration None. Raises Stop if the file cannot be
-    read.
+    a kill while writing may leave one, has the iteration None.
     """
     try:
-        content = patiently(read_bytes, os.path.join(out_dir, name))
+        with open(os.path.join(out_dir, name), encoding="utf-8", errors="replace") as f:
+            text = f.read()
     except FileNotFoundError:
         return []
-    text = content.decode(errors="replace")
     found = []
     for line in text.split("\n"):
         try:

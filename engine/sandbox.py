@@ -1,6 +1,6 @@
 """
-Runs Python that a model wrote against the tests of a data row, under bubblewrap (bwrap), where it
-can do no harm. Where there is no bwrap, nothing is run.
+Runs Python that a model wrote under bubblewrap (bwrap), where it can do no harm. Where there is no
+bwrap, nothing is run.
 
 What the program can do:
 - It is one process, without privileges, in namespaces of its own (the kernel's: what a process
@@ -10,8 +10,8 @@ What the program can do:
 - The kernel limits its CPU time, memory, threads, files and output.
 - A seccomp filter, which judges each system call, denies it further processes and the rarer
   services of the kernel.
-- It is given the inputs of the tests and never the outputs. Its answers are compared out here. So
-  an exit code, a printed "passed" or a patched builtin gains it nothing.
+- It is given the inputs of the tests and never the outputs. Its answers are compared out here, in
+  engine/programs.py. So an exit code, a printed "passed" or a patched builtin gains it nothing.
 
 What is not protected: bugs of the kernel that an unprivileged process can reach, and spying through
 timing and CPU caches. The program can read the interpreter's lib folder, with its site-packages,
@@ -32,10 +32,9 @@ kernel needs the memory. If all memory runs out, the kernel is told to end these
 
 If you take the model itself for an enemy, put a virtual machine around all of this.
 
-How to read this file: run_tests judges one program and run_all many; run_program starts one sandbox
-and reads what comes out; isolation, seccomp_filter and BOOTSTRAP are its walls; PROBE tries them.
+How to read this file: run_program starts one sandbox and reads what comes out; isolation,
+seccomp_filter and BOOTSTRAP are its walls; PROBE tries them.
 """
-import concurrent.futures
 import errno
 import functools
 import itertools
@@ -54,13 +53,11 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 from engine import CPUS
-from engine.programs import check_tests, judge, tidy
 from errors import BadInput, Stop, shorten
 
-OUTPUT_LIMIT = 2**16  # bytes that we read back, besides what tests expect, where no key says more
+OUTPUT_LIMIT = 2**16  # bytes that we read back, besides what tests expect
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process
 WALL_FACTOR = 4
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
@@ -72,123 +69,22 @@ runs = itertools.count()  # numbers the sandboxes of this process
 starting = threading.Lock()  # held while a process is started; see start
 
 
-class Verdict(NamedTuple):
-    """What became of a program in its tests."""
-
-    passed: int  # test cases answered right
-    total: int  # test cases
-    # "pass"; "out of time" if some were not run for lack of time; else what the first case that did
-    # not pass ended with: fail, error, crash, killed, timeout, memory, output limit
-    reason: str
+def cpus_of_a_rank():
+    """How many processes a rank may keep busy at once: the machine's ranks share its CPUs."""
+    return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf, output=OUTPUT_LIMIT):
-    """
-    Run a program against the tests of a row -> Verdict.
-
-    code: Python source, whatever text the model wrote.
-    tests: see programs.check_tests. All calls of functions share one process; each test with a
-        stdin has a process of its own. After a process that was stopped at a limit, the others are
-        not run.
-    timeout: the CPU seconds of each process, rounded up. All of them together have WALL_FACTOR
-        times as many seconds on the wall clock, in which their starts do not count.
-    memory_mib: the address space of a process, of which Python itself takes 20 MiB.
-    end: when everything must be over, by time.monotonic().
-    output: the bytes that are read back from a process, besides what its tests expect.
-
-    Raises BadInput for tests of another form and where bwrap is missing, Stop where the sandbox
-    itself fails.
-    """
-    calls, outputs, scripts = check_tests(tests, "tests")
-    # half a surrogate pair goes in as it is, and is a SyntaxError in there
-    source = code.encode("utf-8", "surrogatepass")
-    reasons, wall = [], WALL_FACTOR * timeout
-    if calls:
-        limit = output + 1024 * len(calls) + 2 * len(json.dumps(outputs))
-        written, ending, seconds = run_program(source, calls, b"", limit, timeout,
-                                               memory_mib, wall, end)
-        wall -= seconds
-        answers = written.split(b"\n")[:-1]  # behind the last newline: nothing, or half an answer
-        reasons += [judge(answer, want) for answer, want in zip(answers, outputs, strict=False)]
-        # the calls without an answer; "crash" if the process left before the end, even with code 0
-        reasons += [ending or "crash"] * (len(outputs) - len(reasons))
-    for stdin, stdout in scripts:
-        limit = output + 2 * len(stdout)
-        written, ending, seconds = run_program(source, None, stdin, limit, timeout,
-                                               memory_mib, wall, end)
-        wall -= seconds
-        reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
-        if ending in ("timeout", "out of time", "memory", "output limit"):
-            break
-    reason = next((reason for reason in reasons if reason != "pass"), "pass")
-    if "out of time" in reasons:
-        reason = "out of time"
-    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), reason)
-
-
-def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf, output=OUTPUT_LIMIT):
-    """
-    The Verdict of each of the programs [(code, tests)], in order, `workers` of them at a time.
-
-    seconds: the wall-clock time of all together. A program that has not ended by then is "out of
-    time". To prevent that a few programs that sleep take the time of many that are quick, there are
-    two rounds. In the first, each program has half of its fair share. In the second, those that
-    need more have what is left, in order. While there is enough time, no verdict depends on the
-    other programs. Raises what run_tests raises.
-    """
-    end = time.monotonic() + seconds
-    share = seconds / 2 * workers / max(len(programs), 1)
-
-    def run(program, most):
-        return run_tests(*program, timeout, memory_mib, min(end, time.monotonic() + most), output)
-
-    # Threads are enough, for they only wait. OpenMP may have pinned this thread to one CPU, and new
-    # threads and processes inherit that: so give them all of our CPUs back.
-    pool = concurrent.futures.ThreadPoolExecutor(
-        workers, initializer=lambda: os.sched_setaffinity(0, CPUS))
-    try:
-        verdicts = list(pool.map(run, programs, itertools.repeat(share)))
-        late = [i for i, verdict in enumerate(verdicts) if verdict.reason == "out of time"]
-        again = pool.map(run, [programs[i] for i in late], itertools.repeat(math.inf))
-        for i, verdict in zip(late, again, strict=True):
-            verdicts[i] = verdict
-        return verdicts
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an exception: start no more programs
-
-
-def count_cpus(proc="/proc", cgroups="/sys/fs/cgroup"):
+def count_cpus(quota_file="/sys/fs/cgroup/cpu.max"):
     """
     How many CPUs we have: those that we were started on (taskset), or fewer where a container has a
-    quota. The quota is cpu.max in cgroups v2 and cpu.cfs_quota_us in v1, of our group or one above
-    it; the smallest counts. proc, cgroups: the folders in which the kernel shows them.
+    quota. The kernel shows it in this file (cgroups v2): CPU time, and the period that it is for.
     """
-    quotas = [len(CPUS)]
     try:
-        with open(f"{proc}/self/cgroup") as f:
-            groups = [line.strip().split(":", 2) for line in f]  # [number, controllers, path]
+        with open(quota_file, encoding="utf-8") as f:
+            quota, period = f.read().split()
     except OSError:
-        groups = []
-    for _, controllers, path in groups:
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        if controllers:  # cgroups v1
-            tops = [f"{cgroups}/{controllers}", f"{cgroups}/cpu"]
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:  # cgroups v2
-            tops = [cgroups, f"{cgroups}/unified"]
-            names = ("cpu.max",)
-        # In a container the path may be the host's; then our own group is at the top of the folder.
-        above = [path, *map(str, pathlib.PurePath(path).parents)]
-        for folder in (f"{top}/{group}" for top in tops for group in above):
-            try:
-                texts = [pathlib.Path(folder, name).read_text() for name in names]
-            except OSError:
-                continue
-            quota, period = " ".join(texts).split()
-            if quota not in ("max", "-1"):
-                quotas.append(int(quota) // int(period))
-    return max(1, min(quotas))
+        return len(CPUS)
+    return len(CPUS) if quota == "max" else max(1, min(len(CPUS), int(quota) // int(period)))
 
 
 def check_sandbox():
@@ -226,8 +122,10 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
     calls: the function calls [(name, arguments)] whose results it shall report, a line each; None:
         it is a script, which reads stdin (bytes) and prints.
     limit: how many bytes to read from it.
+    timeout: its CPU seconds, rounded up.
+    memory_mib: its address space, of which Python itself takes 20 MiB.
     wall: its seconds on the wall clock, from its start on; None: WALL_FACTOR * timeout.
-    timeout, memory_mib, end: see run_tests.
+    end: when it must be over, by time.monotonic().
 
     Returns what it wrote (at most limit bytes); why it ended (None: by itself, without an error);
     and the seconds that it took. Raises BadInput where bwrap is missing. Raises Stop unless it is

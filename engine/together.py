@@ -3,27 +3,28 @@ What the ranks do in step beside the algorithm. Three ways to call a function, f
 fail on one rank while the others wait; and, at the end of the set-up, agree: are all ranks there,
 with the same code, settings and files?
 
-    from_rank(f)    rank 0 alone calls f, all ranks get the result     alone(f) may take hours
+    from_rank(f)    rank 0 alone calls f, all ranks get the result
+    alone(f)        the same for work at the disk, which may take hours
     together(f)     every rank calls f and keeps its own result
 
 An error of one rank is raised on all of them, so that no rank waits for one that has left. And
-whole_on: a tensor that no rank has whole, put together on one of them.
+whole: a tensor that no rank has whole, put together on rank 0.
 """
 import contextlib
 import datetime
 import hashlib
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 import parallel
 from errors import BadConfig, BadInput, Stop
-from parallel import all_gather, broadcast, collective, is_shard, my_part, rank_and_size, wire
+from parallel import all_gather, broadcast, collective, gather, is_shard, rank_and_size, wire
 
 PATIENCE = 6 * 3600  # seconds that the ranks wait for each other while some work at the disk
 usual_wait = None  # how long a collective waits otherwise; set by launch.init
@@ -64,11 +65,22 @@ def from_rank(function, source=0):
 
 def alone(function):
     """
-    A collective: from_rank(function) for long work at the disk. If rank 0 dies meanwhile, the
-    others notice it at once all the same: its connections break.
+    A collective: from_rank(function) for long work at the disk. A disk that is full or fails is a
+    Stop. If rank 0 dies meanwhile, the others notice it at once: its connections break.
     """
+    def at_disk():
+        try:
+            return function()
+        except Exception as e:
+            # tokenizers and safetensors report a full disk with exceptions of their own
+            if not isinstance(e, (OSError, SafetensorError)) and "os error" not in str(e):
+                raise
+            path = getattr(e, "filename", None)
+            raise Stop((f"{path}: " if path else "")
+                       + str(getattr(e, "strerror", None) or e)) from e
+
     with patience():
-        return from_rank(function)
+        return from_rank(at_disk)
 
 
 @contextlib.contextmanager
@@ -95,50 +107,35 @@ def patience():
 @dataclass
 class Part:
     """
-    What this rank has of a tensor that it does not have whole: some of its rows, as of a sharded
-    parameter; or all or nothing of it, where only the rank `owner` has it, as at ZeRO stage 1.
+    What this rank has of a tensor that it does not have whole: its rows, which are split as the
+    sharded parameter `like` is; or all or nothing of it, where only the rank `owner` has it, as at
+    ZeRO stage 1.
     """
 
     mine: torch.Tensor  # None on the ranks that have nothing of it
     shape: tuple  # of the whole tensor
     dtype: torch.dtype
+    like: torch.Tensor = None
     owner: int = None
 
 
-def size_of(t):
-    """The elements of a whole tensor, whatever this rank has of it."""
-    return math.prod(t.shape)
-
-
-def whole_on(rank, t):
+def whole(t):
     """
-    A collective: the whole tensor on this rank alone, None on the others. t: a tensor, which all
-    ranks have whole; a sharded one; or a Part. Only the rank that gets it has memory for it.
+    A collective: the whole tensor in the CPU's memory of rank 0, None on the others. t: a tensor,
+    which all ranks have whole; a sharded one; or a Part. The others have it for a moment, too.
     """
-    me, size = rank_and_size()
+    rank = rank_and_size()[0]
     if is_shard(t):
-        t = Part(my_part(t), t.shape, t.dtype)
-    if not isinstance(t, Part):
-        return t if me == rank else None
-    if t.owner == rank:
-        return t.mine
-    there = dict(dtype=t.dtype, device=wire())
-    if t.owner is not None:
-        whole = torch.empty(t.shape, **there) if me == rank else None
-        if me == t.owner:
-            sent = t.mine.to(wire()).contiguous()
-            collective(dist.send, sent, dst=parallel.first + rank, group=parallel.group)
-        elif me == rank:
-            collective(dist.recv, whole, src=parallel.first + t.owner, group=parallel.group)
-        return whole
-    # all ranks send as many rows: the last ones may have fewer, or none, and fill them up
-    rows = -(-t.shape[0] // size)
-    sent = torch.zeros(rows, *t.shape[1:], **there)
-    sent[:len(t.mine)] = t.mine
-    whole = torch.empty(size * rows, *t.shape[1:], **there) if me == rank else None
-    collective(dist.gather, sent, None if whole is None else list(whole.split(rows)),
-               dst=parallel.first + rank, group=parallel.group)
-    return None if whole is None else whole[:t.shape[0]]
+        t = collective(t.full_tensor)
+    elif isinstance(t, Part) and t.owner is None:
+        t = gather(t.mine, t.like)
+    elif isinstance(t, Part):
+        sent = torch.empty(t.shape, dtype=t.dtype, device=wire())
+        if t.owner == rank:
+            sent.copy_(t.mine)
+        broadcast(sent, t.owner)
+        t = sent
+    return t.detach().cpu().contiguous() if rank == 0 else None
 
 
 def everyones(parts):
@@ -152,7 +149,7 @@ def everyones(parts):
                                     for name, t in parts.items()], rank)
         for name, shape, dtype in header:
             mine = parts.get(name) if rank == rank_and_size()[0] else None
-            known[name] = Part(mine, tuple(shape), getattr(torch, dtype), rank)
+            known[name] = Part(mine, shape, getattr(torch, dtype), owner=rank)
     return known
 
 
@@ -166,22 +163,17 @@ def together(function):
     function raises BadInput or Stop on any rank, all ranks raise Stop, with the words of the first
     rank that failed. Without this the ranks that succeeded would go on and wait for the others.
     """
-    if not dist.is_initialized():
-        return function()
     error, value = None, None
     try:
         value = function()
     except (BadInput, Stop) as e:
+        if not dist.is_initialized():
+            raise
         error = e
     failed = ranks_where(error is not None)
     if not failed:
         return value
-    text = torch.zeros(1000, dtype=torch.uint8, device=wire())
-    if rank_and_size()[0] == failed[0]:
-        said = list(str(error).encode()[:1000])
-        text[:len(said)] = torch.tensor(said, dtype=torch.uint8, device=wire())
-    broadcast(text, failed[0])
-    message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    message = from_rank(lambda: str(error), failed[0])
     odd = parallel.first + failed[0]
     raise Stop(message if odd == 0 else f"on rank {odd}: {message}") from error
 
@@ -210,55 +202,40 @@ def agree(settings):
     within parallel.everyone().
     """
     global starting
-    if not dist.is_initialized():
-        return
-    texts = {what: json.dumps(value) for what, value in (own_code() | settings).items()}
-    failure, names = 0, json.dumps(list(texts))
-    mine = torch.tensor([failure, digest(json.dumps(texts)), digest(names)], device=wire())
-    everyones = torch.stack(all_gather(mine))  # (ranks, 3)
+    failed = ranks_where(False)  # another rank answers this in tell_others
     starting = False
-
-    failed = everyones[:, 0].nonzero().flatten().tolist()
     if failed:
         raise BadConfig(f"{name_ranks(failed)} could not start, for the reason that it gave")
-    if (everyones[:, 1] == everyones[0, 1]).all():
-        return
-
-    # They differ. In what? The settings can be compared one by one if their names are the same.
-    others = (everyones[:, 2] != everyones[0, 2]).nonzero().flatten().tolist()
+    mine = {what: hash_of(json.dumps(value)) for what, value in (own_code() | settings).items()}
+    wanted = from_rank(lambda: mine)
+    others = ranks_where(mine != wanted)
     if others:
-        raise BadConfig(f"{name_ranks(others)} runs another version of this script than rank 0; "
-                        "copy rank 0's there")
-    mine = torch.tensor([digest(text) for text in texts.values()], device=wire())
-    everyones = torch.stack(all_gather(mine))  # (ranks, settings)
-    differs = everyones != everyones[0]
-    first = int(differs.any(0).nonzero()[0])
-    others = differs[:, first].nonzero().flatten().tolist()
-    raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {list(texts)[first]}; give all "
-                    "ranks the same files and settings")
+        what = from_rank(lambda: next(what for what in mine | wanted
+                                      if mine.get(what) != wanted.get(what)), others[0])
+        raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {what}; give all ranks the "
+                        "same files and settings")
 
 
-def tell_others(message):
+def tell_others():
     """
     A collective while the ranks set up: errors.py calls this as this rank leaves with a BadInput.
-    The other ranks wait in agree, or are leaving themselves; this answers the all_gather there, as
-    a rank that has failed. Returns whether rank 0 leaves with the very same message, so that
-    printing it once is enough; None if the set-up is over.
+    The other ranks wait in agree, or are leaving themselves: this answers agree's first question.
+    Returns the first rank that leaves; None if the set-up is over.
     """
     global starting
     if not starting:
         return None
     starting = False
-    failure = digest(message)
     with parallel.everyone():
-        everyones = all_gather(torch.tensor([failure, 0, 0], device=wire()))
-    return bool(everyones[0][0] == failure)
+        try:
+            return ranks_where(True)[0]
+        except Stop:  # the others have left without an answer
+            return rank_and_size()[0]
 
 
-def digest(text):
-    """64 bits of a text's hash, as an int64. Never 0, which stands for "no failure" in agree."""
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "little", signed=True) or 1
+def hash_of(text):
+    """A text's hash, short enough to be sent for every key."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def own_code():

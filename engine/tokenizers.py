@@ -23,6 +23,7 @@ from folders import CONFIGS, model_folders, read_json, read_text
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
+LONGEST = 4 * 10**6  # characters that a chat template may write of one chat
 
 
 def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="", stop_strings=""):
@@ -35,21 +36,18 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers import AutoTokenizer  # it takes seconds, which --help does not need
 
+    # a template is a program of somebody's: its loops shall end before the memory does
+    ImmutableSandboxedEnvironment.concat = staticmethod(bounded)
     files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    alone = {"tokenizer.json", "tiktoken.json"} & files and not {*CONFIGS} & files  # no model
-    folders = [path] if alone else model_folders(path, weights=False)
-    folder = next((f for f in folders if any(os.path.isfile(os.path.join(f, name))
-                                             for name in VOCABULARIES)), None)
-    if folder is None and os.path.isfile(os.path.join(folders[-1], "tiktoken.json")):
-        raise BadInput(f"{path}: tiktoken.json is no tokenizer any more; run the prepare.py of its "
-                       "data again, such as python data/arithmetic/prepare.py")
+    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
+    folders = [path] if no_model else model_folders(path, weights=False)
+    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
     if folder is None:  # transformers would make an empty one
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}); copy its "
-                       "files there")
-    settings = {name: read_json(file) for name in ("generation_config.json", "config.json")
-                if os.path.isfile(file := os.path.join(folders[-1], name))}
+                       "files there, or make it with the prepare.py of its data")
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         lead = hf("")["input_ids"]  # [BOS] if it puts one before text, else []
@@ -66,17 +64,34 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     tokenizer = Tokenizer(hf, name, [i for i in lead if i == hf.bos_token_id])
     tokenizer.set_up_chats(parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
-    tokenizer.generation_config = settings.get("generation_config.json", {})
-    for file, found in settings.items():
-        ids = found.get("eos_token_id")
+    for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
+        settings = read_json(file)
+        ids = settings.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        for i in ids:
-            if type(i) is not int or not 0 <= i < tokenizer.vocab_size:
-                raise BadInput(f"{os.path.join(folders[-1], file)}: eos_token_id = {shorten(i)} is "
-                               "no token of the tokenizer beside it, which has "
-                               f"{tokenizer.vocab_size}; do they belong together?")
-        tokenizer.eos_ids |= set(ids)
+        if any(type(i) is not int or not 0 <= i < tokenizer.vocab_size for i in ids):
+            raise BadInput(f"{file}: eos_token_id = {shorten(ids)} is no token of the tokenizer "
+                           f"beside it, which has {tokenizer.vocab_size}; do they belong together?")
+        tokenizer.eos_ids.update(ids)
+        if file.endswith("generation_config.json"):
+            tokenizer.generation_config = settings
     return tokenizer
+
+
+def files_in(folder, names):
+    """The paths of those of these files that are in a folder."""
+    return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+
+
+def bounded(parts):
+    """The text that a chat template writes part by part. Raises BadInput where it does not end."""
+    kept, length = [], 0
+    for part in parts:
+        kept.append(part)
+        length += len(part)
+        if length > LONGEST:
+            raise BadInput(f"it writes more than {LONGEST:,} characters; give another one with "
+                           "--chat_template=FILE")
+    return "".join(kept)
 
 
 class Tokenizer:
@@ -152,10 +167,6 @@ class Tokenizer:
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode()).hexdigest()
 
-    def specials_in(self, text):
-        """Which special tokens a text spells."""
-        return [s for s in self.specials if s in text]
-
     # text -> ids. at: a context for each number, such as one that names the row in errors
 
     def encode_texts(self, texts):
@@ -173,11 +184,9 @@ class Tokenizer:
         strings = iter(self.encode_texts([p for p in prompts if isinstance(p, str)]))
         found = []
         for number, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                found.append(self.bos_ids + next(strings))
-                continue
             with at(number):
-                found.append(self.open_ids(self.with_system_prompt(prompt)))
+                found.append(self.bos_ids + next(strings) if isinstance(prompt, str) else
+                             self.open_ids(self.with_system_prompt(prompt)))
         return found
 
     def encode_examples(self, prompts, completions, at=contextlib.nullcontext):
@@ -188,17 +197,16 @@ class Tokenizer:
         is the assistant's turns of the completion, with their ends.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        strings = [pair for pair in pairs if are_strings(*pair)]
-        begins, ends = (iter(self.encode_texts(texts)) for texts in
-                        ([p for p, _ in strings], [c for _, c in strings]))
+        texts = iter(self.encode_texts([text for pair in pairs if are_strings(*pair)
+                                        for text in pair]))
         found = []
         for number, pair in enumerate(pairs):
-            if are_strings(*pair):
-                ids, more = self.bos_ids + next(begins), next(ends) + [self.eos_id]
-                found.append((ids + more, [False] * len(ids) + [True] * len(more)))
-                continue
             with at(number):
-                found.append(self.dialogue(*pair))
+                if are_strings(*pair):
+                    ids, more = self.bos_ids + next(texts), next(texts) + [self.eos_id]
+                    found.append((ids + more, [False] * len(ids) + [True] * len(more)))
+                else:
+                    found.append(self.dialogue(*pair))
         return found
 
     def encode_scored(self, prompts, completions, finished=None, longest=None,
@@ -234,7 +242,7 @@ class Tokenizer:
 
     def with_system_prompt(self, messages):
         """The messages, with the run's system_prompt in front, if they have no system message."""
-        if not self.system_prompt or messages and messages[0]["role"] in ("system", "developer"):
+        if not self.system_prompt or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -268,40 +276,33 @@ class Tokenizer:
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
-        if completion[-1]["role"] != "assistant":
-            raise BadInput(f"the completion ends with a message of {completion[-1]['role']!r}; the "
-                           "last message must be the assistant's, for it is what is learned")
         messages = joined(prompt, completion)
         first = len(messages) - len(completion)  # the number of the first that may be trained
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        ids = self.chat_ids(messages)
-        ends = {i for i in self.eos_ids if i in self.specials.values()}
-        begins = []
+        ids, begins = self.chat_ids(messages), []
         for i in turns:
             goes_on = i == first < len(prompt)  # a message that the prompt has begun
             before = (self.open_ids(prompt) if goes_on else
                       self.chat_ids(messages[:i], add_generation_prompt=True))
-            begins.append(common_prefix(ids, before))
+            begins.append(len(os.path.commonprefix([ids, before])))
             # the prompt's last token and the answer's first may be one, as two line breaks are
-            kept = begins[-1] >= len(before) - 1
-            if not kept and len(turns) == 1 and not goes_on:
+            needed = len(before) - 1
+            if len(turns) == 1 and not goes_on:
                 # Of the last turn a template may drop a part of the generation prompt, such as an
                 # opened <think>: then the turn begins where the two part
-                kept = begins[-1] >= len(self.chat_ids(messages[:i])) - 1
-            if not kept or begins[-1] == len(ids):
+                needed = min(needed, len(self.chat_ids(messages[:i])) - 1)
+            if begins[-1] < needed or begins[-1] == len(ids):
                 raise BadInput(f"{self.name} drops the assistant's turn, or writes earlier turns "
                                "in another way once others follow, so the policy would learn what "
                                "it can never sample; leave one turn to learn in each row, or give "
                                "another --chat_template")
-        trained = [False] * len(ids)
+        trained, special_ends = [False] * len(ids), self.eos_ids & set(self.specials.values())
         for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
-            end = next((n for n in range(begin, limit) if ids[n] in ends), None)
-            if end is None and limit < len(ids):
+            end = next((n for n in range(begin, limit) if ids[n] in special_ends), None)
+            if end is None:
                 raise BadInput(f"{self.name} writes no end of turn behind the assistant's "
-                               "messages, so several of them cannot be told apart; leave one in "
-                               "each row, or give another --chat_template")
-            if end is None:  # the last turn, which the template does not end
-                end, ids, trained = len(ids), [*ids, self.eos_id], [*trained, False]
+                               "messages, so the policy could not learn where to stop; write "
+                               "eos_token there, in a template for --chat_template=FILE")
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
@@ -323,17 +324,15 @@ class Tokenizer:
 
     @property
     def has_stop(self):
-        """has_stop_string where there are stop strings, else None: what rollout.generate asks."""
-        return self.has_stop_string if self.stop_strings else None
-
-    def has_stop_string(self, ids):
         """
-        Whether the last tokens of a response have a stop string in their text. Each token is a byte
-        at least, and one more stands in front, since decoding may drop a text's first blank.
+        A function of the ids of a response so far: whether its last tokens have a stop string in
+        their text. None where there are no stop strings.
         """
-        longest = max(len(s.encode()) for s in self.stop_strings)
-        text = self.decode(ids[-longest - 1:])
-        return any(s in text for s in self.stop_strings)
+        if not self.stop_strings:
+            return None
+        # each token is a byte at least, and one more, since decoding may drop a text's first blank
+        longest = max(len(s.encode()) for s in self.stop_strings) + 1
+        return lambda ids: any(s in self.decode(ids[-longest:]) for s in self.stop_strings)
 
     # files
 
@@ -417,11 +416,6 @@ def joined(prompt, completion):
     return [*prompt, *completion]
 
 
-def common_prefix(a, b):
-    """How many ids two lists have in common at their beginning."""
-    return len(os.path.commonprefix([a, b]))
-
-
 # --------------------------------------------------------------------------------------------------
 # keys
 
@@ -469,11 +463,9 @@ def write_byte_tokenizer(folder, markers=()):
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # GPT-2's way to write each byte as a printable character: itself, or one from 256 on
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    names = {chr(b): b for b in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+    names = {shown: byte for byte, shown in bytes_to_unicode().items()}  # as GPT-2 writes bytes
     backend = Backend(models.BPE(vocab=names, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

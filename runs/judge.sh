@@ -28,7 +28,7 @@ done
 step data/arithmetic/judge.py --seed="$seed"
 step sft.py config/arithmetic_judge_sft.py --seed="$seed"
 if [ "$way" = reward ]; then
-    step grpo.py config/arithmetic_judge_grpo.py --seed="$seed"
+    step grpo.py config/arithmetic_grpo.py config/arithmetic_judge_grpo.py --seed="$seed"
     step tools/plot.py --runs=out/arithmetic_judge_grpo --out=out/arithmetic_judge_grpo.png
 else
     step data/label.py --judge_path=out/arithmetic_judge/policy \

@@ -36,7 +36,7 @@ its last line is the policy after PPO. Next:
 Talk to the policy; type 123+456=
   python tools/sample.py --policy_path=out/arithmetic_ppo/policy
 Watch the score rise while the accuracy falls:
-  python ppo.py config/arithmetic_overoptimize.py
+  python ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py
   python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
 The same run on two processes:
   torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks

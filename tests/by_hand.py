@@ -388,9 +388,9 @@ def center(c, models, rows, picked, seen):
     batch = [(rows[i], respond(c, models, rows[i], "rollout", 0, slot, which))
              for slot, i, which in picked]
     ended = [(row, r) for row, r in batch if r.finished]
-    reward.shift -= mean([learned_score(c, reward, row, r) for row, r in ended])
-    seen["centered"] += 1
-    seen["centered without some"] += 0 < len(ended) < len(batch)
+    reward.shift -= mean([learned_score(c, reward, row, r) for row, r in ended or batch])
+    some = "all" if len(ended) == len(batch) else "some" if ended else "none"
+    seen[f"centered, {some} end"] += 1
     if getattr(c, "value_init", None) == "reward":
         models.value.shift = reward.shift
 
@@ -419,12 +419,51 @@ def summary(c, batch, prefix):
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
-def evaluation(c, models, rows, iteration):
+def evaluation(c, models, rows, iteration, best):
+    """
+    Figures of held-out prompts. best: the policy that has the highest mean score so far, as it is
+    shaped for training (divided, though, by the deviation of the first evaluation's scores).
+    """
     if iteration % c.eval_interval and iteration < c.max_iters:
         return {}
     rows = rows[:c.eval_size] if c.eval_size else rows
     batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
-    return summary(c, batch, "eval")
+    figures = summary(c, batch, "eval")
+    if best.score is None and getattr(c, "scale_scores", "none") == "running":
+        best.deviation = deviation_of([r.raw for r in batch])
+    finish_scores(c, batch, Counter(), best.deviation)
+    score = mean([r.score for r in batch])
+    if best.score is None or score > best.score + 1e-6:
+        best.score, best.policy = score, copies_of(models.policy)
+        best.at.append(iteration)
+    return figures
+
+
+def no_best():
+    return SimpleNamespace(score=None, policy=None, deviation=1.0, at=[])
+
+
+def copies_of(model):
+    """{name: a copy of the parameter}."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def deviation_of(scores):
+    """By which scores are divided; 1 where they are all the same."""
+    return statistics.pstdev(scores) or 1.0
+
+
+def products(c, models, ema, best, seen):
+    """The models that a run leaves."""
+    trained = dict(policy=models.policy)
+    if models.value:
+        trained["value_model"] = models.value
+    if c.ema_decay:
+        trained["ema_policy"] = ema
+    if c.keep_best:
+        trained["best_policy"] = best.policy
+        seen["best first" if best.at[-1] == 0 else "best later"] += 1
+    return trained
 
 
 def reward_model_of(c):
@@ -449,14 +488,14 @@ def ppo(c, data):
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
-    ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
+    ema, best = copies_of(models.policy), no_best()
     log, seen, kl_coef, all_scores, past = [], Counter(), c.kl_coef, [], []
     picked = prompts_of(c, 0, c.batch_size, len(data.train))
     center(c, models, data.train, [(slot, i, 0) for slot, i in enumerate(picked)], seen)
 
     for iteration in range(c.max_iters):
         passes, ptx_losses = iteration * c.ppo_epochs * c.num_minibatches, []
-        record = evaluation(c, models, data.val, iteration)
+        record = evaluation(c, models, data.val, iteration, best)
         log.append(record)
         rows = [data.train[i] for i in prompts_of(c, iteration, c.batch_size, len(data.train))]
         then = of_then(c, models, past, iteration)
@@ -466,7 +505,7 @@ def ppo(c, data):
         record |= summary(c, batch, "objective") | counted(c, batch, seen)
         all_scores += [r.raw for r in batch]
         running = c.scale_scores == "running"
-        finish_scores(c, batch, seen, statistics.pstdev(all_scores) if running else 1.0)
+        finish_scores(c, batch, seen, deviation_of(all_scores) if running else 1.0)
         record |= find_advantages(c, batch, kl_coef)
 
         policy_lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters,
@@ -510,10 +549,8 @@ def ppo(c, data):
             seen[f"kl_coef {way}"] += 1
             kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / 10_000
 
-    log.append(evaluation(c, models, data.val, c.max_iters))
-    trained = dict(policy=models.policy, value_model=models.value)
-    if c.ema_decay:
-        trained["ema_policy"] = ema
+    log.append(evaluation(c, models, data.val, c.max_iters, best))
+    trained = products(c, models, ema, best, seen)
     return SimpleNamespace(log=log, models=trained, seen=seen)
 
 
@@ -603,12 +640,13 @@ def find_advantages(c, batch, kl_coef):
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
     for r in batch:
         r.advantages = [(a - middle) / deviation for a in r.advantages]
+    figures = {"objective/non_score_reward": mean(penalties), "objective/rlhf_reward": earned}
     returns = flat(r.returns for r in batch)
-    errors = [x - v for x, v in zip(returns, flat(r.values for r in batch), strict=True)]
-    explained = 1 - statistics.variance(errors) / statistics.variance(returns)
-    return {"objective/non_score_reward": mean(penalties),
-            "objective/rlhf_reward": earned,
-            "val/explained_variance": explained}
+    if len(returns) > 1:  # one number has no variance
+        errors = [x - v for x, v in zip(returns, flat(r.values for r in batch), strict=True)]
+        share = statistics.variance(errors) / statistics.variance(returns)
+        figures["val/explained_variance"] = 1 - share
+    return figures
 
 
 def ppo_losses(c, models, r, kl_coef, tokens, seen):
@@ -655,14 +693,14 @@ def grpo(c, data):
                              reference=language_model(c.ref_path or c.policy_path) if c.kl_coef else None,
                              value=None)
     adam = AdamW(models.policy.parameters(), c)
-    ema = {name: p.detach().clone() for name, p in models.policy.named_parameters()}
+    ema, best = copies_of(models.policy), no_best()
     log, seen, past = [], Counter(), []
     picked = prompts_of(c, 0, c.batch_size // c.group_size, len(data.train))
     center(c, models, data.train, [(slot, i, which) for slot, i in enumerate(picked)
                                    for which in range(c.group_size)], seen)
 
     for iteration in range(c.max_iters):
-        record = evaluation(c, models, data.val, iteration)
+        record = evaluation(c, models, data.val, iteration, best)
         log.append(record)
         then = of_then(c, models, past, iteration)
         first, groups = sample_groups(c, models, then, data.train, iteration, seen)
@@ -717,10 +755,8 @@ def grpo(c, data):
         record |= {name: mean([one[name] for one in figures]) for name in names}
         record |= {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
 
-    log.append(evaluation(c, models, data.val, c.max_iters))
-    trained = dict(policy=models.policy)
-    if c.ema_decay:
-        trained["ema_policy"] = ema
+    log.append(evaluation(c, models, data.val, c.max_iters, best))
+    trained = products(c, models, ema, best, seen)
     return SimpleNamespace(log=log, models=trained, seen=seen)
 
 

@@ -30,23 +30,6 @@ def pytest_collection_finish(session):
 
 
 @functools.cache
-def is_ours(file):
-    """Whether this pytest takes the tests of a file, or another one, which runs beside it, has done so (runs/test.sh)."""
-    if "QUARTET_TAKEN" not in os.environ:
-        return True
-    try:
-        os.mkdir(os.path.join(os.environ["QUARTET_TAKEN"], file))
-        return True
-    except FileExistsError:
-        return False
-
-
-def pytest_runtest_protocol(item):
-    """True: the test has been dealt with. None: pytest shall run it."""
-    return None if is_ours(item.path.stem) else True
-
-
-@functools.cache
 def bwrap_trouble():
     """Why bwrap does not work here, whatever engine/sandbox.py does with it; or ""."""
     try:

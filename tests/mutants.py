@@ -11,14 +11,12 @@ may be stopped and started again. The same code, number and seed give the same m
 stands in mutants.tsv can be found by its line of code. A test that hangs has noticed, too.
 """
 import ast
-import collections
 import itertools
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,23 +24,24 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "tests", "mutants.tsv")
 COLUMNS = "file line kind original mutated result test seconds".split()
-SEED, LIMIT = 1, 100  # LIMIT: seconds for the tests of a mutant; they take 20 to 60 of them
+SEED, LIMIT = 1, 400  # LIMIT: seconds for the tests of a mutant
 
-# how many mutants of a file; the tests that are most likely to see one; and, for those that these
-# do not see, more tests. by_hand=ppo.py: of test_by_hand.py the runs
-# of ppo.py; by_hand=ppo.py:3: the first three cases of these
+
+def tests(names, runs):
+    """The arguments of pytest: files of tests, and of test_by_hand.py the runs of some scripts."""
+    files = [f"tests/test_{name}.py" for name in [*names.split(), "by_hand"]]
+    return [*files, "-k", " or ".join([f"test_{name}.py" for name in names.split()] + [f"({runs}) and agrees"])]
+
+
+# how many mutants of a file, and the tests that should see them
 TESTS = {
-    "ppo.py": (30, "by_hand=ppo.py:3", "by_hand=ppo.py ppo parallel"),
-    "grpo.py": (30, "by_hand=grpo.py:5", "by_hand=grpo.py grpo parallel"),
-    "sft.py": (20, "by_hand=sft.py", "sft_rm"), "rm.py": (22, "by_hand=rm.py", "sft_rm"),
-    "gae.py": (22, "gae", "by_hand=ppo.py"), "loss.py": (28, "loss grpo_loss", "by_hand off_policy"),
-    "relatives.py": (24, "grpo_loss", "by_hand=grpo.py"),
-    "rollout.py": (28, "rollout", "by_hand=grpo.py tokenizers"),
-    "rewards.py": (20, "rewards rules", "scores judge"), "data.py": (24, "data", "by_hand rollout"),
-    "parallel.py": (28, "parallel", "by_hand"),
-    "batches.py": (18, "by_hand=grpo.py:3", "roles::test_roles_change_no_text_and_no_weight"
-                   " roles::test_a_stopped_run_goes_on_with_other_roles"),
-    "model.py": (22, "model", "packing by_hand=rm.py")}
+    "ppo.py": (14, tests("", "ppo")), "grpo.py": (14, tests("", "grpo")),
+    "sft.py": (5, tests("", "sft")), "rm.py": (8, tests("", "rm")),
+    "gae.py": (8, tests("gae", "ppo")), "loss.py": (14, tests("loss", "ppo or grpo or rm")),
+    "relatives.py": (8, tests("grpo_loss", "grpo")), "rollout.py": (12, tests("rollout", "grpo")),
+    "rewards.py": (8, tests("rewards scores", "ppo or grpo")), "data.py": (8, tests("data", "ppo or sft")),
+    "parallel.py": (10, tests("parallel", "ppo or grpo")), "model.py": (10, tests("model", "ppo or rm")),
+    "batches.py": (8, tests("", "generate or score or roles")), "engine/run.py": (6, tests("", "ppo or sft"))}
 
 SWAPS = {  # an operator of the syntax tree: (kind, what it looks like, what it becomes)
     ast.Add: ("sign", "+", "-"), ast.Sub: ("sign", "-", "+"), ast.Mult: ("times", "*", "/"),
@@ -137,7 +136,8 @@ def mutants_of(file, root=ROOT):
     with open(os.path.join(root, file), "rb") as f:
         source = f.read()
     begins = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
-    keys_end = source.count(b"\n", 0, source.find(b"\nconfig = configure(") + 1) + 1
+    call = re.search(rb"\n[\w, ]+ = configure\(globals", source)
+    keys_end = source.count(b"\n", 0, call.start() + 1) + 1 if call else 1
 
     def begin(node):
         return begins[node.lineno - 1] + node.col_offset
@@ -175,120 +175,124 @@ def chosen(file):
     return picked
 
 
-def pytest_collection_modifyitems(config, items):
-    """With -p mutants: of test_by_hand.py only the runs of the script that was asked for."""
-    script, _, most = os.environ["MUTANTS_SCRIPT"].partition(":")
-    module = next((item.module for item in items if item.module.__name__ == "test_by_hand"), None)
-    if not script or module is None:
-        return
-    cases = {name: case for name, case in (module.CASES | module.OFF).items() if case[0] == script}
-    left = dict(itertools.islice(cases.items(), int(most) if most else None))
-    for table in (module.CASES, module.OFF, module.RANKS):
-        for name in set(table) - set(left):
-            del table[name]
-    names = {*left, *(f"{name}, on ranks" for name in left)} | ({script} if left == cases else set())
-    items[:] = [item for item in items if item.module is not module or item.callspec.id in names]
+# --------------------------------------------------------------------------------------------------
+# trying them
 
 
-def pytest_sessionfinish(session, exitstatus):
-    session.config.mutants_status = int(exitstatus)
-
-
-def pytest_unconfigure(config):
-    """With -p mutants: end at once, without waiting for the process that forks runs (tests/forked.py)."""
-    sys.stdout.flush()
-    os._exit(config.mutants_status)
-
-
-def try_mutant(mutant, tests, scratch):
-    """Whether these tests notice it: (killed, survived or timeout; the test that failed)."""
-    script = "".join(test.partition("=")[2] for test in tests)
-    files = [re.sub(r"^(\w+)(=.*)?", r"tests/test_\1.py", test) for test in tests]
-    env = os.environ | dict(MUTANTS_SCRIPT=script, PYTHONPATH="tests", PYTHONDONTWRITEBYTECODE="1",
-                            OMP_NUM_THREADS="1", TMPDIR=os.path.join(scratch, "tmp"))
-    path = os.path.join(scratch, "repository", mutant[0])
+def try_mutant(mutant, scratch, world, expected):
+    """
+    Whether the tests of its file notice it: (killed, survived or timeout; the test that failed). In
+    a child that imports the house anew, from the scratch copy, and forks all runs itself.
+    """
+    path, said = os.path.join(scratch, "repository", mutant[0]), os.path.join(scratch, "said")
     with open(path, "rb") as f:
         original = f.read()
-    os.mkdir(env["TMPDIR"])
     with open(path, "wb") as f:
         f.write(mutant[-1])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutants", *files,
-               "--deselect=tests/test_rules.py::test_check_rows"]  # it needs bwrap, without a mark that says so
-    process = subprocess.Popen(command, cwd=os.path.join(scratch, "repository"), env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+            os.dup2(os.open(said if fd == 1 else os.devnull, flags | os.O_CREAT | os.O_TRUNC), fd)
+        os._exit(run_tests(TESTS[mutant[0]][1], scratch, world, expected))
+    began = time.monotonic()
+    while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() - began < LIMIT:
+        time.sleep(0.1)
     try:
-        said, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
+        os.killpg(pid, signal.SIGKILL)  # also whatever its tests have started
+    except ProcessLookupError:
+        pass
+    with open(path, "wb") as f:
+        f.write(original)
+    if not done[0]:
+        os.waitpid(pid, 0)
         return "timeout", ""
-    finally:
-        for sign in (signal.SIGTERM, signal.SIGKILL):  # also whatever its tests have started
-            try:
-                os.killpg(process.pid, sign)
-                time.sleep(0.3)
-            except ProcessLookupError:
-                break
-        process.wait()
-        with open(path, "wb") as f:
-            f.write(original)
-        shutil.rmtree(env["TMPDIR"], ignore_errors=True)
+    with open(said, encoding="utf-8", errors="replace") as f:
+        said = f.read()
     failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+\.py(?:::\w+)?)", said, re.M)
-    if process.returncode == 0:
+    if os.waitstatus_to_exitcode(done[1]) == 0:
         return "survived", ""
     return "killed", failed[1] if failed else said.strip().splitlines()[-1] if said.strip() else "crashed"
 
 
+def run_tests(arguments, scratch, world, expected):
+    """pytest's exit code, in this process: with the repository in scratch, and the runs by hand as they are known."""
+    root = os.path.join(scratch, "repository")
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(ROOT + os.sep) and module is not sys.modules["__main__"]:
+            del sys.modules[name]
+    sys.path[:] = [root, os.path.join(root, "tests"), *(p for p in sys.path if not p.startswith(ROOT + os.sep) and p != ROOT)]
+    os.chdir(root)
+    sys.dont_write_bytecode = True
+    tempfile.tempdir = tempfile.mkdtemp(dir=scratch)
+    import pytest
+    try:
+        import campaign
+        import forked
+        import test_by_hand
+        import tiny
+    except BaseException as e:
+        print(f"{type(e).__name__}: {e}")
+        return 3
+    campaign.child, campaign.LONGEST = forked.child, LIMIT
+    campaign.warm()
+    os.fsync = lambda fd: None
+    tiny.start_forker = lambda: None
+    tiny.ask_forker = lambda files, at_once: forked.answer(*files, at_once)
+    test_by_hand.build = lambda folder: world
+    test_by_hand.worked_out = lambda world, script, keys: expected[str((script, keys))]
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={tempfile.mkdtemp()}/t", *arguments]))
+
+
 def read_results():
-    """{what names a mutant: its row}. Of two rows of a mutant the later one holds."""
+    """{what names a mutant: its row}."""
     if not os.path.exists(RESULTS):
         return {}
     with open(RESULTS, encoding="utf-8") as f:
-        rows = [line.rstrip("\n").split("\t") for line in f if not line.startswith("#")]
+        rows = [line.rstrip("\n").split("\t") for line in f]
     return {tuple(row[:5]): row for row in rows if row != COLUMNS}
 
 
-def write_result(mutant, result, test, seconds):
-    row = [*mutant[:5], result, test, f"{seconds:.1f}"]
-    with open(RESULTS, "a", encoding="utf-8") as f:
-        f.write("\t".join(row) + "\n")
-    print(*row[:3], *row[5:], flush=True)
-
-
 def run(files):
-    """
-    Try the mutants of the files in a shuffled order: a run that is stopped has tried some of each.
-    Those that the first tests do not notice are "open" until all have been tried with these.
-    """
+    """Try the mutants of the files in a shuffled order: a run that is stopped has tried some of each."""
+    import torch
+
+    sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    import campaign  # noqa: F401, which imports all that the runs need
+    import test_by_hand
+
     if not os.path.exists(RESULTS):
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         with open(RESULTS, "w", encoding="utf-8") as f:
-            f.write("\t".join(COLUMNS) + f"\n# commit {commit.stdout.strip()}\n")
+            f.write("\t".join(COLUMNS) + "\n")
     every = [mutant for file in files for mutant in chosen(file)]
     random.Random(SEED).shuffle(every)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(ROOT, os.path.join(scratch, "repository"), ignore=shutil.ignore_patterns(".git"))
-        for stage in (1, 2):
-            for mutant in every:
-                last = read_results().get(mutant[:5])
-                if last and (stage == 1 or last[5] != "open"):
-                    continue
-                began = time.monotonic()
-                result, test = try_mutant(mutant, TESTS[mutant[0]][stage].split(), scratch)
-                result = "open" if result == "survived" and stage == 1 else result
-                before = float(last[-1]) if last else 0.0
-                write_result(mutant, result, test, before + time.monotonic() - began)
+        shutil.copytree(ROOT, os.path.join(scratch, "repository"), ignore=shutil.ignore_patterns(".git", ".venv"))
+        os.mkdir(os.path.join(scratch, "world"))
+        world = test_by_hand.build(os.path.join(scratch, "world"))
+        asked = " ".join(TESTS[file][1][-1] for file in files)  # "generate or score or roles" are runs of both
+        expected = {str((script, keys)): test_by_hand.worked_out(world, script, keys)
+                    for script, keys in test_by_hand.CASES.values() if script[:-3] in asked or "roles" in asked}
+        for mutant in every:
+            if mutant[:5] in read_results():
+                continue
+            began = time.monotonic()
+            row = [*mutant[:5], *try_mutant(mutant, scratch, world, expected), f"{time.monotonic() - began:.1f}"]
+            with open(RESULTS, "a", encoding="utf-8") as f:
+                f.write("\t".join(row) + "\n")
+            print(*row[:3], *row[5:], flush=True)
 
 
 def table():
     """The share killed, by file and by kind, in Markdown."""
     rows = list(read_results().values())
     for column in (0, 2):
-        counts = collections.Counter((row[column], row[5]) for row in rows)
-        print(f"\n| {COLUMNS[column]} | mutants | killed | timeout | survived | noticed |")
-        print("|---|---|---|---|---|---|")
-        for name in [*dict.fromkeys(row[column] for row in rows), "all"]:
-            of = [sum(n for (k, r), n in counts.items() if k in (name, k)[name == "all":][:1] and r == result)
-                  for result in ("killed", "timeout", "survived")]
+        print(f"\n| {COLUMNS[column]} | mutants | killed | timeout | survived | noticed |\n|---|---|---|---|---|---|")
+        for name in [*sorted({row[column] for row in rows}), "all"]:
+            results = [row[5] for row in rows if name in (row[column], "all")]
+            of = [results.count(result) for result in ("killed", "timeout", "survived")]
             print(f"| {name} | {sum(of)} | {of[0]} | {of[1]} | {of[2]} | {(of[0] + of[1]) / sum(of):.0%} |")
 
 

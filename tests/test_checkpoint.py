@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from engine import checkpoint, disk, run_folder
+from engine import run_folder
 from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_final, save_model
 from engine.run_folder import open_run
 from engine.run_log import cut_log, write_log
@@ -24,7 +24,7 @@ from model import from_scratch, load_model
 
 from conftest import ROOT
 from families import make
-from tiny import byte_tokenizer, run
+from tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(["<a>"])
 CONFIG = dict(out_dir="x", max_iters=9, seed=1, batch_size=8, train_path="data/x.jsonl", learning_rate=0.1)
@@ -97,8 +97,8 @@ def checkpoints(out_dir):
 # saving and loading
 
 
-@pytest.mark.parametrize("variant, dtype", [("gpt2", torch.float32), ("gpt_neox", torch.float32), ("olmo2", torch.float32),
-                                            ("llama3-gqa-tied", torch.float32), ("qwen2-window-tied", torch.float64)])
+@pytest.mark.parametrize("variant, dtype", [("gpt2", torch.float32), ("llama3-gqa-tied", torch.float32),
+                                            ("qwen2-window-tied", torch.float64)])
 def test_resuming_changes_no_bit(variant, dtype, tmp_path):
     """Policy and value model: three steps, save, load into other models, three steps; or six steps without a stop."""
     for head in ("lm", "scalar"):
@@ -159,29 +159,19 @@ def test_every_file_is_in_the_manifest(tmp_path):
 
 
 def test_keep(tmp_path):
-    for iteration in (5, 50, 500, 99_999, 100_000):
+    for iteration in (5, 999_999, 1_000_000):  # by number, not by letters
         save(tmp_path, iteration, keep=2)
-    assert checkpoints(tmp_path) == ["checkpoint-099999", "checkpoint-100000"]
-    for iteration in (999_999, 1_000_000):  # by number, not by letters
-        save(tmp_path / "long", iteration, keep=2)
-        assert find_checkpoint(str(tmp_path / "long"))[1] == {"iteration": iteration}
-    save(tmp_path / "long", 1_000_001, keep=2)
-    assert checkpoints(tmp_path / "long") == ["checkpoint-1000000", "checkpoint-1000001"]
-    shutil.rmtree(tmp_path / "long")
-    assert find_checkpoint(str(tmp_path))[1] == {"iteration": 100_000}
-    save(tmp_path, 100_001, keep=1)
-    assert checkpoints(tmp_path) == ["checkpoint-100001"]
-    (tmp_path / "checkpoint-100001" / "state.json").write_text("{}")
-    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True})  # the same number once more: the damaged one is replaced
-    save(tmp_path, 100_001, keep=1, seed=5, state={"again": True})  # but a whole one is what we resumed from, and stays
-    assert checkpoints(tmp_path) == ["checkpoint-100001"]
+    assert checkpoints(tmp_path) == ["checkpoint-1000000", "checkpoint-999999"]
+    (tmp_path / "checkpoint-1000000" / "state.json").write_text("{}")
+    save(tmp_path, 1_000_000, keep=1, seed=4, state={"again": True})  # the same number once more: the damaged one is replaced
+    save(tmp_path, 1_000_000, keep=1, seed=5, state={"again": True})  # but a whole one is what we resumed from, and stays
     folder, state = find_checkpoint(str(tmp_path))
-    assert state["again"] and listing(tmp_path) == ["checkpoint-100001"]
+    assert state["again"] and listing(tmp_path) == ["checkpoint-1000000"]
     model = tiny(seed=1)
     load_checkpoint(folder, {"policy": model}, {"policy": adamw(model)})
     assert torch.equal(table(model), table(tiny(seed=4)))
-    save(tmp_path, 100_001, keep=1, seed=4, state={"again": True, "best_score": 0.5})  # an evaluation has been made up for
-    assert find_checkpoint(str(tmp_path))[1]["best_score"] == 0.5 and listing(tmp_path) == ["checkpoint-100001"]
+    save(tmp_path, 1_000_000, keep=1, seed=4, state={"again": True, "best_score": 0.5})  # an evaluation has been made up for
+    assert find_checkpoint(str(tmp_path))[1]["best_score"] == 0.5 and listing(tmp_path) == ["checkpoint-1000000"]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -196,27 +186,6 @@ def test_what_was_just_saved_is_kept(tmp_path, keep):
     assert folder is not None and state["iteration"] == 12
 
 
-def test_an_out_dir_with_brackets(tmp_path):
-    out_dir = tmp_path / "kl[0.05]*?"
-    for iteration in (1, 2):
-        save(out_dir, iteration, keep=1)
-    assert checkpoints(out_dir) == ["checkpoint-000002"]
-    folder, state = find_checkpoint(str(out_dir))
-    assert state == {"iteration": 2} and os.path.dirname(folder) == str(out_dir)
-
-
-@pytest.mark.parametrize("spelling", ["{}//", "{}/./", "{}/../run", "run", "./run/", "run//"])
-def test_an_out_dir_in_another_spelling(tmp_path, monkeypatch, spelling):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs("run")
-    out_dir = spelling.format(tmp_path / "run")
-    for iteration in (1, 2, 3):
-        model = tiny()
-        save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, {}, TOKENIZER, 2)
-    assert checkpoints(tmp_path / "run") == ["checkpoint-000002", "checkpoint-000003"]
-    assert find_checkpoint(out_dir)[1] == {"iteration": 3}
-
-
 def test_folders_that_are_no_checkpoints(tmp_path):
     """A copy that somebody set aside is neither resumed from nor counted nor deleted."""
     save(tmp_path, 3)
@@ -227,26 +196,6 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     assert checkpoints(tmp_path) == ["checkpoint-000004", "checkpoint-backup"]
     folder, state = find_checkpoint(str(tmp_path))
     assert (os.path.basename(folder), state) == ("checkpoint-000004", {"iteration": 4})
-
-
-def test_leftovers_of_a_killed_save(tmp_path, monkeypatch):
-    save(tmp_path, 3)
-    for name in ("write_json", "save_file", "sync", "sha256"):  # dies at some point before the renaming
-        with monkeypatch.context() as patch:
-            def die(*args):
-                raise KeyboardInterrupt
-            for room in (disk, checkpoint):
-                patch.setattr(room, name, die, raising=False)
-            with pytest.raises(KeyboardInterrupt):
-                save(tmp_path, 6, keep=1)
-        assert checkpoints(tmp_path) == ["checkpoint-000003"]
-        assert find_checkpoint(str(tmp_path))[1] == {"iteration": 3}
-    leftover = tmp_path / ".tmp-checkpoint-000006"
-    assert leftover.is_dir()
-    (leftover / "stray.txt").write_text("from before")
-    save(tmp_path, 6, keep=1)
-    assert listing(tmp_path) == ["checkpoint-000006"]
-    assert not (tmp_path / "checkpoint-000006" / "stray.txt").exists()
 
 
 def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch):
@@ -268,24 +217,6 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch):
     folder, state = open_run(str(tmp_path), CONFIG, MATCH)
     assert (os.path.basename(folder), state) == ("checkpoint-000003", {"iteration": 3})
     assert listing(tmp_path) == ["checkpoint-000003"]
-
-
-def test_a_kill_while_a_folder_is_deleted_brings_nothing_back(tmp_path, monkeypatch):
-    open_run(str(tmp_path), CONFIG, MATCH)
-    save(tmp_path, 3)
-    save(tmp_path, 4)
-
-    def die(folder, **_):
-        if os.path.isdir(folder):
-            os.remove(os.path.join(folder, "state.json"))
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk.shutil, "rmtree", die)
-        with pytest.raises(KeyboardInterrupt):
-            disk.remove(str(tmp_path / "checkpoint-000003"))
-    assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
-    assert listing(tmp_path) == ["checkpoint-000004"]
 
 
 def test_save_final(tmp_path):
@@ -316,34 +247,7 @@ def two(tmp_path_factory):
         save_checkpoint(begun(out_dir), iteration, {"policy": model}, {"policy": optimizer}, {}, TOKENIZER, 2)
     return out_dir
 
-FILES = ["manifest.json", "config.json", "state.json", "policy_optimizer.safetensors", "policy/config.json",
-         "policy/generation_config.json", "policy/model.safetensors", "policy/tokenizer.json",
-         "policy/tokenizer_config.json"]
-
-
-@pytest.mark.parametrize("damage", ["first bit", "middle bit", "last bit", "truncated", "emptied", "longer", "missing"])
-def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(two, tmp_path, damage, capsys):
-    assert sorted(str(f.relative_to(two / "checkpoint-000002")) for f in (two / "checkpoint-000002").rglob("*") if f.is_file()
-                  ) == sorted(FILES)
-    for name in FILES:
-        out_dir = shutil.copytree(two, tmp_path / f"{damage} {name.replace('/', ' ')}")
-        file = out_dir / "checkpoint-000002" / name
-        content = bytearray(file.read_bytes())
-        if damage.endswith("bit"):
-            place = dict(first=0, middle=len(content) // 2, last=len(content) - 1)[damage.split()[0]]
-            content[place] ^= 4
-        content = {"truncated": content[:-1], "emptied": b"", "longer": content + b" "}.get(damage, content)
-        file.write_bytes(content)
-        if damage == "missing":
-            file.unlink()
-        folder, state = find_checkpoint(str(out_dir))
-        assert (folder, state) == (str(out_dir / "checkpoint-000001"), {"iteration": 1}), name
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1 and f"{out_dir / 'checkpoint-000002'} is refused" in said
-        assert f"{name} is {'missing' if damage == 'missing' else 'damaged'}" in said
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "7", "null", '"x"', "{", '{"state.json": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["{}", "[]", "7", "{", '{"state.json": 3}', "\xff"])
 def test_a_strange_manifest_is_refused(two, tmp_path, text, capsys):
     out_dir = shutil.copytree(two, tmp_path / "run")
     (out_dir / "checkpoint-000002" / "manifest.json").write_bytes(text.encode("latin-1"))
@@ -351,13 +255,8 @@ def test_a_strange_manifest_is_refused(two, tmp_path, text, capsys):
     assert "checkpoint-000002 is refused" in capsys.readouterr().out
 
 
-def test_nothing_to_resume_from(two, tmp_path, capsys):
-    assert find_checkpoint(str(tmp_path)) == (None, None)
-    assert find_checkpoint(str(tmp_path / "nowhere")) == (None, None)
-
-
 def every_file(folder):
-    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != ".lock"}
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -376,7 +275,7 @@ def test_where_no_checkpoint_is_good_nothing_is_begun_again(two, tmp_path, numbe
     assert "\n" not in message and message.count("state.json is missing") == number
     assert all(name in message for name in checkpoints(out_dir))
     assert "backup" in message and "another --out_dir" in message
-    assert {f: content for f, content in every_file(out_dir).items() if f.name != ".lock"} == before
+    assert every_file(out_dir) == before
 
 
 def broken_disk(file):
@@ -386,47 +285,15 @@ def broken_disk(file):
     file.symlink_to("/proc/self/mem")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "policy/model.safetensors"])
-def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path, monkeypatch, name):
+def test_a_disk_that_fails_is_not_a_damaged_checkpoint(two, tmp_path):
     """Neither skipped, though there is an older one, nor deleted: what cannot be read now may be read tomorrow."""
-    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
     out_dir = shutil.copytree(two, tmp_path / "run")
     write_log(str(out_dir), {"iteration": 0})
-    broken_disk(out_dir / "checkpoint-000002" / name)
+    broken_disk(out_dir / "checkpoint-000002" / "policy" / "model.safetensors")
     before = checkpoints(out_dir), log_lines(out_dir)
-    with pytest.raises(Stop) as caught:
+    with pytest.raises(Stop, match="checkpoint-000002/policy/model.safetensors cannot be read .Input/output error."):
         open_run(str(out_dir), CONFIG, MATCH)
-    assert re.fullmatch(f"{re.escape(str(out_dir))}/checkpoint-000002/{name} cannot be read \\(Input/output error\\)[^\n]+",
-                        str(caught.value)), caught.value
     assert (checkpoints(out_dir), log_lines(out_dir)) == before
-
-
-def test_a_log_that_cannot_be_read_is_not_an_empty_one(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
-    out_dir = shutil.copytree(two, tmp_path / "run")
-    broken_disk(out_dir / "log.jsonl")
-    with pytest.raises(Stop, match="log.jsonl cannot be read .Input/output error."):
-        open_run(str(out_dir), CONFIG, MATCH)
-    assert (out_dir / "log.jsonl").is_symlink()
-
-
-@pytest.mark.parametrize("fails", ["listdir", "open"])
-def test_a_disk_that_fails_for_a_moment_is_asked_again(two, tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(disk, "READ_PAUSE", 0.01)
-    out_dir, left = shutil.copytree(two, tmp_path / "run"), [2]
-
-    def flaky(function):
-        def call(path, *args, **kwargs):
-            if left[0] and (fails == "listdir" or "checkpoint-000002" in str(path)):
-                left[0] -= 1
-                raise OSError(5, "Input/output error", path)
-            return function(path, *args, **kwargs)
-        return call
-
-    owner = os if fails == "listdir" else disk
-    monkeypatch.setattr(owner, fails, flaky(getattr(owner, fails, open)), raising=False)
-    assert find_checkpoint(str(out_dir)) == (str(out_dir / "checkpoint-000002"), {"iteration": 2})
-    assert left == [0]
 
 
 def test_an_optimizer_file_of_another_model(two, tmp_path):
@@ -469,18 +336,18 @@ def test_open_run_begins_and_resumes(tmp_path, capsys):
     assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("key, value", [("seed", 2), ("batch_size", 16), ("train_path", "data/y.jsonl")])
+@pytest.mark.parametrize("key, value", [("seed", 2), ("train_path", "data/y.jsonl")])
 def test_another_runs_folder_is_refused_and_left_alone(tmp_path, key, value):
     open_run(str(tmp_path), CONFIG, MATCH)
     for iteration in range(6):
         write_log(str(tmp_path), {"iteration": iteration})
     save(tmp_path, 4)
-    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    before = every_file(tmp_path)
     with pytest.raises(BadInput) as caught:
         open_run(str(tmp_path), dict(CONFIG, **{key: value}), MATCH)
     message = str(caught.value)
     assert f"{key} = {CONFIG[key]!r}" in message and repr(value) in message and str(tmp_path) in message and "\n" not in message
-    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+    assert every_file(tmp_path) == before
 
 
 def test_an_unreadable_config_is_refused(tmp_path):
@@ -489,15 +356,6 @@ def test_an_unreadable_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(BadInput, match="config.json: unreadable"):
             open_run(str(tmp_path), CONFIG, MATCH)
-
-
-def test_config_json_is_replaced_whole(tmp_path):
-    """Other ranks read it while rank 0 writes it, and a kill may come at any time: a reader of the old file keeps the old."""
-    open_run(str(tmp_path), CONFIG, MATCH)
-    os.link(tmp_path / "config.json", tmp_path / "held")
-    open_run(str(tmp_path), dict(CONFIG, learning_rate=0.2), MATCH)
-    assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == 0.2
-    assert json.loads((tmp_path / "held").read_text()) == CONFIG | {"sha256": {}}
 
 
 def test_a_checkpoint_vouches_for_itself(tmp_path):
@@ -533,15 +391,15 @@ def test_other_contents_are_refused(tmp_path):
         open_run(str(out_dir), config, **match)
     data.write_text("{}\n{}\n")
     save_model(str(model), tiny(seed=1), TOKENIZER)
-    before = {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()}
+    before = every_file(out_dir)
     with pytest.raises(BadInput, match="policy_path .*model.* other contents"):
         open_run(str(out_dir), config, **match)
-    assert {f: f.read_bytes() for f in out_dir.rglob("*") if f.is_file()} == before
+    assert every_file(out_dir) == before
     save_model(str(model), tiny(), TOKENIZER)
     assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
 
 
-@pytest.mark.parametrize("interval, done, lost", [(4, 3, False), (4, 4, True), (0, 8, False), (0, 9, True), (20, 8, False)])
+@pytest.mark.parametrize("interval, done, lost", [(4, 3, False), (4, 4, True), (0, 9, True)])
 def test_the_log_of_a_run_whose_checkpoints_are_gone_stays(tmp_path, interval, done, lost):
     """
     A log without a checkpoint is emptied where the run was killed before its first one, and so can be computed again. One that
@@ -591,18 +449,7 @@ def test_the_log_is_json(tmp_path):
     assert len(log_lines(tmp_path)) == 1
 
 
-def test_plot_copes_with_null(tmp_path):
-    records = [{"eval/kl": 0.25, "loss/policy": None}, {"eval/kl": None, "loss/policy": 0.5}]
-    for iteration, record in enumerate(records):
-        write_log(str(tmp_path), {"iteration": iteration, **record})
-    done = run("tools/plot.py", f"--runs={tmp_path}", f"--out={tmp_path}/x.png")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(tmp_path.name)]
-    assert [row[1] for row in rows] == ["0", "1"] and ["0.25" in row for row in rows] == [True, False], done.stdout
-    assert (tmp_path / "x.png").exists()
-
-
-@pytest.mark.parametrize("name", ["config.json", "policy", "value_model", "reward_model", "log.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "policy", "log.jsonl"])
 def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
     """Somebody's models, say: out_dir=models, where models/policy is what we are to train."""
     if name == "config.json":
@@ -611,26 +458,10 @@ def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
         (tmp_path / name).write_text("not ours")
     else:
         save_model(str(tmp_path / name), tiny(), TOKENIZER)
-    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    before = every_file(tmp_path)
     with pytest.raises(BadInput, match=f"{name}.*choose another --out_dir"):
         open_run(str(tmp_path), CONFIG, MATCH)
-    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
-
-
-def test_fewer_iterations_than_done(tmp_path):
-    open_run(str(tmp_path), CONFIG, MATCH)
-    save(tmp_path, 4)
-    assert open_run(str(tmp_path), CONFIG | {"max_iters": 4}, MATCH)[1] == {"iteration": 4}
-    with pytest.raises(BadInput, match="max_iters = 3, but .*checkpoint-000004 has 4 iterations done"):
-        open_run(str(tmp_path), CONFIG | {"max_iters": 3}, MATCH)
-
-
-def test_leftovers_are_swept(tmp_path):
-    save(tmp_path, 4)
-    for name in (".tmp-checkpoint-000009", ".old-checkpoint-000004", ".gone-checkpoint-000003"):
-        shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / name)
-    open_run(str(tmp_path), CONFIG, MATCH)
-    assert listing(tmp_path) == ["checkpoint-000004"]
+    assert every_file(tmp_path) == before
 
 
 def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, capsys):
@@ -640,11 +471,11 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
     holder = subprocess.Popen([sys.executable, "-c", script, ROOT, str(tmp_path), json.dumps(CONFIG)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"locked\n"
-        before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+        before = every_file(tmp_path)
         monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.3)
         with pytest.raises(BadInput, match=f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on "):
             open_run(str(tmp_path), CONFIG, MATCH)
-        assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+        assert every_file(tmp_path) == before
         assert f"in use by process {holder.pid}" in capsys.readouterr().out  # said while it waited
         monkeypatch.setattr(run_folder, "LOCK_WAIT", 30)
         threading.Timer(0.5, holder.kill).start()
@@ -657,12 +488,6 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
         holder.wait()
 
 
-def test_out_dir_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="out_dir .*file.* cannot be written"):
-        open_run(str(tmp_path / "file" / "run"), CONFIG, MATCH)
-
-
 def test_cut_log(tmp_path):
     lines = ['{"iteration": 0, "loss/a": NaN}', '{"iteration": 1}', '{"iteration": 2}', '{"iteration": 3}', '{"iteration": 1',
              "", "[]", "5", '"iteration"', '{"loss/a": 1}', '{"iteration": null}', "\xff\xfe", '{"iteration": 10}', '{"iterat']
@@ -673,13 +498,6 @@ def test_cut_log(tmp_path):
     os.remove(tmp_path / "log.jsonl")
     cut_log(str(tmp_path), 3)
     assert log_lines(tmp_path) == [] and os.listdir(tmp_path) == ["log.jsonl"]
-
-
-def test_a_last_line_cut_before_its_newline_does_not_swallow_the_next(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}')
-    cut_log(str(tmp_path), 2)
-    write_log(str(tmp_path), {"iteration": 2})
-    assert [json.loads(line)["iteration"] for line in log_lines(tmp_path)] == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

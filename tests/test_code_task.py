@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.sandbox import run_tests
+from engine.programs import run_tests
 
 import tiny
 from tiny import forked, one_run

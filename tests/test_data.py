@@ -96,7 +96,7 @@ def test_the_examples_of_the_docstrings():
     assert torch.equal(got["attention_mask"], got["tokens"] > 0) and got["scores"].tolist() == [0, 0]
 
     three = batch([[5, 6, 7, 8, 9], [0, 0, 1, 2, 0], [0, 3, 4, 5, 0]], 3)
-    first, second = my_micro_batches(three, torch.arange(3), dict(micro_batch_size=2, micro_batch_tokens=0))
+    first, second = my_micro_batches(three, torch.arange(3), 2)
     assert first["tokens"][0].tolist() == [5, 6, 7, 8, 9] and first["tokens"][1, :3].tolist() == [3, 4, 5]
     assert first["scores"].tolist() == [0, 2] and first["response_mask"].tolist() == [[True, True], [True, False]]
     assert first["chosen"].tolist() == [[False] * 3 + [True] * 2, [False, False, True, False, False]]
@@ -121,7 +121,7 @@ def test_micro_batches_by_enumeration():
     for ranks, size, most in itertools.product((1, 2, 3, 20), (1, 4, 50), (0, 1, 25)):
         seen, counts = [], []
         for rank in range(ranks):
-            parts = list(my_micro_batches(batch, wanted, dict(micro_batch_size=size, micro_batch_tokens=most), (rank, ranks)))
+            parts = list(my_micro_batches(batch, wanted, size, most, (rank, ranks)))
             counts.append(len(parts))
             for mb in parts:
                 assert mb["tokens"].shape == mb["chosen"].shape and not mb["chosen"][:, 0].any()
@@ -146,10 +146,3 @@ def test_micro_batches_of_no_rows():
     mb = micro_batch(batch, torch.tensor([], dtype=torch.int64))
     assert mb["tokens"].shape == mb["chosen"].shape == (1, 2) and not mb["chosen"].any()
     assert mb["response_mask"].shape == (0, 1) and mb["scores"].shape == (0,)
-
-
-def test_right_pad():
-    tokens, mask = right_pad([[5, 9], [7], [9, 9, 1, 9]], 9)  # the padding id may occur in the text
-    assert tokens.dtype == torch.int64 and mask.dtype == torch.bool
-    assert tokens.tolist() == [[5, 9, 9, 9], [7, 9, 9, 9], [9, 9, 1, 9]]
-    assert mask.tolist() == [[True, True, False, False], [True, False, False, False], [True] * 4]

@@ -2,11 +2,8 @@
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact kernel, memory that was never
 written, an impossible token. tests/test_gpu.py has what needs a GPU, and computes with it what is computed here.
 """
-import ast
-import glob
 import json
 import os
-import re
 
 import pytest
 import torch
@@ -19,32 +16,11 @@ from rollout import generate, sample
 
 import pretend
 import tiny
-from conftest import ROOT
 from tiny import forked, one_run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the pretended GPU
-
-
-def test_a_pretended_gpu_refuses_what_a_real_one_refuses():
-    with pretend.gpu() as seen:
-        there, here = torch.ones(3, device="cuda"), torch.ones(3)
-        assert (there.device, here.device, (2 * there[1:]).device) == (pretend.GPU, torch.device("cpu"), pretend.GPU)
-        weight = torch.nn.Linear(3, 2).to("cuda").weight
-        for wrong in (lambda: there + here, lambda: torch.cat([there, here]), lambda: here[there.long()],
-                      lambda: torch.where(there > 0, here, 0), lambda: weight @ here, lambda: here.gather(0, there.long())):
-            with pytest.raises(pretend.Misplaced):
-                wrong()
-        with pytest.raises(TypeError):
-            there.numpy()
-        there + torch.tensor(2.0)  # one number may be on the CPU, and an index
-        assert there[torch.tensor([0, 2])].device == (there + here.to(there)).device == pretend.GPU
-        (weight @ there).sum().backward()
-        assert weight.grad.device == pretend.GPU
-        before = seen.waits
-        assert there.sum().item() == 3 and len(there[there > 0]) == 3 and there.cpu().device.type == "cpu"
-        assert seen.waits == before + 3
 
 
 PRETEND = """
@@ -146,21 +122,6 @@ def test_sampling_waits_for_the_gpu_once_a_token():
 # kernels
 
 
-def test_kernels_are_chosen_in_one_place():
-    setters = re.compile(r"torch\.(\w+\.)*(enable_\w+_sdp|use_deterministic_algorithms|set_float32_matmul_precision|sdpa_kernel)$"
-                         r"|torch\.(backends\.[\w.]+|utils\.deterministic\.\w+)$")
-    found = set()
-    for path in glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/engine/*.py") + glob.glob(f"{ROOT}/tools/*.py"):
-        with open(path, encoding="utf-8") as f:
-            source = f.read()
-        for node in ast.walk(ast.parse(source)) if "torch" in source else ():
-            set_here = node.targets if isinstance(node, ast.Assign) else [node.func] if isinstance(node, ast.Call) else []
-            asks = "_enabled", "is_available", "is_built"
-            if any(setters.match(ast.unparse(x)) and not ast.unparse(x).endswith(asks) for x in set_here):
-                found.add(os.path.relpath(path, ROOT))
-    assert found == {"engine/launch.py"}
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """What choose_kernels sets is as before after the test."""
@@ -226,17 +187,7 @@ def parallel_cumsum(x):
     return x
 
 
-def test_sums_in_parallel_do_not_even_rise():
-    """So the sampler must not rely on it: this is what it is for."""
-    generator = torch.Generator().manual_seed(0)
-    probs = (3 * torch.randn(8, 4096, generator=generator)).softmax(-1)
-    probs[torch.rand(8, 4096, generator=generator) < 0.5] = 0
-    assert (parallel_cumsum(probs) - probs.cumsum(1)).abs().max() < 1e-6
-    steps = parallel_cumsum(probs).diff(dim=1)
-    assert (steps < 0).any() and (steps[probs[:, 1:] == 0] > 0).any()  # a token of probability 0 that could be sampled
-
-
-@pytest.mark.parametrize("V", [300, 2048, 32_000, 50_257, 128_256, 151_936])
+@pytest.mark.parametrize("V", [300, 32_000, 151_936])
 def test_no_impossible_token_at_the_edges_of_the_cdf(V, monkeypatch):
     """The uniforms lie just before, on and just behind what impossible tokens would have of [0, 1). Sums are made in parallel."""
     plain = torch.Tensor.cumsum

@@ -50,7 +50,7 @@ def close(x, wanted, digits=4):
 # ---------------------------------------------------------------------------------------------------------------------
 # quoted lines
 
-QUOTE = re.compile(r"`([\w/]+\.py)`[^`]*:\n\n```python\n(.*?)```", re.DOTALL)
+QUOTE = re.compile(r"In `([\w/]+\.py)`[^`:]*: *(?:\n\n```python\n(.*?)```|`([^`\n]+)`$)", re.DOTALL | re.MULTILINE)
 
 
 def code_of(text):
@@ -61,11 +61,12 @@ def code_of(text):
 
 def quotes():
     """[(file, lines that follow each other in it)] of the page; a line "..." parts two such pieces of a quote."""
-    return [(path, code_of(piece)) for path, text in QUOTE.findall(PAGE) for piece in re.split(r"^\.\.\.$", text, flags=re.M)]
+    return [(path, code_of(piece)) for path, block, line in QUOTE.findall(PAGE)
+            for piece in re.split(r"^\.\.\.$", block or line, flags=re.M)]
 
 
 def test_every_quote_says_where_it_is_from():
-    assert len(QUOTE.findall(PAGE)) == PAGE.count("```python") > 10
+    assert len(QUOTE.findall(PAGE)) == len(re.findall(r"^In `", PAGE, re.MULTILINE)) > 10
     assert {"ppo.py", "grpo.py", "gae.py", "loss.py", "relatives.py"} <= {path for path, _ in quotes()}
 
 

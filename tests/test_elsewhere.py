@@ -9,7 +9,6 @@ import sys
 
 from packaging.requirements import Requirement
 
-import conftest
 import tiny
 from conftest import ROOT
 
@@ -81,15 +80,6 @@ def test_windows_is_told_to_use_wsl():
     done = subprocess.run([sys.executable, "-c", "import sys; sys.platform = 'win32'; import engine.run_folder"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "WSL" in done.stderr, done.stderr
-
-
-def test_two_pytests_take_each_file_once(tmp_path, monkeypatch):
-    """(As runs/test.sh starts them.)"""
-    takes = conftest.is_ours.__wrapped__
-    monkeypatch.setenv("QUARTET_TAKEN", str(tmp_path))
-    assert [takes(file) for file in ("test_a", "test_a", "test_b")] == [True, False, True]
-    monkeypatch.delenv("QUARTET_TAKEN")
-    assert takes("test_a")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

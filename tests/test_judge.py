@@ -198,22 +198,17 @@ def test_files_of_windows_and_free_spelling_of_the_first_line(tiny_world, tmp_pa
 # what is wrong
 
 
-@pytest.mark.parametrize("text, said", [
-    ("", "is empty; write the question"), ("answers: A B\n \n", "is empty"),
-    ("{prompt}{response} good?", "does not say what to answer: its text has no A and B; name the answers in its first line"),
-    ("A or B? { prompt } {response}", "has { prompt }, with blanks, which is no field; write {prompt}"),
-    ("{prompt} good?", r"has no {response}, so the judge would not see"),
-    ("{prompt} {response} {question}", "unknown field {question}"),
-    ("{prompt} {response} {first}", "unknown field {first}"),
-    ("answers: A\n{response}", "wanted two different answers or more in its first line"),
-    ("answers: A A\n{response}", "wanted two different answers"), ("answers:\n{response}", "wanted two different answers"),
-    ("answers: yes no\n{response}", "the answer 'yes' is not one token to the judge .*judge"),
-    ("A or B? {response} {principle}", "unknown field {principle}")])
-def test_templates_that_are_refused(text, said, tiny_world, tmp_path):
-    (tmp_path / "t.txt").write_text(text)
-    with pytest.raises(BadInput, match=said.replace("{", r"\{")) as e:
-        judge_of(tiny_world.judge, tmp_path / "t.txt")
-    assert "\n" not in str(e.value)
+REFUSED = {"": "empty", "{prompt}{response} good?": "no A and B", "A or B? { prompt } {response}": "{ prompt }",
+           "{prompt} good?": "{response}", "{prompt} {response} {question}": "{question}",
+           "answers: A\n{response}": "'A'", "answers: A A\n{response}": "'A A'", "answers: yes no\n{response}": "'yes'"}
+
+
+def test_templates_that_are_refused(tiny_world, tmp_path):
+    for text, named in REFUSED.items():
+        (tmp_path / "t.txt").write_text(text)
+        with pytest.raises(BadInput) as e:
+            judge_of(tiny_world.judge, tmp_path / "t.txt")
+        assert named in str(e.value) and "\n" not in str(e.value), text
 
 
 def test_judges_that_are_refused(folders, tiny_world, tmp_path):
@@ -238,21 +233,16 @@ def dumped(self, mine, pending, rows):
 rewards.Scorer.score = dumped
 """
 FAIL = dict(
-    no_path=(dict(judge_path=""), "reward_functions names judge, and judge_path is empty"),
-    unnamed=(dict(reward_functions="length"), "reward_functions = 'length' does not use judge; type --reward_functions=judge"),
-    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "judge_path = 'ref_policy', but with kl_coef = 0 there is no ref"),
-    nowhere=(dict(judge_path="nowhere"), "nowhere: no such folder"),
-    words=(dict(judge_template="WORDS"), "the answer 'yes' is not one token"),
-    empty=(dict(judge_template="EMPTY"), "is empty; write the question"),
-    short=(dict(judge_template="yes_no"), "row 1: the question to the judge has .* tokens without the resp"))
+    no_path=(dict(judge_path=""), "--judge_path"), unnamed=(dict(reward_functions="length"), "--reward_functions=judge"),
+    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "kl_coef = 0"), nowhere=(dict(judge_path="nowhere"), "nowhere: "),
+    words=(dict(judge_template="WORDS"), "'yes'"), short=(dict(judge_template="yes_no"), "row 1: "))
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_world, tmp_path_factory):
     folder, w = str(tmp_path_factory.mktemp("runs")), tiny_world
-    for name, text in (("WORDS", "answers: yes no\n{response}"), ("EMPTY", " ")):
-        with open(f"{w.root}/{name}", "w") as f:
-            f.write(text)
+    with open(f"{w.root}/WORDS", "w") as f:
+        f.write("answers: yes no\n{response}")
     keys = w.judged(dtype="float64")
     ppo = keys | dict(value_init="policy", reward_functions=f"0.5*judge,{w.rule('letters')}",
                       judge_template=f"{w.root}/other_question.txt")
@@ -281,7 +271,7 @@ def runs(tiny_world, tmp_path_factory):
         cases[f"best-sample{name}"] = one_run("tools/sample.py", tiny.arguments(best | dict(
             policy_path=w.policy, prompts=w.rl_val, best_of=4, batch_size=5)))
     for name, (more, _) in FAIL.items():
-        more = {key: f"{w.root}/{value}" if value in ("WORDS", "EMPTY") else value for key, value in more.items()}
+        more = {key: f"{w.root}/{value}" if value == "WORDS" else value for key, value in more.items()}
         cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
     return folder, forked(folder, {name: [case] for name, case in cases.items()}, at_once=2)
 
@@ -380,14 +370,14 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("x")
     for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
-        assert judged_by_reference(dict(judge_path=path, policy_path="x")), path
-        assert judged_by_reference(dict(judge_path="x", policy_path="other", ref_path=path)), path
-        assert not judged_by_reference(dict(judge_path=path, policy_path="x", ref_path="other")), path
+        assert judged_by_reference(path, "", "x"), path
+        assert judged_by_reference("x", path, "other"), path
+        assert not judged_by_reference(path, "other", "x"), path
         with pytest.raises(BadInput, match=f"reward_path: {path!r} is given twice"):
             several_paths(f"other,x,{path}", "reward_path")
     assert several_paths("x, other,Org/x", "reward_path") == ["x", "other", "Org/x"]
-    assert judged_by_reference(dict(judge_path="Org/x", policy_path="Org/x"))
-    assert not judged_by_reference(dict(judge_path="Org/x", policy_path="./Org/x"))
+    assert judged_by_reference("Org/x", "", "Org/x")
+    assert not judged_by_reference("Org/x", "", "./Org/x")
 
 
 def test_eval_knows_no_reference(runs):
@@ -400,4 +390,4 @@ def test_refused_in_one_line(name, runs):
     result, = runs[1][name]
     assert result["codes"] == [2], result
     lines = result["stderr"][0].strip().splitlines()
-    assert len(lines) == 1 and FAIL[name][1] .split(" .* ")[0] in lines[0], lines
+    assert len(lines) == 1 and FAIL[name][1] in lines[0], lines

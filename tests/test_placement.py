@@ -1,5 +1,5 @@
 """
-engine/placement.py on one rank: the block around forwards that have no backward pass, what is held. (What the ranks
+engine/placement.py on one rank: the block around forwards that have no backward pass, and what is held. (What the ranks
 hold of sharded models, and that runs with them come to the same numbers, is in test_zero.py.)
 """
 import contextlib
@@ -8,25 +8,23 @@ import pytest
 import torch
 
 from engine import placement
-from engine.placement import no_grad_forwards
 from engine.adapters import Adapted
+from engine.placement import no_grad_forwards
 from model import from_scratch
 
 TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=12, max_position_embeddings=16)
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """(a function that gives a model's modules the method that FSDP's modules have, the list of what has been called)."""
-    calls = []
-
-    def watch(name):
-        model = from_scratch(TINY)
-        model.reshard = lambda: calls.append(f"reshard {name}")
-        model.layers()[1].reshard = lambda: calls.append(f"reshard {name}'s layer")
+@pytest.mark.parametrize("error", [False, True])
+def test_forwards_without_gradients_move_each_trunk_once_and_free_what_they_gather(monkeypatch, error):
+    """After an error, too. Moved a second time, a trunk's home would be the device."""
+    calls, models = [], {name: from_scratch(TINY) for name in ("policy", "ref")}
+    for name, model in models.items():  # the method that FSDP's modules have
+        model.reshard = lambda name=name: calls.append(f"reshard {name}")
+        model.layers()[1].reshard = lambda name=name: calls.append(f"reshard {name}'s layer")
         model.name = name
-        return model
+    policy, ref = models.values()
 
     @contextlib.contextmanager
     def on_device(model, device):  # a CPU has no other device to move weights to
@@ -35,41 +33,20 @@ def watched(monkeypatch):
         calls.append(f"{model.name} back")
 
     monkeypatch.setattr(placement, "on_device", on_device)
-    return watch, calls
-
-
-def test_forwards_record_no_gradients_and_free_what_they_have_gathered(watched):
-    watch, calls = watched
-    policy, ref = watch("policy"), watch("ref")
-    with no_grad_forwards([policy, None, ref], "cuda:0"):
-        assert not policy.states(torch.tensor([[1, 2, 3]])).requires_grad
-        assert calls == ["policy to cuda:0", "ref to cuda:0"]
+    with pytest.raises(ZeroDivisionError) if error else contextlib.nullcontext():
+        with no_grad_forwards([Adapted(policy, "scalar"), policy, None, ref, policy], "cuda:0"):
+            assert not policy.states(torch.tensor([[1, 2, 3]])).requires_grad
+            assert calls == ["policy to cuda:0", "ref to cuda:0"]
+            1 / (0 if error else 1)
     assert torch.is_grad_enabled()
-    assert calls[2:4] == ["ref back", "policy back"]
-    assert sorted(calls[4:]) == ["reshard policy", "reshard policy's layer", "reshard ref", "reshard ref's layer"]
-
-
-def test_an_error_in_the_block_frees_them_too(watched):
-    watch, calls = watched
-    with pytest.raises(ZeroDivisionError), no_grad_forwards([watch("policy")], "cpu"):
-        raise ZeroDivisionError
-    assert torch.is_grad_enabled()
-    assert calls[-2:] == ["reshard policy", "reshard policy's layer"]
-
-
-def test_a_head_on_a_trunk_moves_the_trunk_once(watched):
-    """Moved a second time, its home would be the device."""
-    watch, calls = watched
-    trunk = watch("trunk")
-    head = Adapted(trunk, "scalar")
-    head.__dict__["name"] = "head"
-    with no_grad_forwards([head, trunk, None, trunk], "cpu"):
-        pass
-    assert [call for call in calls if "trunk to" in call or "trunk back" in call] == ["trunk to cpu", "trunk back"]
-    assert calls.count("reshard trunk") == 1
+    assert calls[2:] == ([] if error else ["ref back", "policy back"]) + [
+        "reshard policy", "reshard policy's layer", "reshard ref", "reshard ref's layer"]
 
 
 def test_what_is_held():
     one, two, shapes = from_scratch(TINY), from_scratch(TINY), from_scratch(TINY, device="meta")
     assert placement.in_memory(policy=one, ref=None, reward=two, judge=two) == {"policy": one, "reward": two}
+    head = Adapted(one, "scalar")
+    assert placement.in_memory(policy=one, value=head) == {"policy": one, "value": head}
+    assert placement.in_memory(value=head) == {"value": head, "value's trunk": one}
     assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}

@@ -3,7 +3,6 @@ What must not happen, made to happen: ranks that start from different things, th
 (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
 """
 import glob
-import json
 import os
 import random
 import re
@@ -17,12 +16,9 @@ import time
 import pytest
 import torch
 
-from configurator import read_arguments, read_keys
-from data import encode_prompts
-from engine.tokenizers import load_tokenizer, write_byte_tokenizer
-from errors import BadConfig, BadInput
+from configurator import read_keys
+from engine.tokenizers import load_tokenizer
 from model import load_model
-from rows import prompt_row, read_rows
 
 import tiny
 from conftest import ROOT
@@ -47,7 +43,6 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
     "other prompts": (("rl_train", "rl_val"), "prompts_path",
                       r"rank 1 differs from rank 0 in the content of /proc/self/fd/99/rows.jsonl;"),
     "other weights": (("policy", "other_policy"), "policy_path", r"rank 1 differs from rank 0 in the weights of policy;"),
-    "other tokenizer": (("policy", "other_tokens"), "policy_path", r"rank 1 differs from rank 0 in the tokenizers;"),
     "no prompts on rank 1": (("rl_train", None), "prompts_path", "rank 1 could not start"),
     "no prompts on rank 0": ((None, "rl_train"), "prompts_path", "/proc/self/fd/99/rows.jsonl: no such file"),
     "no prompts at all": ((None, None), "prompts_path", "/proc/self/fd/99/rows.jsonl: no such file"),
@@ -64,8 +59,8 @@ def folder_of(folder, file):
 
 NOT_SHARED = """
 import os
-from engine import disk, optimizers, run_folder
-run_folder.SEEN_WAIT, open_run = 1, run_folder.open_run
+from engine import run_folder
+open_run = run_folder.open_run
 def elsewhere(*args, **kwargs):
     os.mkdir("there")
     os.chdir("there")
@@ -79,7 +74,6 @@ def starts(world, tmp_path_factory):
 
     folder = str(tmp_path_factory.mktemp("starts"))
     policy = load_model(world.policy)
-    save_model(f"{folder}/other_tokens", policy, load_tokenizer(world.other_tokenizer))
     with torch.no_grad():
         policy.hf.lm_head.weight[0, 0] += 1e-6
     save_model(f"{folder}/other_policy", policy, load_tokenizer(world.policy))
@@ -131,7 +125,7 @@ def test_an_out_dir_that_is_not_shared_is_found_at_the_start(starts):
     result = starts[1]["another disk"][0]
     assert result["codes"] == [2, 2] and result["stderr"][1] == "", result
     assert is_one_line(result["stderr"][0], "rank 1 does not see .*out_dir 'deep/er/out'.* --out_dir", "sft.py"), result
-    assert not os.path.exists(f"{starts[0]}/another disk/deep") and not os.listdir(f"{starts[0]}/another disk/there")
+    assert os.listdir(f"{starts[0]}/another disk/deep/er/out") == [".lock"] and not os.listdir(f"{starts[0]}/another disk/there")
 
 
 def test_a_rank_with_a_mistake_of_its_own_is_heard(starts):
@@ -192,7 +186,6 @@ AT = tiny.NOW + tiny.ONCE + tiny.ends(6) + """
 import threading
 import data, loss, parallel, rewards, rollout
 from engine import disk, optimizers, run_folder
-parallel.BUCKET = 10_000  # bytes; so gradients are sent in several
 def fail():
     raise KeyError("a bug")
 
@@ -203,9 +196,6 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
     "dies in the rollout": ("once(rollout, 'generate_in_parts', die)", -9, "iteration 1, rollout"),
     "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
-    # while the other rank is sending its gradients already
-    "dies in the last backward": ("once(parallel.Flat, 'complete_from', die)", -9, "iteration 1, update"),
-    "hangs in the last backward": ("once(parallel.Flat, 'complete_from', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'score_sequences', fail)", 1, "iteration 1, score"),
 }
 NUDGE = """
@@ -247,10 +237,8 @@ def ask():  # once, or it would be a second signal, which does not ask
 """
 SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
     "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 12),
-    "SIGINT in a long rollout": ([SLOW + f"later(2.5, {INT})"], 0, 12),
-    "SIGTERM to both": ([SLOW + f"later(2.5, {TERM})"] * 2, 0, 14),
+    "SIGINT to both": ([SLOW + f"later(2.5, {INT})"] * 2, 0, 14),
     "SIGTERM to rank 1 alone": (["", ASK + "once(loss, 'learning_rate_at', ask)"], 0, 20),
-    "SIGTERM while the models score": ([ASK + "once(loss, 'response_logprobs', ask)"], 0, 20),
     "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), "
                "time.sleep(60)])"], 128 + TERM, 30),
 }
@@ -370,16 +358,6 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt, ranks):
 # as a user runs it
 
 
-def test_the_same_command_gives_the_same_bits_on_two_threads(world, tmp_path):
-    keys = dict(max_iters=2, eval_interval=1, batch_size=24, micro_batch_size=12, max_new_tokens=20,
-                kl_coef_target=1.0)
-    run = one_run("ppo.py", (world.ppo("out", **keys), "import torch; torch.set_num_threads(2)"))
-    for result, in forked(str(tmp_path), {"a": [run], "b": [run]}).values():
-        assert result["codes"] == [0], result
-    a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
-    assert a == b and len(a) > 15
-
-
 def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]]
 
@@ -447,127 +425,38 @@ def write(path, text):
     return str(path)
 
 
-def edited(source, folder, **files):
-    """A copy of a model folder with these files (dots as __) deleted (None), replaced (str) or their JSON updated (dict)."""
-    shutil.copytree(source, folder)
-    for name, change in files.items():
-        file = os.path.join(folder, name.replace("__", "."))
-        if change is None:
-            os.remove(file)
-        elif isinstance(change, dict):
-            with open(file, encoding="utf-8") as f:
-                write(file, json.dumps(json.load(f) | change))
-        else:
-            write(file, change)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def bad(world, tmp_path_factory):
-    """{name: (script, arguments, what is said)} and their results."""
+    """{name: (script, arguments, what is said)} of one kind of mistake each, and their results. test_bad_input.py has more."""
     f = str(tmp_path_factory.mktemp("bad"))
     os.makedirs(f"{f}/in")
-    os.makedirs(f"{f}/not a config")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    data = {  # contents of the prompts' file -> what is said of it
-        "an empty file": ("", "the file is empty"), "blank lines": ("\n\n", "the file is empty"),
-        "not JSON": (row + "{prompt: 1}\n", "line 2: not JSON"),
-        "not an object": (row + "[1]\n", "line 2: wanted an object"),
-        "a missing field": (row + '{"answer": "3"}\n', "line 2: field 'prompt' is missing"),
-        "a wrong type": (row + '{"prompt": 7}\n', "line 2: field 'prompt'"),
-        "not UTF-8": (row.encode() + b'{"prompt": "\xff"}\n', r"line 2: not UTF-8"),
-        "an empty prompt": (row + '{"prompt": ""}\n', "line 2: field 'prompt' is empty"),
-        "a long prompt": (row + json.dumps(dict(prompt="1" * 30)) + "\n", "row 2: it has 30 tokens, and .* is 24;"),
-        "half a surrogate": (row + '{"prompt": "\\ud800"}\n', "line 2: .*surrogate"),
-        "messages without a template": (row + '{"prompt": [{"role": "user", "content": "x"}]}\n', "no chat template"),
-    }
-    cases = {name: ("ppo.py", world.ppo("out", prompts_path=write(f"{f}/in/{name}.jsonl", text)), said)
-             for name, (text, said) in data.items()}
-    texts = {  # contents of ptx_path
-        "an empty mixture": ("", "the file is empty"),
-        "a text of another type": ('{"text": 7}\n', "line 1: field 'text' must be"),
-        "an empty text": ('{"text": ""}\n', "line 1: field 'text' is empty"),
-        "a long text": ('{"text": "a"}\n{"text": "' + 99 * "1" + '"}\n', "row 2: .*tokens.*too_long=drop"),
-    }
-    cases |= {name: ("ppo.py", world.ppo("out", ptx_path=write(f"{f}/in/{name}.jsonl", text)), said)
-              for name, (text, said) in texts.items()}
-    config = {  # contents of a config file -> what is said of it
-        "no key in a file": ("base = 3e9\ni = 2\n", r"unknown key '\w+'"),
-        "a helper in a file": ("for xyz in range(3): pass\n", r"unknown key 'xyz' .*the name of a helper begins with _"),
-        "a zero byte in a file": ("x = 1\0", r"line \?: .*null bytes"),
-        "unknown in a file": ("kl_coeff = 1.0\n", "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
-        "twice in a file": ("seed = 1\nkl_coef = 0.1\nseed = 2\n", "line 3: seed is set twice .*line 1"),
-        "twice, annotated": ("seed: int = 1\nseed = 2\n", "line 2: seed is set twice"),
-        "twice, chained": ("seed = batch_size = 1\nbatch_size = 2\n", "line 2: batch_size is set twice"),
-        "mistyped in a file": ("kl_coef = 'high'\n", "kl_coef .*wanted float like 0.05, given str 'high'"),
-        "a syntax error": ("seed = 1\nkl_coef = = 2\n", "line 2: invalid syntax"),
-        "an exception": ("seed = 1\nkl_coef = 1 / 0\n", "line 2: ZeroDivisionError"),
-        "an exit": ("import sys\nsys.exit()\n", "line 2: SystemExit"),
-        "not Python": (b"\xff\xfe", "cannot read config file"),
-    }
-    cases |= {name: ("ppo.py", [write(f"{f}/in/{name}.py", text), *world.ppo("out")], said)
-              for name, (text, said) in config.items()}
-    keys = {
-        "unknown": (["--kl_coeff=1"], "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
-        "mistyped": (["--seed=1.5"], "seed .*wanted int like 1, given float 1.5"),
-        "out of range": (["--lam=1.5"], r"lam = 1.5 .*out of range: \[0..1\]"),
-        "no such choice": (["--kl_estimator=k9"], "kl_estimator"),
-        "not finite": (["--lam=1e999"], "lam .*finite"), "no value": (["--lam"], "a value is missing"),
-        "no such file": (["config/nothing.py"], "cannot read config file 'config/nothing.py': No such file"),
-        "out of range at last": (["--lam=1.0", "--lam=2"], r"lam = 2.0 .*out of range"),
-        "a minus too few": (["-lam=1"], "cannot read config file '-lam=1'"),
-        "too many minibatches": (["--num_minibatches=9"], "num_minibatches = 9 would leave"),
-        "a weight of 0 that adapts": (["--kl_coef=0", "--kl_coef_target=1.0"], "a weight of 0 stays 0 .*type --kl_coef=0.05"),
-        "a stale first step": (["--target_kl=0.1", "--staleness=1"], "target_kl with staleness.*type --importance_cap=2"),
-    }
-    base = world.ppo("out")
-    cases |= {name: ("ppo.py", [a for a in base if not any(a.startswith(k.split("=")[0] + "=") for k in new)] + new, said)
-              for name, (new, said) in keys.items()}
-    policy, reward = world.policy, world.reward
-    big = edited(policy, f"{f}/in/big")
-    write_byte_tokenizer(big, [f"<{i}>" for i in range(50)])
-    models = {
-        "no folder": (dict(policy_path=f"{f}/nowhere"), "nowhere: no such model folder"),
-        "a file": (dict(policy_path=world.rl_val), "no such model folder"),
-        "no config.json": (dict(policy_path=f"{f}/not a config"), "no config.json in this folder"),
-        "no weights": (dict(policy_path=edited(policy, f"{f}/in/no weights", model__safetensors=None)),
-                       "no weights as safetensors"),
-        "cut weights": (dict(policy_path=edited(policy, f"{f}/in/cut", model__safetensors="xxx")),
-                        "cut: transformers cannot load it: SafetensorError"),
-        "another architecture": (dict(policy_path=edited(policy, f"{f}/in/t5", config__json=dict(model_type="t5"))),
-                                 "t5: transformers cannot load it: .*T5Config"),
-        "config.json is no JSON": (dict(policy_path=edited(policy, f"{f}/in/json", config__json="{")), "config.json: "),
-        "more tokens than embeddings": (dict(value_init="policy", policy_path=big), "tokenizer has 308 tokens but the model's "
-                                        "vocabulary only 264"),
-        "no score head": (dict(reward_path=policy), "no score head"),
-        "a short reward model": (dict(reward_path=world.short_reward, value_init="policy"), r"\d+ tokens, and .* is 2;"),
-        "another tokenizer": (dict(reward_path=world.other_reward), r"another tokenizer.*--value_init=policy"),
-        "no tokenizer": (dict(reward_path=edited(reward, f"{f}/in/mute", tokenizer__json=None,
-                                                 tokenizer_config__json=None)), "no tokenizer in this folder"),
-        "no such device": (dict(device_type="cuda"), "torch sees no GPU"),
-        "out_dir under a file": (dict(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
-        "out_dir is a file": (dict(out_dir=world.rl_val), "cannot be written"),
-        "out_dir is a model": (dict(out_dir=policy), "config.json is not the configuration of a run"),
-    }
-    cases |= {name: ("ppo.py", world.ppo(**(dict(out_dir="out") | new)), said) for name, (new, said) in models.items()}
-    long = json.dumps(dict(prompt="1+2=", completion="3" * 40, chosen="3" * 40, rejected="4")) + "\n"
-    write(f"{f}/in/long.jsonl", 3 * '{"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}\n' + long)
-    cases |= {
-        "sft: a long row": ("sft.py", world.sft("out", train_path=f"{f}/in/long.jsonl"),
-                            "row 4: it has 45 tokens"),
-        "sft: a long held-out row": ("sft.py", world.sft("out", val_path=f"{f}/in/long.jsonl"),
-                                    "row 4: it has 45 tokens"),
-        "sft: heads": ("sft.py", world.sft("out", d_model=18, n_head=4), "d_model = 18 must be a multiple"),
-        "sft: no completion": ("sft.py", world.sft("out", train_path=world.rl_train), "field 'completion' is missing"),
-        "rm: a long row": ("rm.py", world.rm("out", train_path=f"{f}/in/long.jsonl"), "row 4: it has 45 tokens"),
-        "rm: a long demonstration": ("rm.py", world.rm("out", demonstrations_path=f"{f}/in/long.jsonl"), "row 4: .*45 tokens"),
+    pair = '{"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}\n'
+    long = write(f"{f}/in/long.jsonl", 3 * pair + pair.replace('"3"', '"' + 40 * "3" + '"'))
+    shutil.copytree(world.policy, f"{f}/in/cut")
+    write(f"{f}/in/cut/model.safetensors", "xxx")
+
+    def ppo(*more, **keys):
+        return "ppo.py", [*more, *world.ppo(**dict(out_dir="out") | keys)]
+
+    cases = {
+        "an empty file": (*ppo(prompts_path=write(f"{f}/in/empty.jsonl", "")), "the file is empty"),
+        "not JSON": (*ppo(prompts_path=write(f"{f}/in/json.jsonl", row + "{prompt: 1}\n")), "line 2: not JSON"),
+        "a missing field": (*ppo(prompts_path=write(f"{f}/in/field.jsonl", row + '{"answer": "3"}\n')), "line 2: field 'prompt'"),
+        "unknown in a file": (*ppo(write(f"{f}/in/a.py", "kl_coeff = 1.0\n")), "unknown key 'kl_coeff'.*did you mean 'kl_coef'"),
+        "an exception": (*ppo(write(f"{f}/in/b.py", "seed = 1\nkl_coef = 1 / 0\n")), "line 2: ZeroDivisionError"),
+        "out of range": (*ppo(lam=1.5), r"lam = 1.5 .*out of range: \[0..1\]"),
+        "too many minibatches": (*ppo(num_minibatches=9), "num_minibatches = 9"),
+        "no folder": (*ppo(policy_path=f"{f}/nowhere"), "nowhere: no such model folder"),
+        "cut weights": (*ppo(policy_path=f"{f}/in/cut"), "cut: transformers cannot load it"),
+        "no score head": (*ppo(reward_path=world.policy), "no score head"),
+        "no such device": (*ppo(device_type="cuda"), "torch sees no GPU"),
+        "out_dir under a file": (*ppo(out_dir=f"{world.rl_val}/out"), "cannot be written: Not a directory"),
+        "out_dir is a model": (*ppo(out_dir=world.policy), "config.json is not the configuration of a run"),
+        "sft: a long row": ("sft.py", world.sft("out", train_path=long), "row 4: it has 45 tokens"),
         "rm: no pairs": ("rm.py", world.rm("out", train_path=world.sft_train), "field 'chosen' is missing"),
     }
-    before = {path: os.path.getmtime(path) for d, _, files in os.walk(world.root) for path in (os.path.join(d, x) for x in files)}
-    results = forked(f, {name: [one_run(script, args)] for name, (script, args, _) in cases.items()})
-    after = {path: os.path.getmtime(path) for d, _, files in os.walk(world.root) for path in (os.path.join(d, x) for x in files)}
-    assert before == after
-    return f, cases, results
+    return f, cases, forked(f, {name: [one_run(script, args)] for name, (script, args, _) in cases.items()})
 
 
 def test_bad_input_is_one_line_with_code_2_and_nothing_written(bad):
@@ -577,36 +466,20 @@ def test_bad_input_is_one_line_with_code_2_and_nothing_written(bad):
         assert result["codes"] == [2], (name, result)
         assert is_one_line(result["stderr"][0], pattern, script), (name, pattern, result["stderr"])
         assert not os.path.exists(f"{folder}/{name}/out"), name
-    assert len(cases) > 50
 
 NASTY = ["", "abc", "-1", "0", "1", "2", "3", "0.5", "-0.0", "1e-300", "1e300", "1e999", "nan", "None", "True", "[]", "{}", "()",
          "'", '"', "9" * 30, "9" * 5000, "1_0", "0x10", "1+1", "lambda: 0", "é", "\u2028", "none", "loss", "policy", "linear",
          "cpu", "float64", "out/x"]
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py", "sft.py", "rm.py", "tools/sample.py"])
-def test_no_value_of_any_key_makes_a_traceback(script):
-    """Every key with nasty values, in read_arguments alone: it takes it, or says one line."""
-    keys, rng, taken = read_keys(os.path.join(ROOT, script)), random.Random(0), 0
-    for _ in range(120):
-        key, text = rng.choice(list(keys)), rng.choice(NASTY)
-        try:
-            (value, _), = read_arguments(keys, [f"--{key}={text}"]).values()
-            assert type(value) is type(keys[key].default)
-            taken += 1
-        except BadConfig as e:
-            assert "\n" not in str(e) and key in str(e) and len(str(e)) < 500
-    assert 10 < taken < 110
-
-
 def test_nasty_runs_end_well(world, tmp_path):
     """Several keys at once, in whole runs: they end with 0, or 1 (a Stop: say, NaN), or 2, and never with a traceback."""
     rng, cases = random.Random(1), {}
     defaults = {name: key.default for name, key in read_keys(os.path.join(ROOT, "ppo.py")).items()}
-    names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir")]
+    names = [k for k in defaults if not k.endswith("_path") and k not in ("max_iters", "timeout", "out_dir", "compile")]
     small = [x for x in NASTY if len(x) < 20]
     fitting = {int: ["0", "1", "2", "3", "9"], float: ["0.0", "0.5", "1e-300", "1e300", "3"], bool: ["True"], str: small}
-    for i in range(60):
+    for i in range(24):
         new = {k: rng.choice(fitting[type(defaults[k])] if i % 4 else small) for k in rng.sample(names, 2)}
         cases[str(i)] = [one_run("ppo.py", world.ppo("out", **dict(max_iters=2) | new))]
     codes = []
@@ -614,30 +487,4 @@ def test_nasty_runs_end_well(world, tmp_path):
         codes += result["codes"]
         assert result["codes"][0] in (0, 1, 2), (cases[name], result)
         assert result["codes"] == [0] and result["stderr"] == [""] or is_one_line(result["stderr"][0], ""), (cases[name], result)
-    assert 5 < codes.count(0) < 35, codes
-
-
-def test_no_line_of_data_makes_a_traceback(world, tmp_path):
-    """Lines bent in a thousand ways: read and encoded, or one line that says where."""
-    rng, tokenizer = random.Random(2), load_tokenizer(world.policy)
-    good = [b'{"prompt": "1+2=", "answer": "3"}', '{"prompt": [{"role": "user", "content": "é<think>"}]}'.encode()]
-    values = [b"1", b"-1e999", b"NaN", b"null", b"[]", b"{}", b'""', b'" "', b'"\\u0000"', b'"\\ud83d"', b"[[[[]]]]",
-              b"[" * 100_000, b'"<eos><pad>"', b"9" * 5000, b'[{"role": 1, "content": "x"}]', b'[{"role": "user"}]',
-              b'[{"role": "user", "content": 1}]']
-    bits = [b"", b"\xff", b'"', b"\\", b"{", b"\0", b"\r"]
-    refused = 0
-    for i in range(1500):
-        line = bytearray(rng.choice(good))
-        if i % 3 == 0:
-            line = bytearray(b'{"prompt": %b, "answer": "3"}' % rng.choice(values))
-        for _ in range(rng.randrange(4)):
-            at = rng.randrange(len(line) + 1)
-            line[at:at + rng.randrange(3)] = rng.choice([*bits, bytes([rng.randrange(256)])])
-        path = write(tmp_path / "rows.jsonl", bytes(line))
-        try:
-            rows = read_rows(path, prompt_row)
-            assert all(encode_prompts(rows, path, tokenizer, 100, "all"))
-        except BadInput as e:
-            refused += 1
-            assert "\n" not in str(e).strip() and len(str(e)) < 500, str(e)
-    assert 500 < refused < 1400
+    assert 2 < codes.count(0) < 18, codes

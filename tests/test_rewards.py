@@ -1,4 +1,4 @@
-"""rewards.py: answers read from text, and a reward model's scalar read at the last real token, whatever surrounds it."""
+"""rewards.py: a reward model's scalar is read at the last real token, whatever surrounds it, of the text in its own tokens."""
 import ast
 import re
 import textwrap
@@ -66,29 +66,6 @@ def alone(model, sequence):
     return model.scores(torch.tensor([sequence]), torch.tensor([len(sequence) - 1])).item()
 
 
-# rewards from text
-
-
-@pytest.mark.parametrize("completion, answer", [
-    ("42", "42"), (" 42\n", "42"), ("<think>1+1</think>2", "2"), ("<think>a</think> b </think>\t c d ", "c d"),
-    ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""), ("", ""), (" \n", "")])
-def test_final_answer(completion, answer):
-    assert final_answer(completion) == answer
-
-
-def test_accuracy():
-    pairs = [("42", "42", 1), ("<think>6*7=41</think> 42", "42", 1), ("<think>42</think>41", "42", 0), ("42 ", " 42\n", 1),
-             ("042", "42", 1), ("4 2", "42", 0), ("", "42", 0), ("42</think>", "42", 0), ("the answer is 42", "42", 1),
-             ("the answer is not 42", "42", 0)]
-    batch = dict(completions=[p[0] for p in pairs] + ["42"], rows=[dict(answer=p[1]) for p in pairs] + [dict(prompt="6*7=")])
-    scores = accuracy(batch)
-    assert scores.is_floating_point() and scores.shape == (len(pairs) + 1,)
-    assert scores[:-1].tolist() == [p[2] for p in pairs]
-    assert scores[-1].isnan()  # no answer is known: neither right nor wrong
-    with pytest.raises(ValueError):
-        accuracy(dict(completions=["1", "2"], rows=[dict(answer="1")]))
-
-
 def test_the_headers_example():
     """The batch in rewards.py's header, run as it is printed there, gives the scores printed behind it; the docstrings' cases."""
     example = textwrap.dedent(re.search(r"^    batch = dict\(.*?\n\n", rewards.__doc__, re.DOTALL | re.MULTILINE)[0])
@@ -103,13 +80,6 @@ def test_the_headers_example():
     assert rewards.length(dict(response_mask=torch.arange(100) < lengths)).tolist() == pytest.approx([0, -0.5, -1])
     assert final_answer(r"<think>3+6+0=09</think>so \boxed{579}") == "579"
     assert last_real(torch.tensor([[False, True, True, False]])).tolist() == [2]
-
-
-def test_thinks():
-    cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0,
-             "</think>a<think>": 0, "<think": 0}
-    batch = dict(completions=list(cases), rows=[dict(prompt="?")] * len(cases))
-    assert thinks(batch).tolist() == list(cases.values())
 
 
 # the last real token

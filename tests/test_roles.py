@@ -23,29 +23,24 @@ LAYOUTS = {  # the key roles -> how many ranks
     "": 1, "train=1,generate=1": 2, "train=1,score=1": 2, "train=2,generate=1,score=1": 4,
     "train=1,generate=2,score=2": 5, "train=2,generate=2": 4, "train=2,score=2": 4, THREE: 3}
 SHARDS = dict(zero_stage="policy=3,value=3", sync_check_interval=1)
-CASES = {  # name -> (script, keys, {staleness: roles})
-    "ppo": ("ppo.py", {}, {s: [r for r in LAYOUTS][1:5 if s < 2 else 2] for s in range(3)}),
-    "grpo": ("grpo.py", {}, {0: ["train=1,generate=1"], 2: ["train=2,generate=1,score=1"]}),
-    "refilled": ("grpo.py", dict(max_refills=2, num_minibatches=1, kl_in="reward"),
-                 {0: ["train=1,score=1"], 1: ["train=1,generate=1", "train=2,generate=1,score=1"]}),
-    "lora": ("ppo.py", dict(lora="2", value_init="shared", num_minibatches=1), {1: [THREE]}),
-    "sharded": ("ppo.py", SHARDS, {0: ["train=2,generate=2"], 1: ["train=2,generate=2"]}),
-    "a sharded reference": ("ppo.py", dict(zero_stage="policy=3,value=3,ref=3"), {1: ["train=2,score=2"]}),
+CASES = {  # name -> (script, keys, staleness, roles); by_hand.py works out others
+    "ppo": ("ppo.py", {}, 0, "train=2,generate=1,score=1"),
+    "refilled": ("grpo.py", dict(max_refills=2, num_minibatches=1, kl_in="reward"), 1, "train=1,generate=2,score=2"),
+    "lora": ("ppo.py", dict(lora="2", value_init="shared", num_minibatches=1), 1, THREE),
+    "sharded": ("ppo.py", SHARDS, 1, "train=2,generate=2"),
+    "a sharded reference": ("ppo.py", dict(zero_stage="policy=3,value=3,ref=3"), 1, "train=2,score=2"),
     # float32 weights, which the generator gets in 16 bits; what it decodes must be what the trainers would
-    "bf16": ("ppo.py", dict(dtype="bfloat16"), {0: ["train=1,generate=1"], 1: ["train=1,generate=1"]}),
-    "rules alone": ("grpo.py", dict(kl_coef=0, rule="letters"), {1: ["train=1,score=1"]}),
+    "bf16": ("ppo.py", dict(dtype="bfloat16"), 0, "train=1,generate=1"),
+    "rules alone": ("grpo.py", dict(kl_coef=0, rule="letters"), 2, "train=1,score=1"),
 }
-RUNS = [(name, staleness, roles) for name, (_, _, layouts) in CASES.items() for staleness in layouts
-        for roles in ["", *layouts[staleness]]]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the schedule, by enumeration
 
 
 def test_the_order_of_what_is_sampled_and_scored():
-    def schedule(staleness, max_iters=4, evaluates=lambda k: k in (0, 3), refills=0):
-        return Schedule(None, max_iters, staleness, None, evaluates, 1, refills)
+    def schedule(staleness, max_iters=4, held_out=(), refills=0):
+        return Schedule(((), held_out or [[], []]), 1, max_iters, 1, 2, staleness, max_refills=refills)
 
     assert schedule(0).versions(0) == {0: 0, 1: 1, 2: 2, 3: 3}
     assert schedule(2).versions(0) == {0: 0, 1: 0, 2: 0, 3: 1}
@@ -53,7 +48,7 @@ def test_the_order_of_what_is_sampled_and_scored():
     assert schedule(2, 6).versions(2, kept=[2, 3]) == {4: 2, 5: 3}
     assert schedule(2, 6).versions(4) == {4: 4, 5: 4}  # a finished run gets a larger max_iters: nothing was kept
     assert schedule(1).versions(4) == {}
-    assert list(schedule(1, 2, lambda k: k != 1, refills=2).to_score(0)) == [
+    assert list(schedule(1, 2, [["a row"], ["its prompt"]], refills=2).to_score(0)) == [
         ("eval", 0, 0), ("rollout", 0, 0), ("refill", 0, 0), ("refill", 0, 1),
         ("rollout", 1, 0), ("refill", 1, 0), ("refill", 1, 1), ("eval", 2, 0)]
     assert list(schedule(0, 2).to_score(1)) == [("rollout", 1, 0)]
@@ -102,46 +97,33 @@ def on(world, script, roles, code="", **keys):
 
 @pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
-    """The folder, and {(case, staleness, roles): result}."""
+    """The folder with each case as NAME and NAME alone, and {name: result}."""
     folder, cases = str(tmp_path_factory.mktemp("layouts")), {}
-    for name, staleness, roles in RUNS:
-        script, keys, _ = CASES[name]
-        cases[f"{name} {staleness} {roles}"] = [on(world, script, roles, staleness=staleness, **keys)]
-    results = forked(folder, cases, at_once=3)
-    return folder, {run: result for run, (result,) in zip(RUNS, results.values(), strict=True)}
+    for name, (script, keys, staleness, roles) in CASES.items():
+        for end, layout in ((" alone", ""), ("", roles)):
+            cases[name + end] = [on(world, script, layout, staleness=staleness, **keys)]
+    return folder, {name: result for name, (result,) in forked(folder, cases, at_once=3).items()}
 
 
-def test_roles_change_no_text_and_no_weight(runs):
+@pytest.mark.parametrize("name", CASES)
+def test_roles_change_no_text_and_no_weight(runs, name):
     folder, results = runs
-    for (name, staleness, roles), result in results.items():
-        assert set(result["codes"]) == {0}, (name, staleness, roles, result)
-        outs = [f"{folder}/{name} {staleness} {layout}/out" for layout in ("", roles)]
-        logs = [[measured(record) for record in tiny.read_log(out)] for out in outs]
-        texts = [[record.get("objective/texts") for record in log] for log in logs]
-        assert texts[0] == texts[1], (name, staleness, roles)
-        assert alike(*logs, tolerance=1e-9), (name, staleness, roles)
-        for model in ["policy"] + ["value_model"] * (CASES[name][0] == "ppo.py"):
-            assert tiny.distance(*(f"{out}/{model}" for out in outs)) < 1e-9, (name, staleness, roles)
-
-
-def test_the_batch_is_of_the_version_that_staleness_names(runs):
-    """At the first iteration nothing has moved: the KL is 0, and the ratio 1. Then batches are so many updates old."""
-    folder, results = runs
-    for name, staleness, roles in results:
-        log = tiny.read_log(f"{folder}/{name} {staleness} {roles}/out")[:-1]
-        exact = name != "bf16"
-        if exact:
-            assert log[0].get("objective/kl", 0) == 0 == log[0]["policy/ratio_gap"], (name, staleness, roles)
-            assert log[0]["policy/sampler_gap"] < 1e-10
-        ages = [record.get("policy/staleness", 0) for record in log]
-        assert ages == [min(iteration, staleness) for iteration in range(4)], (name, staleness, roles)
-        for record, age in zip(log, ages, strict=True):
-            assert (record.get("policy/off_policy_kl", 0) > 1e-6) == (age > 0)
-            assert ("policy/sampler_gap" in record) == (age == 0)
-            assert (record["policy/ratio_gap"] > 1e-6) == (age > 0) or not exact
-    # and another staleness is another run
-    texts = [[r.get("objective/texts") for r in tiny.read_log(f"{folder}/ppo {staleness} /out")] for staleness in range(3)]
-    assert texts[0][0] == texts[1][0] == texts[2][0] and texts[0][1] != texts[1][1] == texts[2][1] and texts[1][2] != texts[2][2]
+    script, _, staleness, _ = CASES[name]
+    assert {*results[name]["codes"], *results[f"{name} alone"]["codes"]} == {0}, (results[name], results[f"{name} alone"])
+    outs = [f"{folder}/{name}{end}/out" for end in (" alone", "")]
+    logs = [[measured(record) for record in tiny.read_log(out)] for out in outs]
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert alike(*logs, tolerance=1e-9)
+    for model in ["policy"] + ["value_model"] * (script == "ppo.py"):
+        assert tiny.distance(*(f"{out}/{model}" for out in outs)) < 1e-9
+    # the batch is of the version that staleness names: at first nothing has moved, then it is so many updates old
+    log = logs[1][:-1]
+    if name != "bf16":
+        assert log[0].get("objective/kl", 0) == 0 == log[0]["policy/ratio_gap"] and log[0]["policy/sampler_gap"] < 1e-10
+    for iteration, record in enumerate(log):
+        age = min(iteration, staleness)
+        assert record.get("policy/staleness", 0) == age
+        assert (record.get("policy/off_policy_kl", 0) > 1e-6) == (age > 0) == ("policy/sampler_gap" not in record)
 
 
 # The trainers wait in the log of iteration 0, and in the checkpoint of 2, until the next batch is being sampled. And what each
@@ -163,7 +145,7 @@ def before(owner, name, wait):
         return f(*args, **kwargs)
     setattr(owner, name, changed)
 def sampling(*args):
-    purpose, iteration = args[5:7]
+    purpose, iteration = args[2:4]
     with open("order", "a") as f:
         f.write(f"{purpose} {iteration}, ")
     open(f"began-{iteration}", "w").close()
@@ -175,7 +157,7 @@ if RANK == 0:
     before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(1 + STALENESS))
     before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(2 + STALENESS))
 else:
-    before(rollout, "sample_share", sampling)
+    before(rollout.Sampler, "sample", sampling)
 """
 
 
@@ -210,7 +192,7 @@ def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)  # the others look now and then
 """
-WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout, 'sample_share', CALL, {})",
+WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout.Sampler, 'sample', CALL, {})",
             score="at(rollout, 'score_batch', 4, {})")
 STOP = tiny.stops(3)  # the trainers draw the rows of iteration 3 while they sample ahead, or as they receive
 
@@ -229,9 +211,8 @@ def resumed(world, tmp_path_factory):
         return on(world, "ppo.py", roles, code, **dict(staleness=1, checkpoint_interval=0) | more)
 
     cases["whole"] = [run("")]
-    for roles in ("", "train=1,generate=1", "train=2,generate=1,score=1"):
-        for later in ("", "train=1,generate=1", "train=1,score=1", THREE):
-            cases[f"stopped {roles}, then {later}"] = [run(roles, STOP), run(later)]
+    for roles, later in (("", THREE), ("train=1,generate=1", "train=1,score=1"), ("train=2,generate=1,score=1", "")):
+        cases[f"stopped {roles}, then {later}"] = [run(roles, STOP), run(later)]
     for role in WHEN:
         cases[f"{role} asked"] = [run(THREE, acts(role, "ask")), run("")]
         for staleness in (0, 2):

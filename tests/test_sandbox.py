@@ -1,10 +1,8 @@
 """
 sandbox.py under attack. What must hold is asserted from outside: the host's files, processes and sockets are untouched, the
-verdict is not a pass, and nothing is left over. Where bwrap does not work these tests are skipped, all but those of plain data.
+verdict is not a pass, and nothing is left over. Where bwrap does not work these tests are skipped.
 """
 import glob
-import json
-import math
 import os
 import re
 import resource
@@ -21,10 +19,10 @@ import time
 
 import pytest
 
-import rewards
 from engine import sandbox
-from engine.programs import check_tests, extract_code, judge, same
-from engine.sandbox import Verdict, check_sandbox, run_all, run_tests
+from engine.programs import Verdict, run_all, run_tests
+from engine.programs import code as code_reward
+from engine.sandbox import check_sandbox
 from errors import BadInput, Stop
 
 from conftest import ROOT
@@ -86,6 +84,12 @@ def verdict(body, value=None, *arguments, **limits):
     return run_tests(function(body), returns(value, *arguments), **limits)
 
 
+def passes(**programs):
+    """Run {name: (code, tests)} at once, and demand that all pass."""
+    done = run_all(list(programs.values()), workers=4)
+    assert {name: v for name, v in zip(programs, done, strict=True) if v.reason != "pass"} == {}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # programs that mean no harm
 
@@ -94,45 +98,29 @@ def verdict(body, value=None, *arguments, **limits):
 def test_the_sandbox_holds():
     check_sandbox()
 
+
 HARMLESS = [
     ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, (2, 2, "pass")),
     ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 8]}, (1, 2, "fail")),
-    ("def add(a, b): return a - b", [{"fn": "add", "inputs": [[1, 2]], "outputs": [3]}], (0, 1, "fail")),
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1]], "outputs": [0, 1]}, (1, 2, "error")),
     ("def f(x): return g(x)\ndef g(x): return x", [returns(1, 1), {"fn": "g", "inputs": [[2]], "outputs": [2]}], (2, 2, "pass")),
-    ("def g(x): return x", returns(1, 1), (0, 1, "error")),
     ("print('hello')", {"stdin": "", "stdout": "hello"}, (1, 1, "pass")),
-    ("print('hello')", {"stdin": "", "stdout": "hello\nyou"}, (0, 1, "fail")),
     ("print('a  \\nb\\n\\n \\n')", {"stdin": "", "stdout": "a\nb"}, (1, 1, "pass")),
-    ("print(' a')", {"stdin": "", "stdout": "a"}, (0, 1, "fail")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 4"], "stdout": ["3", "7\n"]}, (2, 2, "pass")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]}, (1, 2, "error")),
-    ("import sys\nprint(sys.stdin.read()[::-1])", {"stdin": "äbc", "stdout": "cbä"}, (1, 1, "pass")),
-    ("print(open(0).read())", {"stdin": "a\nb", "stdout": "a\nb"}, (1, 1, "pass")),
-    ("print(input())", {"stdin": "", "stdout": ""}, (0, 1, "error")),
     ("print(1)\nexit()", {"stdin": "", "stdout": "1"}, (1, 1, "pass")),
-    ("print(1)\nexit(3)", {"stdin": "", "stdout": "1"}, (0, 1, "error")),
-    ("if __name__ == '__main__': print(1)", {"stdin": "", "stdout": "1"}, (1, 1, "pass")),
     ("def f(): return 1\nif __name__ == '__main__': f(input())", returns(1), (1, 1, "pass")),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x", returns("a\n\u2028é\0", "a\n\u2028é\0"), (1, 1, "pass")),
     ("def f(x): return (x, {x: None}, [True, 1.5])", returns([1, {"1": None}, [True, 1.5]], 1), (1, 1, "pass")),
-    ("def f(): return 10**30", returns(10**30), (1, 1, "pass")),
-    ("def f(n): return list(range(n))", returns(list(range(40000)), 40000), (1, 1, "pass")),
     ("def f(x): return len(x)", returns(10**6, "x" * 10**6), (1, 1, "pass")),
     ("", {"stdin": "", "stdout": "1"}, (0, 1, "fail")),
-    ("", returns(None), (0, 1, "error")),
 ]
 
 
-@pytest.fixture(scope="module")
-def harmless():
-    return run_all([(code, tests) for code, tests, _ in HARMLESS], workers=4)
-
-
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("number", range(len(HARMLESS)))
-def test_harmless_programs(number, harmless):
-    assert harmless[number] == HARMLESS[number][2], HARMLESS[number]
+def test_harmless_programs():
+    done = run_all([(code, tests) for code, tests, _ in HARMLESS], workers=4)
+    assert [(case, v) for case, v in zip(HARMLESS, done, strict=True) if v != case[2]] == []
 
 
 @pytest.mark.needs_bwrap
@@ -155,12 +143,37 @@ return got""", [6, ["1", "22"], [1, 2], [1], *[7] * 20, 25, 5, 10**6, ["mine.txt
 
 
 @pytest.mark.needs_bwrap
-def test_a_program_begins_afresh():
-    """Hashes, files and the environment are the same each time, whoever ran before."""
-    code = "import os\ndef f():\n    open('x', 'a').write('x')\n    return hash('abc'), os.listdir(), dict(os.environ)"
-    first, second = (sandbox.run_program(code.encode(), [("f", [])], b"", 9999, 5, 512) for _ in range(2))
-    assert first[:2] == second[:2]
-    assert "TOKEN" not in os.environ and not set(json.loads(first[0])[2]) & {"HOME", "USER", "PATH", "OMP_NUM_THREADS"}
+def test_event_loops_databases_and_copies():
+    """What the filter could have broken, and has not."""
+    assert verdict("""
+import asyncio, fcntl, mmap, multiprocessing.dummy, os, shutil, socket, sqlite3, tempfile
+async def child(n):
+    await asyncio.sleep(0.01)
+    return n
+async def main():
+    a, b = socket.socketpair()
+    (_, writer), (reader, _) = await asyncio.open_connection(sock=a), await asyncio.open_connection(sock=b)
+    writer.write(b"hello\\n")
+    async with asyncio.timeout(5): got = await asyncio.to_thread(sum, [1, 2])
+    return await asyncio.gather(*map(child, range(3))), got, (await reader.readline()).decode()
+got = [asyncio.run(main())]
+loop = asyncio.new_event_loop()
+got.append(loop.run_until_complete(child(4)))
+loop.close()
+with sqlite3.connect("x.db") as db: db.execute("create table t (a)").execute("insert into t values (5)")
+got += sqlite3.connect("x.db").execute("select a from t").fetchall()
+with open("a", "wb") as f: f.write(b"x" * 10**5)
+shutil.copyfile("a", "b")
+shutil.copytree(".", "c/d", ignore=lambda *_: ["c"])
+shutil.move("b", "e")
+got.append([os.path.getsize(p) for p in ("c/d/a", "e")])
+with tempfile.NamedTemporaryFile() as f, tempfile.TemporaryDirectory() as d:
+    fcntl.flock(f, fcntl.LOCK_EX)
+    fcntl.lockf(f, fcntl.LOCK_EX)
+    got.append(os.path.isdir(d))
+with open("a", "r+b") as f: got.append(len(mmap.mmap(f.fileno(), 0)))
+got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
+return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 8192]) == PASSED
 
 
 @pytest.mark.needs_bwrap
@@ -183,11 +196,6 @@ while True: pass
 --- sleep
 import time
 time.sleep(1000)
---- wait for a lock
-import threading
-lock = threading.Lock()
-lock.acquire()
-lock.acquire()
 --- stop itself
 import os, signal
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -196,8 +204,6 @@ os.kill(os.getpid(), signal.SIGSTOP)
 --- regex
 import re
 re.match('(a+)+$', 'a' * 60 + 'b')
---- sum
-sum(range(10**12))
 --- ignore all signals
 import signal
 for n in range(1, 65):
@@ -219,10 +225,6 @@ threading.Thread(target=time.sleep, args=(1000,)).start()
 import os, time
 os.closerange(0, 100)
 time.sleep(1000)
---- daemon
-import os, time
-os.setsid() if os.getpid() != os.getsid(0) else 0
-time.sleep(1000)
 --- thread bomb
 import threading, time
 threading.stack_size(2**16)
@@ -231,10 +233,6 @@ while True:
         threading.Thread(target=time.sleep, args=(1000,)).start()
     except RuntimeError:
         time.sleep(1000)
---- print and sleep
-import time
-print(1, flush=True)
-time.sleep(1000)
 """)
 
 
@@ -257,61 +255,42 @@ def test_cpu_time_decides(monkeypatch):
     assert [v.reason for v in run_all(programs, workers=2, timeout=1)] == ["timeout", "killed"]
 
 
-@pytest.mark.needs_bwrap
-def test_after_a_timeout_the_rest_is_not_run(monkeypatch):
-    ran, run_program = [], sandbox.run_program
-    monkeypatch.setattr(sandbox, "run_program", lambda *args: ran.append(args) or run_program(*args))
-    scripts = {"stdin": ["1", "2", "3", "4"], "stdout": ["1", "2", "3", "4"]}
-    calls = {"fn": "f", "inputs": [[1], [2], [3]], "outputs": [1, 2, 3]}
-    programs = [("x = input()\nwhile x > '1': pass\nprint(x)", scripts),
-                ("def f(x):\n    while x > 1: pass\n    return x", calls)]
-    assert run_all(programs, workers=2, timeout=0.5) == [(1, 4, "timeout"), (1, 3, "timeout")]
-    assert len(ran) == 3
+MEMORY = ["x = bytearray(2**31)", "x = [0] * 10**9", "x = []\nwhile True: x.append(bytearray(2**20))",
+          "import mmap\nx = mmap.mmap(-1, 2**31)", "x = 'x' * 2**30 * 4",
+          "import threading\nthreading.stack_size(2**31)\nthreading.Thread(target=print).start()"]
 
 
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("body", ["x = bytearray(2**31)", "x = [0] * 10**9", "x = []\nwhile True: x.append(bytearray(2**20))",
-                                  "import mmap\nx = mmap.mmap(-1, 2**31)", "x = 'x' * 2**30 * 4",
-                                  "import threading\nthreading.stack_size(2**31)\nthreading.Thread(target=print).start()"])
-def test_memory(body):
-    got = verdict(body + "\nreturn 1", 1, memory_mib=128)
-    assert got in ((0, 1, "memory"), (0, 1, "error"))
-    assert got.reason == "memory" or "import" in body
-    assert run_tests(body + "\nprint(1)", {"stdin": "", "stdout": "1"}, memory_mib=128).passed == 0
-
-
-@pytest.mark.needs_bwrap
-def test_memory_is_what_was_asked_for():
+def test_memory():
+    done = run_all([(function(body + "\nreturn 1"), returns(1)) for body in MEMORY]
+                   + [(body + "\nprint(1)", {"stdin": "", "stdout": "1"}) for body in MEMORY], workers=4, memory_mib=128)
+    for body, got in zip(MEMORY * 2, done, strict=True):
+        assert got == (0, 1, "memory") or "import" in body and got == (0, 1, "error"), (body, got)
     for mib, fits in ((64, 30), (300, 260)):
         assert verdict("return len(bytearray(a[0]))", fits * 2**20, fits * 2**20, memory_mib=mib) == PASSED
         assert verdict("return len(bytearray(a[0]))", mib * 2**20, mib * 2**20, memory_mib=mib).reason == "memory"
 
 
-@pytest.mark.needs_bwrap
-@pytest.mark.parametrize("code, reason", [
-    ("while True: print('x' * 1000)", "output limit"),
-    ("import os\nwhile True: os.write(1, b'x' * 10**6)", "output limit"),
+SCRIPTS = [
+    ("while True: print('x' * 1000)", "output limit"), ("import os\nwhile True: os.write(1, b'x' * 10**6)", "output limit"),
     ("import sys\nfor _ in range(50): sys.stderr.write('x' * 10**6)\nprint(1)", "pass"),
-    ("print('x' * 60000)", "fail"), ("print('x' * 70000)", "output limit"), ("print(1)\nprint(' ' * 70000)", "output limit")])
-def test_output_of_scripts(code, reason):
-    assert run_tests(code, {"stdin": "", "stdout": "1"}).reason == reason
-
-
-@pytest.mark.needs_bwrap
-@pytest.mark.parametrize("body, reason", [
+    ("print('x' * 60000)", "fail"), ("print('x' * 70000)", "output limit")]
+FUNCTIONS = [
     ("while True: os.write(a[0], b'x' * 10**6)", "output limit"), ("while True: os.write(a[0], b'0\\n')", "fail"),
-    ("return 'x' * 10**6", "output limit"), ("return list(range(10**6))", "output limit"), ("return 10**4200", "fail"),
+    ("return 'x' * 10**6", "output limit"), ("return 10**4200", "fail"),
     ("x = 'x' * 10**6\nfor _ in range(20): x = [x] * 9\nreturn x", "memory"), ("x = []\nx.append(x)\nreturn x", "error"),
-    ("x = []\nfor _ in range(10**5): x = [x]\nreturn x", "error"), ("return 10**10**4", "error"),
-    ("for _ in range(100): print('x' * 10**6)\nreturn 1", "pass")])
-def test_output_of_functions(body, reason):
-    assert verdict("import os\n" + body, 1, 3, memory_mib=128).reason == reason  # 3 is where the results go: see test_open_files
+    ("x = []\nfor _ in range(10**5): x = [x]\nreturn x", "error"), ("for _ in range(100): print('x' * 10**6)\nreturn 1", "pass")]
 
 
 @pytest.mark.needs_bwrap
-def test_an_expected_output_may_be_long():
-    assert run_tests("print('x' * 10**6)", {"stdin": "", "stdout": "x" * 10**6}) == PASSED
-    assert verdict("return ['x' * 10**6]", ["x" * 10**6]) == PASSED
+def test_output():
+    """What is read back is bounded, unless the tests expect more. (3 is where results go: see test_open_files.)"""
+    given = [(code, {"stdin": "", "stdout": "1"}) for code, _ in SCRIPTS]
+    given += [(function("import os\n" + body), returns(1, 3)) for body, _ in FUNCTIONS]
+    done = run_all(given, workers=4, memory_mib=128)
+    assert [(case, v) for case, v in zip(SCRIPTS + FUNCTIONS, done, strict=True) if v.reason != case[1]] == []
+    passes(script=("print('x' * 10**6)", {"stdin": "", "stdout": "x" * 10**6}),
+           function=(function("return ['x' * 10**6]"), returns(["x" * 10**6])))
 
 
 @pytest.mark.needs_bwrap
@@ -415,23 +394,16 @@ return str(sqlite3.connect(a[0]).execute('select * from sqlite_master').fetchall
 """)
 
 
-@pytest.fixture(scope="module")
-def read(tmp_path_factory):
-    """The verdicts on finding out a secret that lies in a file for everyone to read, in our environment and in our memory."""
-    secret, path = secrets.token_hex(16), tmp_path_factory.mktemp("secret") / "secret"
-    path.write_text(secret)
-    path.parent.chmod(0o777)
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("QUARTET_SECRET", secret)
-        done = run_all([(function(body), returns(secret, str(path))) for body in READERS.values()], workers=4)
-    assert path.read_text() == secret
-    return dict(zip(READERS, done, strict=True))
-
-
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", READERS)
-def test_reading(how, read):
-    assert read[how].passed == 0
+def test_reading(tmp_path, monkeypatch):
+    """A secret that lies in a file for everyone to read, in our environment and in our memory."""
+    secret, path = secrets.token_hex(16), tmp_path / "secret"
+    path.write_text(secret)
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("QUARTET_SECRET", secret)
+    done = run_all([(function(body), returns(secret, str(path))) for body in READERS.values()], workers=4)
+    assert path.read_text() == secret
+    assert {how: v for how, v in zip(READERS, done, strict=True) if v.passed} == {}
 
 
 @pytest.mark.needs_bwrap
@@ -457,6 +429,7 @@ def test_the_list_of_users_is_empty():
     assert verdict("import pwd\nreturn pwd.getpwall()", []) == PASSED
     assert verdict("import os, socket\nreturn [socket.gethostname(), os.getpid() < 9, os.getppid(), os.uname().nodename]",
                    ["sandbox", True, 1, "sandbox"]) == PASSED
+
 
 WRITERS = named(r"""
 --- write
@@ -512,18 +485,22 @@ def stat_of(path):
 
 
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", WRITERS)
-def test_writing(how, tmp_path):
-    """Not even where anybody may write."""
-    path = tmp_path / "file"
-    path.write_text("hello")
-    path.chmod(0o666)
+def test_writing(tmp_path):
+    """Not even where anybody may write: to each a folder of its own."""
+    name, before, attacks = "/tmp/quartet" + TOKEN, {}, []  # a name that the host's /tmp does not have
+    for number, body in enumerate(WRITERS.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "file").write_text("hello")
+        (folder / "file").chmod(0o666)
+        folder.chmod(0o777)
+        before[folder] = stat_of(folder / "file"), stat_of(folder)
+        attacks.append((function("import os\n" + body), returns(None, str(folder / "file"), str(folder), name)))
     tmp_path.chmod(0o777)
-    before = stat_of(path), stat_of(tmp_path)
-    name = "/tmp/quartet" + TOKEN  # theirs; a name that the host's /tmp does not have
-    verdict("import os\n" + WRITERS[how], None, str(path), str(tmp_path), name)
-    assert (stat_of(path), stat_of(tmp_path)) == before
-    assert path.read_text() == "hello" and os.listdir(tmp_path) == ["file"]
+    run_all(attacks, workers=4)
+    for how, (folder, stats) in zip(WRITERS, before.items(), strict=True):
+        assert (stat_of(folder / "file"), stat_of(folder)) == stats, how
+        assert (folder / "file").read_text() == "hello" and os.listdir(folder) == ["file"], how
     assert not os.path.lexists(name)
 
 
@@ -550,6 +527,7 @@ return won"""
     assert verdict(body, [], files, new) == PASSED
     assert [(stat_of(p), stat_of(os.path.dirname(p))) for p in files] == before
     assert not any(map(os.path.lexists, new))
+
 
 SPAWNERS = named(r"""
 --- fork
@@ -597,17 +575,11 @@ for _ in range(10**5):
 """)
 
 
-@pytest.fixture(scope="module")
-def spawned():
-    programs = [(function("import os\n" + body), returns(True, sandbox.base_python())) for body in SPAWNERS.values()]
-    return dict(zip(SPAWNERS, run_all(programs, workers=4), strict=True)), ours()
-
-
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", SPAWNERS)
-def test_processes(how, spawned):
-    assert spawned[0][how].passed == 0
-    assert spawned[1] == []
+def test_processes():
+    attacks = [(function("import os\n" + body), returns(True, sandbox.base_python())) for body in SPAWNERS.values()]
+    done = run_all(attacks, workers=4)
+    assert {how: v for how, v in zip(SPAWNERS, done, strict=True) if v.passed} == {} and ours() == []
 
 
 @pytest.mark.needs_bwrap
@@ -766,45 +738,16 @@ CHEATS = named(r"""
 import os
 os._exit(0)
 def f(): pass
---- sys.exit
-import sys
-sys.exit(0)
---- exit in the function
-def f():
-    raise SystemExit(0)
---- os._exit in the function
-import os
-def f():
-    os._exit(0)
---- atexit
-import atexit, os
-atexit.register(os._exit, 0)
-def f(): exit()
 --- always equal
 class X:
     __eq__ = lambda *a: True
     __hash__ = None
-def f(): return X()
---- an equal str
-class X(str):
-    __eq__ = lambda *a: True
-    __repr__ = __str__ = lambda s: '42'
 def f(): return X()
 --- an equal int
 class X(int):
     __eq__ = lambda *a: True
     __repr__ = __str__ = __int__ = __index__ = lambda s: 42
 def f(): return X(1)
---- an equal list
-class X(list):
-    __eq__ = lambda *a: True
-    __len__ = lambda s: 1
-def f(): return X()
---- an equal dict
-class X(dict):
-    __eq__ = lambda *a: True
-    items = lambda s: [(1, 2)]
-def f(): return X()
 --- patched json
 import json, _json
 json.loads = json.dumps = lambda *a, **k: True
@@ -815,14 +758,6 @@ import builtins
 builtins.all = builtins.isinstance = builtins.BaseException = lambda *a: True
 builtins.print = builtins.open = builtins.type = builtins.getattr = None
 def f(): return 1
---- patched print
-import builtins
-builtins.print = lambda *a: None
-def f(): print('pass')
---- markers
-def f():
-    print('pass', '+', 'Verdict(passed=1, total=1, reason="pass")', '{"passed": 1}')
-    return 'pass'
 --- markers in the channel
 import os
 def f():
@@ -833,130 +768,15 @@ import os
 def f():
     for n in range(1000): os.write(3, b'%d\n' % n)
     return 42
---- nothing is closed
-import os
-def f():
-    os.write(3, b'42')
-    os._exit(0)
---- a line too few
-import os
-def f():
-    os.write(3, b'\n')
-    return 42
 --- the harness
 import sys
 def f():
     frame = sys._getframe(1)
     return repr(frame.f_locals) + repr(frame.f_globals)
---- the job
-import gc
-def f():
-    return [x for x in gc.get_objects() if isinstance(x, list) and 42 in x]
---- NaN
-def f(): return float('nan')
---- infinity
-def f(): return float('inf')
---- True
-def f(): return True
---- other JSON
-import os
-def f():
-    os.write(3, b'42 42\n')
-    return 42
---- deep JSON
-import os
-def f():
-    os.write(3, b'[' * 60000 + b'\n')
-    return 42
---- a long number
-import os
-def f():
-    os.write(3, b'4' * 60000 + b'\n')
-    return 42
---- bytes
-import os
-def f():
-    os.write(3, bytes(range(256)) + b'\n')
-    return 42
---- UTF-16
-import os
-def f():
-    os.write(3, '42'.encode('utf-16'))
-    return 42
---- close 1 and 3
-import os
-os.close(1)
-os.close(3)
-def f(): return 42
---- close all
-import os
-os.closerange(0, 1000)
-def f(): return 42
 --- swap
 import os
 os.dup2(2, 3)
 def f(): return 42
---- recursion
-import sys
-sys.setrecursionlimit(10**9)
-def f(x=0): return [f(x)][0]
---- recursion in C
-import functools, sys
-sys.setrecursionlimit(10**9)
-x = 0
-for _ in range(10**5): x = functools.partial(abs, x)
-def g(a): return max([1], key=g)
-def f(): return g(0)
---- null pointer
-import ctypes
-def f(): return ctypes.string_at(0)
---- abort
-import os
-def f(): os.abort()
---- no function
-f = 42
---- a class
-class f: pass
---- a generator
-def f(): yield 42
---- coroutine
-async def f(): return 42
---- a set
-def f(): return {42}
---- bytes result
-def f(): return b'42'
---- complex
-def f(): return 42 + 0j
---- raises BaseException
-def f(): raise BaseException(42)
---- raises in str
-class X(Exception):
-    def __str__(self): raise self
-def f(): raise X
---- string
-def f(): return '42'
---- syntax
-def f(): return 42)
---- metaclass
-class M(type):
-    __eq__ = __instancecheck__ = lambda *a: True
-class f(metaclass=M): pass
---- signals
-import os, signal
-def f():
-    os.kill(os.getpid(), signal.SIGKILL)
---- __class__
-class X:
-    __class__ = int
-def f(): return X()
---- a module
-import sys
-def f(): return sys
---- tracing
-import sys
-sys.settrace(lambda *a: 42)
-sys.setprofile(lambda *a: 42)
-def f(): pass
 --- other threads
 import threading, os, time
 def g():
@@ -967,21 +787,17 @@ def f(): return 42
 """)
 
 
-@pytest.fixture(scope="module")
-def cheated():
+@pytest.mark.needs_bwrap
+def test_cheating():
     """None of them knows that the answer is 42.5, or that 41 is the next. (Where 42 is returned, something else breaks it.)"""
     wants = {how: 42 if "return 42" in code and how not in ("guesses", "other threads") else 42.5 for how, code in CHEATS.items()}
-    programs = [(CHEATS[how], {"fn": "f", "inputs": [[], []], "outputs": [want, 41]}) for how, want in wants.items()]
-    start = time.monotonic()
-    done = run_all(programs, workers=4, timeout=1, memory_mib=128)
-    return dict(zip(CHEATS, done, strict=True)), ours(), time.monotonic() - start
-
-
-@pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", CHEATS)
-def test_cheating(how, cheated):
-    assert cheated[0][how][:2] == (0, 2) and cheated[0][how].reason != "pass"
-    assert cheated[1] == [] and cheated[2] < 30
+    attacks = [(CHEATS[how], {"fn": "f", "inputs": [[], []], "outputs": [want, 41]}) for how, want in wants.items()]
+    done = run_all(attacks, workers=4, timeout=1, memory_mib=128)
+    assert {how: v for how, v in zip(CHEATS, done, strict=True) if v[:2] != (0, 2) or v.reason == "pass"} == {}
+    # an assertion is not for the program to judge
+    attacks = ["import builtins\nclass A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+               "AssertionError = ValueError\ndef f(x): raise ValueError", "import sys\ndef f(x): sys.exit(0)"]
+    assert [v[:2] for v in run_all([(attack, ["assert f(1) == 2"]) for attack in attacks], 2)] == [(0, 1)] * 3
 
 
 @pytest.mark.needs_bwrap
@@ -1022,6 +838,40 @@ def test_expected_values_stay_outside(monkeypatch):
     assert any(b"4815162342" in x for x in sent) and not any(b"4815162342!" in x for x in sent)
     assert run_tests("print(input() + '!')", {"stdin": "108108", "stdout": "108108!"}) == PASSED
     assert any(b"108108" in x for x in sent) and not any(b"108108!" in x for x in sent)
+
+
+@pytest.mark.needs_bwrap
+def test_colliding_keys_of_a_result():
+    """JSON's keys are strings: of what a dict has under 1 and under "1", the last would be compared."""
+    results = {'{1: 7}': 1, '{"1": 7}': 1, '{1: 0, True: 7}': 1, '{1: 0, "1": 7}': 0, '{"1": 0, 1: 7}': 0, '{1: 7, "1": 7}': 0}
+    done = run_all([(f"def f(): return {result}", returns({"1": 7})) for result in results], 4)
+    assert [v.passed for v in done] == list(results.values())
+
+
+LEETCODE = """
+class Solution:
+    calls = 0
+    def __init__(self):
+        self.mine = 0
+    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
+        self.mine += 1
+        for i, x in enumerate(nums):
+            for j in range(i):
+                if x + nums[j] == target:
+                    return [j, i] if self.mine == 1 else None
+"""
+
+
+@pytest.mark.needs_bwrap
+def test_assertions_and_methods_are_run():
+    tests = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", {"fn": "add", "inputs": [[1, 1]], "outputs": [2]}]
+    assert run_tests("def add(a, b): return a + b", tests) == Verdict(3, 3, "pass")
+    assert run_tests("def add(a, b): return a - b", tests) == Verdict(0, 3, "fail")
+    tests = [{"fn": "Solution.twoSum", "inputs": [[[2, 7, 11], 9], [[3, 2, 4], 6]], "outputs": [[0, 1], [1, 2]]},
+             "assert Solution().twoSum([3, 3], 6) == [0, 1]"]
+    assert run_tests(LEETCODE, tests) == Verdict(3, 3, "pass")  # each call has an object of its own
+    assert run_tests("def twoSum(nums, target): return [0, 1]", tests) == Verdict(0, 3, "error")
+    assert run_tests("class Solution: pass", tests) == Verdict(0, 3, "error")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1125,10 +975,12 @@ def wait_for_none():
         time.sleep(0.01)
     assert ours() == []
 
+
 CHILD = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
 from engine import sandbox
+from engine.programs import run_all
 sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
@@ -1137,7 +989,7 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_trainer_dies(how):
     """Its sandboxes die with it, whether or not it has the time to see to that."""
-    code = CHILD + "sandbox.run_all([('import time\\ntime.sleep(100)', {'stdin': '', 'stdout': ''})] * 3, 3)"
+    code = CHILD + "run_all([('import time\\ntime.sleep(100)', {'stdin': '', 'stdout': ''})] * 3, 3)"
     trainer = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     while len(ours()) < 10:  # the trainer, and of each sandbox bwrap, its first process and the program
         time.sleep(0.01)
@@ -1175,7 +1027,7 @@ sandbox.check_sandbox()
 loop = "def f():\\n    while True: pass"
 tests = {"fn": "f", "inputs": [[]], "outputs": [[[65534] * 3, "sandbox", 1, False]]}
 code = "import os\\ndef f(): return os.getresuid(), os.uname().nodename, os.getppid(), os.path.exists('/etc')"
-print([tuple(v) for v in sandbox.run_all([(code, tests), (loop, tests)], 2, timeout=1)])
+print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(os.path.join(ROOT, "engine"), os.path.join(folder, "engine"))
@@ -1189,21 +1041,7 @@ print([tuple(v) for v in sandbox.run_all([(code, tests), (loop, tests)], 2, time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# many at once
-
-
-@pytest.mark.needs_bwrap
-def test_speed():
-    """64 programs with 2 workers, under 60 ms each; the best of three, for the machine is not ours alone."""
-    programs = [(f"def f(x): return x + {n}", returns(n + 1, 1)) for n in range(64)]
-    took = []
-    for _ in range(3):
-        start = time.monotonic()
-        assert run_all(programs, workers=2) == [PASSED] * 64
-        took.append((time.monotonic() - start) / 64)
-        if took[-1] < 0.06:
-            break
-    assert min(took) < 0.06
+# many at once, and their time
 
 
 @pytest.mark.needs_bwrap
@@ -1222,122 +1060,6 @@ def test_many_at_once_keep_apart():
 
 
 @pytest.mark.needs_bwrap
-def test_nothing_leaks():
-    def resident():
-        with open("/proc/self/statm") as f:
-            return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
-    programs = [("def f(x): return x", returns(1, 1)), ("def f(x): return 'x' * 10**6", returns(1, 1)),
-                ("import os\nos._exit(0)", returns(1, 1)), ("print(input())", {"stdin": "x" * 10**6, "stdout": "x"})] * 3
-    run_all(programs, workers=2)
-    before, memory = open_things(), resident()
-    for _ in range(3):
-        assert {v.reason for v in run_all(programs, workers=2)} == {"pass", "output limit", "crash"}
-    assert open_things() == before
-    assert resident() - memory < 8
-
-
-@pytest.mark.needs_bwrap
-def test_a_failure_ends_all(monkeypatch):
-    """When one of many raises, those that wait are not started."""
-    started = []
-
-    def run_program(*args):
-        started.append(args)
-        time.sleep(0.005)  # or two threads may be done with them all before anybody hears of the first
-        raise Stop("no more")
-    monkeypatch.setattr(sandbox, "run_program", run_program)
-    with pytest.raises(Stop, match="no more"):
-        run_all([("", returns(1))] * 1000, workers=2)
-    assert len(started) < 1000
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# plain data
-
-
-@pytest.mark.parametrize("got, want, equal", [
-    (1, 1, True), (1, 2, False), (1, 1.0, True), (1.0, 1, True), (True, 1, False), (1, True, False), (True, True, True),
-    (True, False, False), (0, False, False), (None, None, True), (None, 0, False), ("1", 1, False), ("a", "a", True),
-    ("a", "b", False),
-    (0.1 + 0.2, 0.3, True), (1.000002, 1.0, False), (1.0000005, 1.0, True), (1e-13, 0.0, True), (1e-10, 0.0, False),
-    (3.0000001, 3, False), (3, 3.0000001, True), (10**400, 1.5, False), (1.5, 10**400, False), (10**400, 10**400, True),
-    (10**18 + 1, 10**18, False), (math.nan, math.nan, False), (math.nan, 1.0, False), (math.inf, math.inf, True),
-    (math.inf, -math.inf, False), (1e308, math.inf, False), ([], [], True), ([1, [2]], [1, [2]], True), ([1], [1, 2], False),
-    ([1, 2], [2, 1], False), ({}, {}, True), ({}, [], False), ({"a": 1}, {"a": 1.0}, True), ({"a": 1}, {"b": 1}, False),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True), ({"a": [True]}, {"a": [1]}, False), ("", None, False), ([None], [0], False)])
-def test_same(got, want, equal):
-    assert same(got, want) is equal
-    assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
-
-
-@pytest.mark.parametrize("tests, message", [
-    ([], "there are no tests"), (None, "a test has"), ("f(1) is 2", "cannot read the assertion"), (["assert f"], "cannot read"),
-    ({}, "a test has"),
-    ({"fn": "f"}, "a test has"), ({"stdin": "1"}, "a test has"), ({"stdin": "1", "stdout": "1", "fn": "f"}, "a test has"),
-    ({"fn": "f", "inputs": [[1]], "outputs": [1, 2]}, "lists of one length"),
-    ({"fn": "f", "inputs": [], "outputs": []}, "lists of one length"),
-    ({"fn": "f", "inputs": "x", "outputs": "y"}, "lists of one length"),
-    ({"fn": "f", "inputs": {"a": 1}, "outputs": [1]}, "one length"),
-    ({"fn": "f", "inputs": [1], "outputs": [1]}, "a list of arguments"),
-    ({"fn": "f.x.y", "inputs": [[]], "outputs": [1]}, "name of a function"),
-    ({"fn": "", "inputs": [[]], "outputs": [1]}, "name of a function"),
-    ({"fn": None, "inputs": [[]], "outputs": [1]}, "name of a function"),
-    ({"fn": "f()\nx", "inputs": [[]], "outputs": [1]}, "name of a function"),
-    ({"fn": "f", "inputs": [[]], "outputs": [math.nan]}, "NaN"),
-    ({"fn": "f", "inputs": [[]], "outputs": [{1, 2}]}, "JSON"), ({"fn": "f", "inputs": [[object()]], "outputs": [1]}, "JSON"),
-    ({"fn": "f", "inputs": [[]], "outputs": [[(1,)]]}, "JSON"), ({"stdin": 1, "stdout": "1"}, "one length"),
-    ({"stdin": ["1"], "stdout": ["1", "2"]}, "one length"), ({"stdin": ["1"], "stdout": [1]}, "two strings"),
-    ({"stdin": "1", "stdout": ["1", "2"]}, "one length"), ({"stdin": [], "stdout": []}, "one length"),
-    ({"stdin": [["1"]], "stdout": ["1"]}, "two str"),
-])
-def test_malformed_tests(tests, message):
-    for check in (lambda: check_tests(tests, "data.jsonl, line 7"), lambda: run_tests("", tests)):
-        with pytest.raises(BadInput, match=message) as e:
-            check()
-        assert "\n" not in str(e.value)
-    with pytest.raises(BadInput, match="^data.jsonl, line 7: "):
-        check_tests(tests, "data.jsonl, line 7")
-
-
-def test_nested_tests():
-    deep = 1
-    for _ in range(10**5):
-        deep = [deep]
-    for tests in (returns(deep), returns(1, deep)):
-        with pytest.raises(BadInput, match="here: a test case is nested too deep"):
-            check_tests(tests, "here")
-
-
-def test_check_tests():
-    tests = [{"fn": "f", "inputs": [[1], []], "outputs": [None, {"a": [1.5]}]}, {"stdin": "é", "stdout": "1"},
-             {"stdin": ["2", ""], "stdout": ["3", "4"]}, {"fn": "g", "inputs": [[[1]]], "outputs": [math.inf]}]
-    assert check_tests(tests, "here") == ([("f", [1]), ("f", []), ("g", [[1]])], [None, {"a": [1.5]}, math.inf],
-                                          [("é".encode(), b"1"), (b"2", b"3"), (b"", b"4")])
-    assert check_tests(tests[1], "here") == ([], [], [("é".encode(), b"1")])
-
-
-@pytest.mark.parametrize("completion, code", [
-    ("x = 1", "x = 1"), ("", ""), ("```python\nx = 1\n```", "x = 1"), ("```\nx = 1\n```", "x = 1"), ("```py\nx\n```", "x"),
-    ("Here:\n```python\nx = 1\ny = 2\n```\nDone.", "x = 1\ny = 2"), ("```python\na\n```\n```python\nb\n```", "b"),
-    ("```python\na\n```\nIt prints\n```\n1\n```", "a"), ("```\na\n```\n```\nb\n```", "b"),
-    ("```bash\nls\n```\n```\nb\n```\n```text\nz\n```", "b"),
-    ("<think>```python\na\n```</think>```python\nb\n```", "b"), ("<think>```python\na\n```</think>b", "b"),
-    ("```python\na\n", "a\n"),
-    ("```python\na\nb", "a\nb"), ("```Python3 title=x\na\n```", "a"), ("```cpp\nint x;\n```", "```cpp\nint x;\n```"),
-    ("1. so\n   ```python\n   if x:\n       y\n   z\n   ```", "if x:\n    y\nz"), ("```python\n```", ""),
-    ("```python\na\n```python\nb\n```", "b"),
-    ("```python\r\na\r\n```\r\n", "a"), ("use ```x``` here", "use ```x``` here"), ("```x```\n```python\na\n```", "a"),
-    ("```python\ns = '''\n  \n'''\n```", "s = '''\n  \n'''"), ("```python\na\n```\n```python\nb", "b"),
-    ("~~~\na\n~~~", "a")])
-def test_extract_code(completion, code):
-    assert extract_code(completion) == code
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# time: a program's on the clock, and that of all of them
-
-
-@pytest.mark.needs_bwrap
 def test_sleeping_is_bounded_over_all_tests():
     """Ten processes that sleep for 0.7 s each, where a program has one second in all."""
     scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
@@ -1349,35 +1071,6 @@ def test_sleeping_is_bounded_over_all_tests():
     both = [{"fn": "f", "inputs": [[]], "outputs": [None]}, scripts]
     code = "import time\ndef f(): time.sleep(0.9)\nif __name__ == '__main__': time.sleep(0.5)"
     assert run_tests(code, both, timeout=0.25).reason == "timeout"
-
-
-@pytest.mark.needs_bwrap
-def test_sleeping_programs_take_no_time_from_others():
-    """
-    Twelve that sleep, 48 s at their own limits, with right programs behind them: all ends in time, and the right ones have
-    theirs.
-    """
-    right = ("print(input())", {"stdin": "1", "stdout": "1"})
-    sleeps = ("import time\nprint(input(), flush=True)\ntime.sleep(100)", {"stdin": "1", "stdout": "1"})
-    start = time.monotonic()
-    done = run_all([sleeps] * 6 + [right] * 2 + [sleeps] * 6 + [right] * 2, workers=4, timeout=1, seconds=6)
-    assert time.monotonic() - start < 7
-    assert done[6:8] + done[14:] == [PASSED] * 4
-    assert {v.reason for v in done[:6] + done[8:14]} <= {"out of time", "timeout"}
-    assert (0, 1, "out of time") in done
-
-
-@pytest.mark.needs_bwrap
-def test_who_needs_more_than_a_share_gets_it(monkeypatch):
-    """As long as there is time, nobody's verdict depends on the others."""
-    ran, run_program = [], sandbox.run_program
-    monkeypatch.setattr(sandbox, "run_program", lambda *args: ran.append(args) or run_program(*args))
-    slow = ("import time\ntime.sleep(0.6)\nprint(1)", {"stdin": "", "stdout": "1"})
-    wrong_and_slow = ("import time\ntime.sleep(0.6)\ndef f(x): return x", {"fn": "f", "inputs": [[1], [2]], "outputs": [3, 2]})
-    quick = ("print(1)", {"stdin": "", "stdout": "1"})
-    done = run_all([slow, wrong_and_slow] + [quick] * 18, workers=2, seconds=10)  # half a second a program, so far
-    assert done == [PASSED, (1, 2, "fail")] + [PASSED] * 18
-    assert len(ran) >= 22  # both twice
 
 
 @pytest.mark.needs_bwrap
@@ -1395,11 +1088,11 @@ def test_the_reward_code_ends_in_time(capsys):
     rows = [{"tests": {"stdin": "", "stdout": "1"}}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(100)\n```"] * 4
     start = time.monotonic()
-    assert rewards.code(dict(completions=completions, rows=rows, seconds=2.5)).tolist() == [1, 0, 0, 0, 0]
+    assert code_reward(dict(completions=completions, rows=rows, seconds=2.5)) == [1, 0, 0, 0, 0]
     assert time.monotonic() - start < 4
     said = capsys.readouterr().out
     assert said.startswith("reward 'code': 4 of 5 programs had not ended after 2 s") and said.count("\n") == 1, said
-    assert rewards.code(dict(completions=completions[:1], rows=rows[:1])).tolist() == [1]
+    assert code_reward(dict(completions=completions[:1], rows=rows[:1])) == [1]
     assert capsys.readouterr().out == ""
 
 
@@ -1500,17 +1193,10 @@ return max(0, libc.clone(pause, ctypes.addressof(stack) + 2**15, 0x10900, None))
 """)
 
 
-@pytest.fixture(scope="module")
-def pinned():
-    programs = [(NATIVE + function(body), returns(0)) for body in PINS.values()]
-    return dict(zip(PINS, run_all(programs, workers=4), strict=True))
-
-
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", PINS)
-def test_memory_beside_the_limits(how, pinned):
+def test_memory_beside_the_limits():
     """Each returns what it got of it, in whatever unit: nothing."""
-    assert pinned[how] == PASSED
+    passes(**{how: (NATIVE + function(body), returns(0)) for how, body in PINS.items()})
 
 
 @pytest.mark.needs_bwrap
@@ -1602,29 +1288,13 @@ def test_core_files():
     assert resource.getrlimit(resource.RLIMIT_CORE) == before
 
 
-def group(folder, **files):
-    os.makedirs(folder, exist_ok=True)
-    for name, text in files.items():
-        with open(os.path.join(folder, name.replace("_", ".", 1)), "w") as f:
-            f.write(text)
-
-
-@pytest.mark.parametrize("lines, folder, files, cpus", [
-    ("0::/\n", "", dict(cpu_max="max 100000\n"), 24), ("0::/\n", "", dict(cpu_max="200000 100000\n"), 2),
-    ("0::/a/b\n", "a", dict(cpu_max="350000 100000\n"), 3), ("0::/a/b\n", "a/b", dict(cpu_max="50000 100000\n"), 1),
-    ("0::/a/b\n", "", {}, 24), ("0::/docker/7f\n", "", dict(cpu_max="400000 100000\n"), 4),
-    ("9:cpu,cpuacct:/x\n4:memory:/y\n", "cpu,cpuacct/x", dict(cpu_cfs_quota_us="500000\n", cpu_cfs_period_us="100000\n"), 5),
-    ("9:cpu,cpuacct:/x\n0::/\n", "cpu", dict(cpu_cfs_quota_us="150000\n", cpu_cfs_period_us="50000\n"), 3),
-    ("9:cpu,cpuacct:/x\n", "cpu,cpuacct", dict(cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n"), 24),
-    ("9:cpuset:/x\n", "cpuset", dict(cpu_cfs_quota_us="100000\n", cpu_cfs_period_us="100000\n"), 24)])
-def test_the_quota_of_a_container(lines, folder, files, cpus, tmp_path, monkeypatch):
+def test_the_quota_of_a_container(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "CPUS", set(range(24)))
-    group(tmp_path / "self", cgroup=lines)
-    group(tmp_path / "cgroups" / folder, **files)
-    assert sandbox.count_cpus(str(tmp_path), str(tmp_path / "cgroups")) == cpus
-    assert sandbox.count_cpus(str(tmp_path / "nothing"), str(tmp_path / "cgroups")) == 24
-    monkeypatch.setattr(sandbox, "CPUS", {5})
-    assert sandbox.count_cpus(str(tmp_path), str(tmp_path / "cgroups")) == 1
+    file = tmp_path / "cpu.max"
+    assert sandbox.count_cpus(str(file)) == 24
+    for text, cpus in (("max 100000", 24), ("350000 100000", 3), ("50000 100000", 1), ("9900000 100000", 24)):
+        file.write_text(text + "\n")
+        assert sandbox.count_cpus(str(file)) == cpus
 
 
 @pytest.mark.needs_bwrap
@@ -1635,7 +1305,7 @@ def test_the_cpus_that_there_are():
     code = CHILD.replace("from engine", f"{fewer}from engine") + f"""
 os.sched_setaffinity(0, {mine})
 code = "import os\\ndef f(): return sorted(os.sched_getaffinity(0))"
-print(sandbox.count_cpus(), sandbox.run_all([(code, {returns([mine[-1]])})], 2)[0].reason)"""
+print(sandbox.count_cpus(), run_all([(code, {returns([mine[-1]])})], 2)[0].reason)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "1 pass\n", done.stderr
     for script in ("ppo.py", "grpo.py"):  # torch brings the OpenMP that may pin this process
@@ -1649,10 +1319,10 @@ def test_children_that_are_ignored():
     """trap '' CHLD in the shell that starts us: neither bwrap nor we would hear of a child's end."""
     code = CHILD + f"""
 programs = [("print(1)", {{"stdin": "", "stdout": "1"}}), ("def f(): return 1", {returns(1)})]
-try: sandbox.run_all(programs, 2)
+try: run_all(programs, 2)
 except sandbox.Stop as e: print(e)
 sandbox.check_sandbox()
-print([v.reason for v in sandbox.run_all(programs, 2, timeout=1)])"""
+print([v.reason for v in run_all(programs, 2, timeout=1)])"""
     ignore = "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" \
              "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     done = subprocess.run([sys.executable, "-c", ignore, "-c", code], capture_output=True, text=True, timeout=60)
@@ -1661,110 +1331,7 @@ print([v.reason for v in sandbox.run_all(programs, 2, timeout=1)])"""
 
 
 @pytest.mark.needs_bwrap
-def test_event_loops_databases_and_copies():
-    """What the filter could have broken, and has not."""
-    assert verdict("""
-import asyncio, fcntl, mmap, multiprocessing.dummy, os, shutil, socket, sqlite3, tempfile
-async def child(n):
-    await asyncio.sleep(0.01)
-    return n
-async def main():
-    a, b = socket.socketpair()
-    (_, writer), (reader, _) = await asyncio.open_connection(sock=a), await asyncio.open_connection(sock=b)
-    writer.write(b"hello\\n")
-    async with asyncio.timeout(5): got = await asyncio.to_thread(sum, [1, 2])
-    return await asyncio.gather(*map(child, range(3))), got, (await reader.readline()).decode()
-got = [asyncio.run(main())]
-loop = asyncio.new_event_loop()
-got.append(loop.run_until_complete(child(4)))
-loop.close()
-with sqlite3.connect("x.db") as db: db.execute("create table t (a)").execute("insert into t values (5)")
-got += sqlite3.connect("x.db").execute("select a from t").fetchall()
-with open("a", "wb") as f: f.write(b"x" * 10**5)
-shutil.copyfile("a", "b")
-shutil.copytree(".", "c/d", ignore=lambda *_: ["c"])
-shutil.move("b", "e")
-got.append([os.path.getsize(p) for p in ("c/d/a", "e")])
-with tempfile.NamedTemporaryFile() as f, tempfile.TemporaryDirectory() as d:
-    fcntl.flock(f, fcntl.LOCK_EX)
-    fcntl.lockf(f, fcntl.LOCK_EX)
-    got.append(os.path.isdir(d))
-with open("a", "r+b") as f: got.append(len(mmap.mmap(f.fileno(), 0)))
-got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
-return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 8192]) == PASSED
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# assertions, methods, and limits that are keys
-
-
-@pytest.mark.parametrize("text, want", [
-    ("assert add(1, 2) == 3", ("add", [1, 2], 3)),
-    ("  assert f((1, [2, 'x']), -1.5) == [1, (2, 3)]\n", ("f", [[1, [2, "x"]], -1.5], [1, [2, 3]])),
-    ("assert 3 == add(1, 2)", ("add", [1, 2], 3)), ("assert is_odd(3), 'three is odd'", ("is_odd", [3], True)),
-    ("assert not is_odd(4)", ("is_odd", [4], False)), ("assert f() is None", ("f", [], None)),
-    ("assert f({'a': 1}) == {'b': None}", ("f", [{"a": 1}], {"b": None})),
-    ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))], ids=str)
-def test_an_assertion_is_a_call_and_what_it_gives(text, want):
-    calls, outputs, scripts = check_tests([text], "row")
-    assert (calls, outputs, scripts) == ([(want[0], want[1])], [want[2]], [])
-
-
-@pytest.mark.parametrize("text", [
-    "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(x) == 1", "assert f(1) == 1 == 1", "f(1) == 1",
-    "assert f(a=1) == 1", "assert f(1) == {1, 2}", "assert", "assert f(1) == 1; import os",
-    "assert 1 == 1", "assert f(*[1]) == 2", "assert f(1) != 2",
-    "assert set(f(1)) == set([1])", "assert a.b.c(1) == 2", "assert f(1) == b'x'", "assert " + "(" * 500 + "f(1)" + ")" * 500])
-def test_other_assertions_are_one_line(text):
-    with pytest.raises(BadInput, match="data.jsonl, row 7: (cannot read the assertion .*wanted one such as|fn must be)"):
-        check_tests([text], "data.jsonl, row 7")
-
-
-LEETCODE = """
-class Solution:
-    calls = 0
-    def __init__(self):
-        self.mine = 0
-    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
-        self.mine += 1
-        for i, x in enumerate(nums):
-            for j in range(i):
-                if x + nums[j] == target:
-                    return [j, i] if self.mine == 1 else None
-"""
-
-
-def test_assertions_and_methods_are_run():
-    tests = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", {"fn": "add", "inputs": [[1, 1]], "outputs": [2]}]
-    assert run_tests("def add(a, b): return a + b", tests) == Verdict(3, 3, "pass")
-    assert run_tests("def add(a, b): return a - b", tests) == Verdict(0, 3, "fail")
-    tests = [{"fn": "Solution.twoSum", "inputs": [[[2, 7, 11], 9], [[3, 2, 4], 6]], "outputs": [[0, 1], [1, 2]]},
-             "assert Solution().twoSum([3, 3], 6) == [0, 1]"]
-    assert run_tests(LEETCODE, tests) == Verdict(3, 3, "pass")  # each call has an object of its own
-    assert run_tests("def twoSum(nums, target): return [0, 1]", tests) == Verdict(0, 3, "error")
-    assert run_tests("class Solution: pass", tests) == Verdict(0, 3, "error")
-
-
-@pytest.mark.parametrize("attack", [  # what would make an assertion pass if it ran where the program is
-    "import builtins\nclass A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "import sys\ndef f(x): sys.exit(0)", "import os\ndef f(x): os._exit(0)",
-    "AssertionError = ValueError\ndef f(x): raise ValueError", "def f(x):\n    raise SystemExit"])
-def test_an_assertion_is_not_for_the_program_to_judge(attack):
-    verdict = run_tests(attack, ["assert f(1) == 2"])
-    assert verdict.passed == 0 and verdict.total == 1
-
-
-def test_the_limits_of_the_keys_reach_the_sandbox():
-    """Each of the three alone decides whether a program passes."""
-    programs = dict(timeout=("def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1", 1, 5),
-                    memory_mib=("def f(): return len(bytearray(150 * 2**20)) - 150 * 2**20 + 1", 100, 300),
-                    output=("def f(): return 'x' * 200_000", 2**10, 2**19))
-    for key, (code, low, high) in programs.items():
-        want = 1 if key != "output" else "y"
-        tests = {"fn": "f", "inputs": [[]], "outputs": [want]}
-        batch = dict(completions=[code], rows=[dict(prompt="q", tests=tests)], prompts=["q"])
-        verdicts = [run_all([(code, tests)], 1, **{key: value})[0] for value in (low, high)]
-        assert verdicts[0].reason in ("timeout", "memory", "output limit", "killed", "error"), (key, verdicts)
-        assert verdicts[1].reason == ("pass" if want == 1 else "fail"), (key, verdicts)
-        if want == 1:
-            assert [rewards.code(batch | dict(limits={key: value})).tolist() for value in (low, high)] == [[0.0], [1.0]]
+def test_the_limit_of_the_key_reaches_the_sandbox():
+    program = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
+    batch = dict(completions=[program], rows=[dict(prompt="q", tests=returns(1))], prompts=["q"])
+    assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 5)] == [[0.0], [1.0]]

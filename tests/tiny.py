@@ -287,14 +287,18 @@ def forked(folder, cases, at_once=2):
     with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
         json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
+    ask_forker(files, at_once)
+    with open(files[1], encoding="utf-8") as f:
+        return dict(zip(cases, json.load(f), strict=True))
+
+
+def ask_forker(files, at_once):
+    """Wait until forked.py has answered, however long that takes: it ends runs that hang (campaign.LONGEST)."""
     start_forker()
     print(json.dumps([*files, at_once]), file=forker.stdin, flush=True)
-    # however long it takes on a machine that others use, too: forked.py ends runs that hang (campaign.LONGEST)
     if not forker.stdout.readline():
         forker.errors.seek(0)
         raise AssertionError(forker.errors.read() or "forked.py has not answered")
-    with open(files[1], encoding="utf-8") as f:
-        return dict(zip(cases, json.load(f), strict=True))
 
 
 def one_run(script, *ranks):
@@ -404,27 +408,6 @@ join, leave = dist.init_process_group, dist.destroy_process_group
 dist.init_process_group = lambda *args, **kwargs: dist.is_initialized() or join(*args, **kwargs)
 dist.destroy_process_group = lambda: None
 """
-DRIVER = f"""
-import json, os, runpy, sys
-{ONE_GROUP}
-for script, *args in json.load(open(sys.argv[1])):
-    sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
-sys.stdout.flush()
-if dist.is_initialized():
-    leave()
-    os._exit(0)  # as engine.launch.finish does: otherwise 1 exit in 50 aborts in one of torch's threads
-"""
-
-
-def run_in_one(folder, name, calls, ranks=1, timeout=600):
-    """Run [(script, args), ...] one after the other in one process (for each rank), which saves the start-up of each."""
-    driver, work = os.path.join(folder, f"{name}.py"), os.path.join(folder, f"{name}.json")
-    with open(driver, "w", encoding="utf-8") as f:
-        f.write(DRIVER)
-    with open(work, "w", encoding="utf-8") as f:
-        json.dump([[os.path.join(ROOT, script), *args] for script, args in calls], f)
-    return run(driver, work, ranks=ranks, timeout=timeout)
 
 
 # Many runs in one process a rank: it forks once, and what torch does at an operation's first call is done

@@ -15,6 +15,7 @@ of ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Pin 
 CPU: threads that move between cores make the figures worthless.
 """
 import itertools
+import json
 import math
 import os
 import statistics
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from json import dump, dumps, loads
 
 import torch
 
@@ -35,12 +35,12 @@ from engine.launch import choose_device  # noqa: E402
 from engine.placement import decoding_copy, load_placed  # noqa: E402
 from engine.places import Place, precisions  # noqa: E402
 from errors import BadConfig, Stop  # noqa: E402
-from folders import check_writable  # noqa: E402
 from model import from_scratch  # noqa: E402
 from rollout import generate  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
+work = "sampling,ppo,grpo"  # what is measured: these, or some of them
 d_model = 256  # width of the Llama [>= 2]
 n_layer = 4  # its layers [>= 1]
 n_head = 4  # its attention heads [>= 1]
@@ -52,26 +52,25 @@ group_size = 4  # GRPO: responses to a prompt [>= 2]
 prompt_length = 32  # tokens of each prompt [>= 1]
 max_new_tokens = 128  # tokens of the longest response [>= 4]
 lengths = "full"  # all responses have the longest, or end by themselves, after 43 % [full | real]
-ppo_epochs = 4  # passes of the PPO update over the batch [>= 1]
 micro_batch_size = 8  # rows scored or trained at once [>= 1]
 repeats = 3  # timed runs and iterations of each, after one to warm up [>= 1]
-transformers = True  # also time transformers' generate
-ppo = True  # also time iterations of ppo.py
-grpo = True  # also time iterations of grpo.py
 run_keys = ""  # more keys of both scripts, as rollout_batch_size=8,head_chunk=64
-json = ""  # a file for all figures
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
-# others import make_models alone
+# runs/peers/table.py imports the functions alone
 config, _ = configure(globals()) if __name__ == "__main__" else ({}, None)
 # --------------------------------------------------------------------------------------------------
 PHASES = "rollout", "score", "update", "iteration"
+# any score that differs within a group
+RULE = """def score(batch):
+    return [sum(map(ord, text)) % 7 / 7 for text in batch["completions"]]
+"""
 
 
 def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
     """
-    Write folder/policy, folder/reward_model and folder/prompts.jsonl: random Llamas, a tokenizer
-    with one token a character, and prompts of one length.
+    Write folder/policy, folder/reward_model, folder/prompts.jsonl and folder/rule.py: random
+    Llamas, a tokenizer with one token a character, prompts of one length, and a reward.
 
     sizes: those of the Llama, as config.json names them. longest: tokens of the longest response.
     end_share: which share of the sampled tokens is EOS. With 0 every response has `longest` tokens.
@@ -99,11 +98,13 @@ def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
             hf.config.score_shift = 0.0  # or a run would begin with a search for its zero
         hf.save_pretrained(os.path.join(folder, name))
         tokenizer.save_pretrained(os.path.join(folder, name))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, V - 2, (prompts, prompt_length), generator=generator)
+    ids = torch.randint(0, V - 2, (prompts, prompt_length),
+                        generator=torch.Generator().manual_seed(0))
     with open(os.path.join(folder, "prompts.jsonl"), "w", encoding="utf-8") as f:
         for row in ids.tolist():
-            f.write(dumps({"prompt": "".join(chr(first + i) for i in row)}) + "\n")
+            f.write(json.dumps({"prompt": "".join(chr(first + i) for i in row)}) + "\n")
+    with open(os.path.join(folder, "rule.py"), "w", encoding="utf-8") as f:
+        f.write(RULE)
 
 
 @torch.no_grad()
@@ -129,122 +130,104 @@ def end_sometimes(llama, end_share):
     head[-1, 0] = -50.0 / math.sqrt(d)
 
 
-def timed(run):
-    """(what run() returns, the seconds that it took until the device had finished its work)."""
-    began = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - began
-
-
-def sampling(folder):
-    """Print how fast prompts are answered, and return the figures of each contestant."""
+def sampling(folder, device, dtype, prompts, longest, repeats):
+    """
+    {"quartet" or "transformers": [(seconds, tokens), ...]}: how long each takes to answer the
+    prompts (B, P) of ids, `repeats` times, in turns, so that a slow moment hits both.
+    """
     autocast, weights_dtype, matrices = precisions(dtype, True, device)
     policy = load_placed(os.path.join(folder, "policy"), Place(), device, dtype=weights_dtype)
-    count = sum(p.numel() for p in policy.parameters())
-    print(f"{count / 1e6:.1f}M parameters in {dtype}; {batch_size} responses of up to "
-          f"{max_new_tokens} tokens to prompts of {prompt_length}")
-    prompts = torch.randint(0, vocab_size - 2, (batch_size, prompt_length),
-                            generator=torch.Generator().manual_seed(0)).to(device)
-    ends = [vocab_size - 2] if lengths == "real" else []
+    V, prompts = policy.config.vocab_size, prompts.to(device)
 
-    def our_generate():
-        with torch.no_grad(), autocast, decoding_copy(policy, matrices, device) as decoder:
-            return generate(decoder, prompts.tolist(), max_new_tokens, eos_ids=ends,
-                            pad_id=vocab_size - 1)["response_mask"].sum().item()
+    def quartet(decoder):
+        return generate(decoder, prompts.tolist(), longest, eos_ids=[V - 2],
+                        pad_id=V - 1)["response_mask"].sum().item()
 
-    def their_generate():
+    def transformers(decoder):
         from transformers import GenerationConfig
 
         settings = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            eos_token_id=ends or None, pad_token_id=vocab_size - 1, disable_compile=True)
-        with autocast, decoding_copy(policy, matrices, device) as decoder:
-            out = decoder.hf.generate(prompts, attention_mask=torch.ones_like(prompts),
-                                      generation_config=settings)[:, prompt_length:]
-        # padding follows the EOS, and is never sampled: it does not count
-        return (out != vocab_size - 1).sum().item()
+            max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            eos_token_id=V - 2, pad_token_id=V - 1, disable_compile=True)
+        out = decoder.hf.generate(prompts, attention_mask=torch.ones_like(prompts),
+                                  generation_config=settings)[:, prompts.shape[1]:]
+        return (out != V - 1).sum().item()  # padding follows the EOS, and is never sampled
 
-    contestants = {"quartet": our_generate} | ({"transformers": their_generate}
-                                               if transformers else {})
-    # in turns, so that a slow moment of the machine hits both
-    seconds, rates = ({name: [] for name in contestants} for _ in range(2))
-    for i, (name, run) in itertools.product(range(repeats + 1), contestants.items()):
-        n, t = timed(run)
+    took = dict(quartet=[], transformers=[])
+    for i, run in itertools.product(range(repeats + 1), (quartet, transformers)):
+        began = time.perf_counter()
+        with torch.no_grad(), autocast, decoding_copy(policy, matrices, device) as decoder:
+            tokens = run(decoder)  # an int: the device has finished
         if i > 0:  # the first run is the warm-up
-            seconds[name].append(t)
-            rates[name].append(n / t)
-    figures = {}
-    for name in contestants:
-        t, rate = statistics.median(seconds[name]), statistics.median(rates[name])
-        figures[f"sampling, {name}"] = dict(seconds=t, tokens_per_second=rate)
-        print(f"  {name:<13}{t:8.3f} s ({min(seconds[name]):.3f} to {max(seconds[name]):.3f})"
-              f"{rate:8.0f} tokens/s", flush=True)
-    return figures
+            took[run.__name__].append((time.perf_counter() - began, tokens))
+    return took
 
 
-def iterations(script, folder, **keys):
-    """Run ppo.py or grpo.py, print a line of seconds and memory, and return its figures."""
-    run = os.path.join(folder, script)
+def iterations(script, folder, keys):
+    """
+    The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
+    warms up and the last one, which only evaluates. keys: what the run shall have beside defaults.
+    """
     keys = dict(
-        out_dir=run, policy_path=os.path.join(folder, "policy"),
-        reward_path=os.path.join(folder, "reward_model"),
-        prompts_path=os.path.join(folder, "prompts.jsonl"), batch_size=batch_size,
-        micro_batch_size=micro_batch_size, max_new_tokens=max_new_tokens, temperature=1.0,
-        max_iters=repeats + 1, learning_rate=1e-5, checkpoint_interval=0, device_type=device.type,
-        dtype=dtype) | keys
-    keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
-    command = [sys.executable, os.path.join(ROOT, f"{script}.py")]
-    command += [f"--{key}={value}" for key, value in keys.items()]
+        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-5,
+        reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
+        prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
+    if script == "grpo":
+        keys["reward_functions"] = os.path.join(folder, "rule.py:score")
     # OpenMP may have pinned this thread to one core, and the new process would inherit that
     unpin = None  # macOS pins nothing
     if hasattr(os, "sched_setaffinity"):
         unpin = lambda: os.sched_setaffinity(0, range(os.cpu_count()))  # noqa: E731
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=unpin)
-    if done.returncode:
-        raise Stop(f"{script}.py failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as f:
-        # without the one of the warm-up, and the last, which only evaluates
-        records = [loads(line) for line in f][1:-1]
-    figures = {phase: statistics.median(r[f"time/{phase}"] for r in records) for phase in PHASES}
-    figures["peak_mib"] = max(r["mem/peak_mib"] for r in records)
-    figures["length"] = statistics.mean(r["objective/length"] for r in records)
-    if lengths == "full" and figures["length"] != max_new_tokens:
-        raise Stop("some responses ended early, so the work was not what it should be")
-    print(f"  {script + '.py':<13}" + "".join(f"{figures[phase]:>10.3f}" for phase in PHASES)
-          + f"{figures['peak_mib']:>10.0f}{figures['length']:>8.0f}", flush=True)
-    return figures
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
+        done = subprocess.run(command + [f"--{key}={value}" for key, value in keys.items()],
+                              capture_output=True, text=True, preexec_fn=unpin)
+        if done.returncode:
+            raise Stop(f"{script}.py failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
+        with open(os.path.join(out, "run", "log.jsonl"), encoding="utf-8") as f:
+            return [json.loads(line) for line in f][1:-1]
 
 
 if __name__ == "__main__":
-    if json:
-        check_writable(json, "json")
+    wanted = work.split(",")
+    if not set(wanted) <= {"sampling", "ppo", "grpo"}:
+        raise BadConfig(f"work = {work!r}: wanted some of sampling,ppo,grpo")
     if d_model % (2 * n_head) or n_head % n_kv_head:
         raise BadConfig("d_model must be a multiple of 2 * n_head, and n_head of n_kv_head")
     if batch_size % group_size:
         raise BadConfig(f"batch_size = {batch_size} is no multiple of group_size = {group_size}")
     device = torch.device(choose_device(device_type))
-    print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}")
+    print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}; "
+          f"{batch_size} responses of up to {max_new_tokens} tokens to prompts of {prompt_length}")
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
                      num_key_value_heads=n_kv_head)
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0)
-        figures = dict(config=config) | sampling(folder)
-        rule = os.path.join(folder, "rule.py")  # any score that differs within a group
-        with open(rule, "w", encoding="utf-8") as f:
-            f.write("def score(batch):\n"
-                    "    return [sum(map(ord, text)) % 7 / 7 for text in batch['completions']]\n")
-        if ppo or grpo:
+        if "sampling" in wanted:
+            prompts = torch.randint(0, vocab_size - 2, (batch_size, prompt_length),
+                                    generator=torch.Generator().manual_seed(0))
+            took = sampling(folder, device, dtype, prompts, max_new_tokens, repeats)
+            for name, runs in took.items():
+                seconds = [s for s, _ in runs]
+                rate = statistics.median(n / s for s, n in runs)
+                print(f"  {name:<13}{statistics.median(seconds):8.3f} s ({min(seconds):.3f} to "
+                      f"{max(seconds):.3f}){rate:8.0f} tokens/s", flush=True)
+        scripts = [script for script in ("ppo", "grpo") if script in wanted]
+        if scripts:
             print(f"  {'seconds of':<13}" + "".join(f"{x:>10}" for x in PHASES)
                   + f"{'peak MiB':>10}{'tokens':>8}")
-        if ppo:
-            figures["ppo"] = iterations("ppo", folder, ppo_epochs=ppo_epochs)
-        if grpo:
-            figures["grpo"] = iterations("grpo", folder, group_size=group_size,
-                                         reward_functions=f"{rule}:score")
-    if json:
-        with open(json, "w", encoding="utf-8") as f:
-            dump(figures, f, indent=1)
+        for script in scripts:
+            keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
+                        max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=dtype,
+                        device_type=device.type)
+            keys |= dict(group_size=group_size) if script == "grpo" else {}
+            keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
+            records = iterations(script, folder, keys)
+            length = statistics.mean(r["objective/length"] for r in records)
+            if lengths == "full" and length != max_new_tokens:
+                raise Stop("some responses ended early, so the work was not what it should be")
+            phases = (statistics.median(r[f"time/{phase}"] for r in records) for phase in PHASES)
+            print(f"  {script + '.py':<13}" + "".join(f"{x:>10.3f}" for x in phases)
+                  + f"{max(r['mem/peak_mib'] for r in records):>10.0f}{length:>8.0f}", flush=True)

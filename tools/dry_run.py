@@ -2,9 +2,9 @@
 The dry run of tools/memory.py: the models of a run, built of fake tensors, which have shapes and no
 memory, and one step through them.
 
-    hf_config, steps_of, cut        the config of a model, and of one with fewer layers
+    hf_config, layers_of, cut       the config of a model, and of one with fewer layers
     places_of, paths_of             which models a run holds, and how
-    build, equip                    the models; their gradients, optimizer states and copies
+    build, equip                    the models; their gradients, optimizer states and average
     fake_tensors, step_through      the step, and what is alive at its peaks
 """
 import contextlib
@@ -27,14 +27,13 @@ from engine.adapters import Adapted
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
 from engine.placement import decoding_copy, in_memory, no_grad_forwards, settle, shard
 from engine.places import is_sharded, place_of_one, placements, precisions
-from engine.tensor_parallel import make_split
-from errors import BadConfig, BadInput
+from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
 from model import Model, auto_class, freeze, has_experts, read_config
 from rollout import sample
 
-COLUMNS = "weights", "gradients", "optimizer", "average", "copy"
+COLUMNS = "weights", "gradients", "optimizer", "average"
 PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
               judge="judge")  # the models, and their names in zero_stage and offload
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
@@ -45,28 +44,19 @@ CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device 
 
 
 @functools.cache
-def hf_config(path, key):
+def hf_config(path):
     """The config.json of a folder or hub name, as transformers reads it. Raises BadInput."""
-    try:
-        return read_config(model_folders(path, weights=False)[-1], path)
-    except BadInput as e:
-        if os.path.exists(path):
-            raise
-        raise BadInput(f"{key} = {path}: this model is not on this machine, and its config.json is "
-                       f"needed; put that file into a folder and type --{key}=FOLDER") from e
+    return read_config(model_folders(path, weights=False)[-1], path)
 
 
 @functools.cache
-def layers_of(path, key):
-    """steps_of the model of a path."""
-    return steps_of(hf_config(path, key))
-
-
-def steps_of(config):
+def layers_of(path):
     """
-    (layers in the first dry run, in the second one, in the model). They differ by a period, after
-    which layers have the same shapes and the same kind of attention; without one all are all.
+    (layers in the first dry run, in the second one, in the model of a path). The first two differ
+    by a period, after which layers have the same shapes and the same kind of attention; a model
+    without one has all its layers in both.
     """
+    config = hf_config(path)
     with torch.device("meta"):
         layers = Model(auto_class("lm").from_config(config)).layers()
     kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(layers)
@@ -105,38 +95,36 @@ def places_of(script, config):
 
 
 def paths_of(script, config):
-    """{model's name: (folder or hub name, key)} of the models that a run holds, policy first."""
+    """{model's name: folder or hub name} of the models that a run holds. Raises BadConfig."""
     if script in ("sft", "rm"):
         if not config["init_from"]:
             raise BadConfig("init_from is empty, so the script makes a small model of its own; "
                             "this tool counts those with a config.json: type --init_from=FOLDER")
-        return {dict(sft="policy", rm="reward_model")[script]: (config["init_from"], "init_from")}
-    policy = config["policy_path"], "policy_path"
-    paths, rewards = dict(policy=policy), config["reward_functions"]
+        return {dict(sft="policy", rm="reward_model")[script]: config["init_from"]}
+    policy, rewards = config["policy_path"], config["reward_functions"]
+    paths, reward = dict(policy=policy), policy if config["share_base"] else config["reward_path"]
     if config["kl_coef"] > 0 or config["lora"]:
-        paths["ref_policy"] = (config["ref_path"], "ref_path") if config["ref_path"] else policy
-    reward = policy if config["share_base"] else (config["reward_path"], "reward_path")
+        paths["ref_policy"] = config["ref_path"] or policy
     if "reward_model" in rewards:
         paths["reward_model"] = reward
     if script == "ppo":
         paths["value_model"] = reward if config["value_init"] == "reward" else policy
     if "judge" in rewards and config["judge_path"] not in ("", "ref_policy"):
-        paths["judge"] = config["judge_path"], "judge_path"
+        paths["judge"] = config["judge_path"]
     return paths
 
 
-def build(script, config, dry_run, mesh):
+def build(script, config, places, paths, dry_run, mesh):
     """
     {name: Model}: the models as rank 0 holds them, with fake weights, all on one device: what is
-    offloaded is subtracted later. dry_run: 0 or 1, see steps_of; 2: with all layers.
+    offloaded is subtracted later. dry_run: which of the numbers of layers_of they have.
     """
     _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
-    places, paths = places_of(script, config), paths_of(script, config)
     trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
     def load(name, head):
         place, learns = replace(places[name], offload="none"), name in trained
-        settings = cut(hf_config(*paths[name]), layers_of(*paths[name])[dry_run])
+        settings = cut(hf_config(paths[name]), layers_of(paths[name])[dry_run])
         if head == "scalar":
             settings.num_labels = 1
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
@@ -173,10 +161,10 @@ def size_of(tensors):
     return sum(parallel.my_part(t).numel() * t.element_size() for t in tensors)
 
 
-def equip(models, config, places, tp_mesh):
+def equip(models, config, places):
     """
-    Give the models what they have once a first step is done: gradients, optimizers, an average;
-    with generate_tp the copy that samples. Returns the optimizers, and {name: {column: bytes}}.
+    Give the models what they have once a first step is done: gradients, optimizers, an average.
+    Returns the optimizers, and {name: {column: bytes}}.
     """
     optimizers, rows = [], {}
     for name, model in in_memory(**models).items():
@@ -197,11 +185,6 @@ def equip(models, config, places, tp_mesh):
         if name == "policy" and config.get("ema_decay", 0) > 0:
             optimizer.average = MovingAverage(model, config["ema_decay"])
             rows[name]["average"] = size_of(optimizer.average.averages)
-    if tp_mesh:
-        _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
-        split = make_split(models["policy"], matrices or dtype, CPU, tp_mesh)
-        models["policy"].__dict__["split"] = split  # as engine/tensor_parallel.py keeps it
-        rows["policy"]["copy"] = size_of(split.parameters())
     return optimizers, rows
 
 
@@ -243,16 +226,14 @@ class Tracker(MemTracker):
         peaks[name] = max(self._peak_mem.values(), default=0)
 
 
-def is_mask(t=None):
-    """Whether a tensor is a mask of padding."""
-    return t is not None and t.dtype == torch.bool
-
-
 @contextlib.contextmanager
 def fake_tensors():
     """In this block tensors are fake; it gives the Tracker that counts them."""
     from transformers import masking_utils
     from transformers.integrations import moe
+
+    def is_mask(t=None):
+        return t is not None and t.dtype == torch.bool
 
     # transformers takes fake tensors for a trace, in which it keeps masks that a run drops; and
     # the kernels for groups of experts refuse fake tensors: their substitute has the same shapes
@@ -268,10 +249,8 @@ def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
     autocast, _, matrices = precisions(config["dtype"], config["master_weights"], CPU)
     peaks, entropy = {}, config.get("entropy_coef", 0) > 0
     if n:
-        with torch.no_grad(), autocast:
-            copied = decoding_copy(models["policy"], matrices, CPU, config["generate_tp"])
-            decode(copied, n, distinct, P, R, config["temperature"], tracker, peaks)
-            del copied
+        with torch.no_grad(), autocast, decoding_copy(models["policy"], matrices, CPU) as decoder:
+            decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
     chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
     mb = dict(tokens=tokens, chosen=chosen, response_mask=mask)
@@ -301,28 +280,24 @@ def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
     return peaks
 
 
-def decode(copied, n, distinct, P, R, temperature, tracker, peaks):
-    """
-    A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples. copied:
-    what decoding_copy gives.
-    """
+def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
+    """A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples."""
     def next_logits(rows, tokens, cache, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
         positions = mask.long().cumsum(1)[:, -tokens:]
         tokens = torch.zeros(rows, tokens, dtype=torch.int64)
         return decoder.next_logits(tokens, cache, mask, positions)
 
-    with copied as decoder:
-        with tracker.peak(peaks, "rollout", "prompts"):
-            cache = decoding_cache(decoder.hf.config)
-            next_logits(distinct, P, cache, 0)
-            cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
-        # the last token is sampled, and not read. The cache has grown last at token number `grown`
-        cache, last = decoding_cache(decoder.hf.config), P + R - 1
-        grown = P + (R - 1) // (SPARE + 1) * (SPARE + 1)
-        next_logits(n, min(grown, last - 1), cache, 0)
-        if last - 1 > grown:
-            next_logits(n, last - 1 - grown, cache, grown)
-        with tracker.peak(peaks, "rollout", "responses"):
-            logits = next_logits(n, 1, cache, last - 1)
-            sample(logits, torch.zeros(n, dtype=torch.float64), temperature)
+    with tracker.peak(peaks, "rollout", "prompts"):
+        cache = decoding_cache(decoder.hf.config)
+        next_logits(distinct, P, cache, 0)
+        cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
+    # the last token is sampled, and not read. The cache has grown last at token number `grown`
+    cache, last = decoding_cache(decoder.hf.config), P + R - 1
+    grown = P + (R - 1) // (SPARE + 1) * (SPARE + 1)
+    next_logits(n, min(grown, last - 1), cache, 0)
+    if last - 1 > grown:
+        next_logits(n, last - 1 - grown, cache, grown)
+    with tracker.peak(peaks, "rollout", "responses"):
+        logits = next_logits(n, 1, cache, last - 1)
+        sample(logits, torch.zeros(n, dtype=torch.float64), temperature)

@@ -10,10 +10,8 @@ torchrun --nproc_per_node=8 tools/eval.py --policies=out/gsm8k_grpo/policy \\
 
 Each prompt is answered once greedily, and `samples` times at the temperature. It prints a table,
 and leaves OUT.json, the table with all its digits, and OUT.jsonl, a line for each response. With
-several policies, the first one is compared with each other one.
-
-The numbers are the same for any number of ranks: a response's noise belongs to its prompt, and the
-responses that decode together are the same ones, whichever rank has them.
+several policies, the first one is compared with each other one. The numbers are the same for any
+number of ranks: the responses that decode together are the same ones, whichever rank has them.
 """
 import os
 import sys
@@ -26,7 +24,7 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import json  # noqa: E402
 import math  # noqa: E402
 import time  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
@@ -35,15 +33,16 @@ from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
+from engine.judging import Judge  # noqa: E402
 from engine.placement import in_memory, load_placed, outline  # noqa: E402
 from engine.places import Place, precisions  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
-from errors import BadConfig, BadInput, warn  # noqa: E402
+from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
+from errors import BadConfig, warn  # noqa: E402
 from folders import check_writable  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, texts_of  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by com
 prompts_path = "data/arithmetic/rl_val.jsonl"  # "prompt", and "answer" for accuracy; docs/data.md
 fields = ""  # the data's names for ours: "question>prompt,solution>answer"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
-out = "out/eval"  # OUT.json and OUT.jsonl are written; an older evaluation there is replaced
+out = "out/eval"  # OUT.json and OUT.jsonl are written, and replaced if they are there
 # sampling
 samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
 greedy = True  # also one response to each prompt at temperature 0
@@ -73,9 +72,6 @@ reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = n
 reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
 judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/feedback.md
-# who wins, and which of k samples is the best; empty = scores (the sum of all rewards), or without
-# rewards right_by, and no best of k
-compare_by = ""
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
@@ -96,14 +92,10 @@ modes = [("greedy", 0.0, 1)] if greedy else []  # (name, temperature, responses 
 modes += [("sampled", temperature, samples)] if samples else []
 if not modes:
     raise BadConfig("greedy = False and samples = 0 leave nothing to do; type --samples=4")
-
-try:
-    ks = [int(word) for word in k.split(",") if word.strip()]
-except ValueError as e:
-    raise BadConfig(f"k = {k!r}: wanted numbers with commas between, such as 1,4,8") from e
+ks = [int(word) if word.isdecimal() else 0 for word in k.replace(" ", "").split(",") if word]
 ks = ks or [2**i for i in range(samples.bit_length())]
 if samples and not all(1 <= x <= samples for x in ks):
-    raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}; raise --samples")
+    raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}, such as 1,4")
 
 terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
 for name, key, path in (("reward_model", "reward_path", reward_path),
@@ -116,21 +108,19 @@ rewards = [name for _, name, _ in terms]
 if "scores" in rewards:
     raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
                     "them; rename yours")
-known = list(dict.fromkeys(["accuracy", *rewards]))  # the scores that are measured
-if len(terms) > 1:
-    known.append("scores")  # their weighted sum
-compare_by = compare_by or (known[-1] if terms else right_by)
-for key, name in (("right_by", right_by), ("compare_by", compare_by)):
-    if name not in known:
-        raise BadConfig(f"{key} = {name!r} is not measured; there are {', '.join(known)}, and what "
-                        "--reward_functions adds")
+# the scores that are measured; the last is the weighted sum of several rewards
+known = list(dict.fromkeys(["accuracy", *rewards, *["scores"] * (len(terms) > 1)]))
+if right_by not in known:
+    raise BadConfig(f"right_by = {right_by!r} is not measured; there are {', '.join(known)}, and "
+                    "what --reward_functions adds")
+by = known[-1] if terms else right_by  # who wins, and which of k samples is the best
 
 if not prompts_path:
     raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
-rows = build.read_prompts(prompts_path, terms, fields)
-rows = rows[:limit or None]
-read = [path for path, _ in sources_of(prompts_path)]
-read += [judge_template, chat_template]  # or a word, or empty: no file's name
+rows = build.read_prompts(prompts_path, terms, fields)[:limit or None]
+out = out.removesuffix(".jsonl").removesuffix(".json")
+read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
+read += [*paths, reward_path, judge_path]  # folders: nothing in them is replaced
 together.alone(lambda: [check_writable(f"{out}{ending}", reads=read)
                         for ending in (".jsonl", ".json")])
 if right_by == "accuracy" and not any("answer" in row for row in rows):
@@ -138,20 +128,21 @@ if right_by == "accuracy" and not any("answer" in row for row in rows):
 tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
               for path in paths]
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
-# the keys of a training run that this script does not have, as they are by default
-settings = dict(share_base=False, zero_stage="", offload="", lora="", optim="adamw",
-                master_weights=True, gradient_checkpointing=False, compile=False,
-                micro_batch_tokens=0, policy_path="") | config
-reward_model, reader = build.load_reward_model(settings, device, None, tokenizers[0], terms)
-judge = build.load_judge(settings, device, None, None, terms)
-if judge:
+
+
+def load(path, head="lm"):
+    """A frozen model."""
+    return load_placed(path, Place(), device, head, weights_dtype, matrices)
+
+
+reward_model = reward_reader = judge = None
+if reward_path:
+    reward_model = load(reward_path, "scalar")
+    reward_reader = load_reader(reward_path, reward_model, tokenizers[0])
+if judge_path:
+    judge = Judge(load(judge_path), load_tokenizer(judge_path), judge_path, judge_template)
+    check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
-
-
-def load(path):
-    """A policy, frozen."""
-    return load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
-
 
 # all policies are checked before the first one answers: several are loaded for that alone, for an
 # error of the last one would otherwise come hours later
@@ -159,7 +150,7 @@ checked = []  # (name, path, its tokenizer, that of the reward model, ids of the
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
     check_tokenizer_fits(tokenizer, policy, path)
-    reward_tokenizer = reader if reward_model else tokenizer
+    reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
@@ -170,13 +161,15 @@ together.agree(config | {"the prompts": rows})
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
 # into batches; each rank takes every world_size-th of them
 
-threads = ThreadPoolExecutor(1)  # for the rules
+# what a scorer needs to know of a run's placement
+placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
+    micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
 truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
-    scorer = Scorer(settings, terms, reward_model, tokenizer, reward_tokenizer, threads, device,
-                    judge)
+    scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+                    placement)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -199,26 +192,23 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                     print("stopped; nothing is written")
                 launch.finish()
                 sys.exit(130)
-            batch |= dict(rows=[rows[i] for i in where],
-                          prompts=[tokenizer.decode(ids[i]) for i in where],
-                          completions=decode_responses(tokenizer, batch))
+            batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= scorer.score(batch, [scorer.start(batch, 1.0)], len(mine) * world_size)
             if mine and terms:
                 scorer.add_up(batch)
-
-            # what is kept of each response; a score that does not apply to it, NaN, is not
+            # a score that does not apply to a response, NaN, is left out
             columns = {"accuracy": batch["accuracy"]}  # (b,) each
             columns |= {name: batch[f"reward/{name}"] for name in rewards}
             columns |= {"scores": batch["scores"]} if "scores" in known and mine else {}
             columns = {name: x.tolist() for name, x in columns.items()}
             texts = whole_responses(batch)
             for j, (i, sample) in enumerate(mine):
-                scores = {name: x[j] for name, x in columns.items() if math.isfinite(x[j])}
                 records.append(dict(
                     policy=name, mode=mode, row=i, sample=sample, prompt=rows[i]["prompt"],
                     text=batch["completions"][j], answer=final_answer(texts[j]),
                     finished=bool(batch["finished"][j]),
-                    length=int(batch["response_mask"][j].sum()), scores=scores))
+                    length=int(batch["response_mask"][j].sum()),
+                    scores={key: x[j] for key, x in columns.items() if math.isfinite(x[j])}))
             done = min((first + world_size) * batch_size, len(picks))
             if rank == 0 and (time.time() - said > 5 or done == len(picks)):
                 said = time.time()
@@ -263,12 +253,12 @@ for (name, mode), prompts in by_prompt.items():
             majority_at_k([record["answer"] for record in prompt], values, x)
             for prompt, values in zip(judged, right, strict=True)]
     # the best of k samples by the reward: its own score, and what else is measured of it
-    ranked = [prompt for prompt in prompts if len(scores_of(prompt, compare_by)) == len(prompt)]
+    ranked = [prompt for prompt in prompts if len(scores_of(prompt, by)) == len(prompt)]
     for x in ks if mode == "sampled" and terms else ():
         for score in known:
-            both = [(scores_of(prompt, compare_by), scores_of(prompt, score)) for prompt in ranked]
-            numbers[f"best@{x} {score}"] = [best_of_k(by, values, x) for by, values in both
-                                            if len(values) == len(by)]
+            both = [(scores_of(prompt, by), scores_of(prompt, score)) for prompt in ranked]
+            numbers[f"best@{x} {score}"] = [best_of_k(ranks, values, x) for ranks, values in both
+                                            if len(values) == len(ranks)]
         numbers[f"best@{x} kl bound"] = [kl_of_best_of(x)]
     numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
     numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
@@ -276,49 +266,42 @@ for (name, mode), prompts in by_prompt.items():
                       for metric, values in numbers.items() if values}
 
 # the first policy against each other one, prompt by prompt
-mode = modes[-1][0]  # of the samples, where there are some
-duels = []
+duels, last = [], modes[-1][0]  # of the samples, where there are some
 for other in names[1:]:
-    both = [(scores_of(ours, compare_by), scores_of(theirs, compare_by)) for ours, theirs
-            in zip(by_prompt[names[0], mode], by_prompt[other, mode], strict=True)]
+    both = [(scores_of(ours, by), scores_of(theirs, by)) for ours, theirs
+            in zip(by_prompt[names[0], last], by_prompt[other, last], strict=True)]
     values = [wins(ours, theirs) for ours, theirs in both if ours and theirs]
     if values:
         low, high = bootstrap(values)
-        duels.append(dict(policy=names[0], against=other, by=compare_by, responses=mode,
-                          prompts=len(values), win_rate=sum(values) / len(values), low=low,
-                          high=high))
+        duels.append(dict(policy=names[0], against=other, by=by, responses=last, low=low, high=high,
+                          prompts=len(values), win_rate=sum(values) / len(values)))
 
 # --------------------------------------------------------------------------------------------------
 # what is printed and written, by rank 0
 
 
 def write():
-    try:
-        with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(record) + "\n" for record in records)
-        os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-        listed = {name: {metric: dict(mean=mean, error=None if math.isnan(error) else error)
-                         for metric, (mean, error) in its.items()}
-                  for name, its in figures.items()}
-        write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
-                                       win_rates=duels))
-    except OSError as e:
-        raise BadInput(f"out = {out!r} cannot be written: {e.strerror}; choose another "
-                       "--out") from e
+    """OUT.jsonl and OUT.json."""
+    with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(record) + "\n" for record in records)
+    os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
+    listed = {name: {metric: dict(mean=mean, error=None if math.isnan(error) else error)
+                     for metric, (mean, error) in its.items()}
+              for name, its in figures.items()}
+    write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
+                                   win_rates=duels))
 
 
 if rank == 0:
-    metrics = list(dict.fromkeys(metric for its in figures.values() for metric in its))
     wide = max(16, *(len(name) + 2 for name in names))
     print(f"\n{len(rows)} prompts, with 95 % confidence intervals of the means over prompts")
     print(f"{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
-    for metric in metrics:
-        cells = []
+    for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
+        cells, digits = [], 1 if metric.endswith("length") else 3
         for name in names:
             mean, error = figures[name].get(metric, (math.nan, math.nan))
-            digits = 1 if metric.endswith("length") else 3
-            cells.append(f"{mean:.{digits}f} ±{error:.{digits}f}" if not math.isnan(error)
-                         else f"{mean:.{digits}f}")
+            cells.append(f"{mean:.{digits}f}"
+                         + ("" if math.isnan(error) else f" ±{error:.{digits}f}"))
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
     for duel in duels:
         print(f"{duel['policy']} wins {duel['win_rate']:.1%} against {duel['against']} "

@@ -31,7 +31,7 @@ from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer 
 from errors import BadConfig  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
 from rewards import judge_scores, read_texts, score_sequences  # noqa: E402
-from rollout import decode_responses, generate, response_uniforms  # noqa: E402
+from rollout import generate, response_uniforms, texts_of  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def respond(picks):
         batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                          truncation=truncation, has_stop=tokenizer.has_stop)
-        texts = decode_responses(tokenizer, batch)
-        batch |= dict(rows=rows, completions=texts)
+        batch |= texts_of(list(zip(rows, ids, strict=True)), batch, tokenizer)
+        texts = batch["completions"]
         scores = torch.zeros(len(rows), device=device)
         if reward_path:
             read = read_texts(rows, texts, batch["finished"].tolist(), scorer_tokenizer,

@@ -6,7 +6,7 @@ downloaded.
     python data/countdown/prepare.py --chat     # for instruct models: the prompt is a chat message
 
 Writes beside itself, or into --out: rl_train.jsonl and rl_val.jsonl {"prompt", "numbers",
-"target"}, for the reward `countdown` of rewards.py.
+"target"}, for the reward in reward.py, the example of a reward of your own.
 
 The task is TinyZero's (github.com/Jiayi-Pan/TinyZero, its data Jiayi-Pan/Countdown-Tasks-3to4): 3
 or 4 numbers from 1 to 99, a target from 10 to 100, thinking in <think> and the answer in

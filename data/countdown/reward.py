@@ -10,8 +10,7 @@ from fractions import Fraction
 
 import torch
 
-from engine.answers import after_thinking, last_tagged
-from rewards import whole_responses
+from engine.answers import after_thinking, last_tagged, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 DEEPEST = 20  # parentheses inside each other

@@ -41,7 +41,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
 from convert import fetch, parser_of, stop, write_rows  # noqa: E402
-from rows import check_text, raw_rows  # noqa: E402
+from rows import raw_rows  # noqa: E402
 
 SOURCE = "https://openaipublic.blob.core.windows.net/summarize-from-feedback"
 POSTS = {"train": "train", "valid": "val"}  # their file: our part
@@ -51,25 +51,16 @@ QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query, of a completion 
 NAMES = [f"{kind}_{part}" for kind in ("sft", "prompts", "prefs") for part in ("train", "val")]
 
 
-def field(where, row, name, allowed=()):
-    """
-    row["info"]["post"] for the name "info.post". It must be one of `allowed`, or a text if nothing
-    is given there; anything else is an error.
-    """
+def field(where, row, name, kind=str):
+    """row["info"]["post"] for the name "info.post"; the value must be of this kind."""
     value = row
     try:
         for key in name.split("."):
             value = value[int(key) if key.isdigit() else key]
     except (KeyError, IndexError, TypeError):
-        stop(f"{where}: {name}: missing")
-    # types are compared as well, because True == 1
-    if allowed and not any(type(value) is type(a) and value == a for a in allowed):
-        stop(f"{where}: {name}: wanted one of {', '.join(map(str, allowed))}, "
-             f"found {json.dumps(value)[:40]}")
-    if not allowed and not isinstance(value, str):
-        stop(f"{where}: {name}: wanted a string, found {json.dumps(value)[:40]}")
-    if not allowed:
-        check_text(value, f"{where}: {name}", may_be_empty=True)
+        value = None
+    if type(value) is not kind:
+        stop(f"{where}: {name}: wanted {kind.__name__}, found {json.dumps(value)[:40]}")
     return value
 
 
@@ -133,13 +124,14 @@ def all_rows(args, count, kept):
         if min(kept["prefs_train"], kept["prefs_val"]) >= limit:
             break  # before the next download
         for where, row in raw_rows(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
-            part = SPLITS[field(where, row, "split", allowed=list(SPLITS))]
+            part = SPLITS.get(field(where, row, "split"))
+            if part is None:
+                stop(f"{where}: split: wanted one of {', '.join(SPLITS)}")
             if kept[f"prefs_{part}"] >= limit:
                 continue
             said = (field(where, row, f"info.{name}") for name in ("subreddit", "title", "post"))
             prompt = query(*said, count)
-            # the index of the better one of two summaries
-            choice = field(where, row, "choice", allowed=[0, 1])
+            choice = field(where, row, "choice", int)  # the index of the better of two summaries
             chosen, rejected = (spaced(field(where, row, f"summaries.{i}.text"))
                                 for i in (choice, 1 - choice))
             reason = fits(prompt, [chosen, rejected], PREFS, count)

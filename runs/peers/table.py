@@ -1,17 +1,13 @@
 """
-The table of runs/peers.sh: quartet and each peer in turns, a process for each turn.
-
-The ratio is that of the medians over all timed steps of all turns. cores: how many CPU cores were
-at work on average, quartet's and the peer's; "contended" stands where they were far fewer than
-threads, which makes a line worthless. FOLDER/results.json keeps all rows, so a table may be made in
-several calls.
+The table of runs/peers.sh: quartet and a peer in turns, a process for each turn. The ratio is that
+of the medians over all timed steps of all turns.
 """
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 # Python looks for modules in this file's folder; ours are two folders above it.
@@ -21,138 +17,87 @@ sys.path.insert(0, ROOT)
 import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from engine.report import measured_flops  # noqa: E402
-from errors import BadConfig  # noqa: E402
-from tools.bench import make_models  # noqa: E402
+from errors import BadConfig, Stop  # noqa: E402
+from tools.bench import iterations, make_models, sampling  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
-folder = "out/peers"  # for the models and the results
-rows = "all"  # or some of them, as decode_full,grpo_real
+rows = "all"  # or some of them, as sampling_full,grpo_real
 rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
-steps = 4  # timed steps of a turn, after two to warm up [>= 1]
-ppo_python = ""  # interpreter of an environment with TRL 1.12; empty = no such rows
-grpo_python = ""  # with TRL 1.16 and transformers
-vllm_python = ""  # with vLLM
-page = ""  # a Markdown file: its table gets all rows that the folder has, also of earlier calls
+steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
+ppo_python = ""  # interpreter of an environment with TRL 1.12
+grpo_python = ""  # with TRL 1.16
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
-
-HERE = os.path.join(ROOT, "runs", "peers")
-# name: (work, lengths, arguments of quartet.py, key of the peer's interpreter, its script and what
-# that is given)
+PROMPTS, LENGTH, NEW = 32, 32, 128
+LLAMA = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
+             num_attention_heads=4, num_key_value_heads=4)
+# name: (work, lengths, rows of a micro-batch)
 ROWS = {
-    "decode_full": ("sampling, full", "full", ["decode"], "grpo_python",
-                    ["generate.py", "transformers"]),
-    "decode_full_compiled": ("sampling, full", "full", ["decode"], "grpo_python",
-                             ["generate.py", "compiled"]),
-    "decode_full_vllm": ("sampling, full", "full", ["decode"], "vllm_python",
-                         ["generate.py", "vllm"]),
-    "ppo_full": ("PPO, full, micro-batches of 32", "full", ["ppo", "--micro_batch_size=32"],
-                 "ppo_python", ["trl_steps.py", "ppo", "32", "float32"]),
-    "ppo_real": ("PPO, real, micro-batches of 8", "real", ["ppo", "--micro_batch_size=8"],
-                 "ppo_python", ["trl_steps.py", "ppo", "8", "float32"]),
-    "ppo_full_bf16": ("PPO, full, 32, bfloat16", "full",
-                      ["ppo", "--micro_batch_size=32", "--dtype=bfloat16"],
-                      "ppo_python", ["trl_steps.py", "ppo", "32", "bfloat16"]),
-    "grpo_full": ("GRPO, full, micro-batches of 32", "full", ["grpo", "--micro_batch_size=32"],
-                  "grpo_python", ["trl_steps.py", "grpo", "32", "float32"]),
-    "grpo_real": ("GRPO, real, micro-batches of 8", "real", ["grpo", "--micro_batch_size=8"],
-                  "grpo_python", ["trl_steps.py", "grpo", "8", "float32"]),
-}
-HEADER = ["| work | quartet | peer | | ratio | MiB | cores |", "|---|---|---|---|---|---|---|"]
+    "sampling_full": ("sampling", "full", 0), "ppo_full": ("ppo", "full", 32),
+    "ppo_real": ("ppo", "real", 8), "grpo_full": ("grpo", "full", 32),
+    "grpo_real": ("grpo", "real", 8)}
 
 
-def measure(python, script, kind, models, more):
-    """The line that a measuring script prints, as a dict. Raises OSError if it prints none."""
-    command = [python, os.path.join(HERE, script), kind, models, str(steps), *more]
-    # OpenMP may have pinned this thread to one core, and the new process would inherit that
-    unpin = None
-    if hasattr(os, "sched_setaffinity"):
-        unpin = lambda: os.sched_setaffinity(0, range(os.cpu_count()))  # noqa: E731
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=unpin)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    if done.returncode or not lines:
-        raise OSError((done.stderr.strip() or "it printed nothing").splitlines()[-1])
-    return json.loads(lines[-1])
+def of_quartet(script, folder, micro_batch_size):
+    """(seconds of each step, peak MiB) of a turn of ppo.py or grpo.py."""
+    own = dict(ppo=dict(ppo_epochs=4, kl_coef=0.05), grpo=dict(group_size=4, kl_coef=0.04))
+    records = iterations(script, folder, dict(
+        batch_size=PROMPTS, max_new_tokens=NEW, micro_batch_size=micro_batch_size,
+        max_iters=steps + 1, device_type="cpu") | own[script])
+    return ([r["time/iteration"] for r in records], max(r["mem/peak_mib"] for r in records))
 
 
-def table_row(work, ours, theirs, threads):
-    """A line of the table. ours, theirs: lists of what measure gave, one for each round."""
-    turns = ours, theirs
-    medians = [statistics.median(s for turn in side for s in turn["seconds"]) for side in turns]
-    memory = [max(turn["peak_mib"] for turn in side) for side in turns]
-    cores = [min(turn["cpu_per_wall"] for turn in side) for side in turns]
-    name = theirs[0]["version"]
-    counted = cores[:1] if name.startswith("vLLM") else cores  # vLLM works in another process
-    contended = " contended" if min(counted) < 0.8 * threads else ""
-    shown = [f"{memory[0]}", f"{cores[0]:.2f}"] if len(counted) == 1 else [
-        f"{memory[0]}, {memory[1]}", f"{cores[0]:.2f}, {cores[1]:.2f}"]
-    return (f"| {work} | {medians[0]:.3f} s | {name} | {medians[1]:.3f} s | "
-            f"{medians[1] / medians[0]:.2f} | {shown[0]} | {shown[1]}{contended} |")
+def of_trl(script, folder, micro_batch_size):
+    """The same of TRL's trainer, and its version; trl_steps.py prints them as JSON."""
+    python = config[f"{script}_python"]
+    done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
+                           folder, str(steps), str(micro_batch_size)],
+                          capture_output=True, text=True)
+    if done.returncode:
+        raise Stop(f"TRL's {script}: {(done.stderr.strip() or '?').splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def write_between_marks(file, lines):
-    """Replace the lines of a Markdown file between its comments "peers: begin" and "peers: end"."""
-    with open(file, encoding="utf-8") as f:
-        text = f.read()
-    begin, end = "<!-- peers: begin -->\n", "<!-- peers: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise BadConfig(f"{file} must have one line {begin.strip()} and one {end}")
-    before, rest = text.split(begin)
-    with open(file, "w", encoding="utf-8") as f:
-        f.write(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+def row_of(name, folder):
+    """A line of the table."""
+    what, lengths, micro_batch_size = ROWS[name]
+    if what == "sampling":  # both in one process, and so without the memory of each
+        prompts = torch.randint(0, LLAMA["vocab_size"] - 2, (PROMPTS, LENGTH),
+                                generator=torch.Generator().manual_seed(0))
+        took = sampling(folder, torch.device("cpu"), "float32", prompts, NEW, rounds * steps)
+        ours, theirs = ([s for s, _ in took[key]] for key in ("quartet", "transformers"))
+        import transformers
+
+        return line_of(f"sampling, {lengths}", ours, f"transformers {transformers.__version__}",
+                       theirs, "")
+    ours, theirs, peaks = [], [], [0, 0]
+    for _ in range(rounds):
+        seconds, peak = of_quartet(what, folder, micro_batch_size)
+        ours, peaks[0] = ours + seconds, max(peaks[0], peak)
+        seconds, peak, version = of_trl(what, folder, micro_batch_size)
+        theirs, peaks[1] = theirs + seconds, max(peaks[1], peak)
+    return line_of(f"{what.upper()}, {lengths}, micro-batches of {micro_batch_size}", ours,
+                   version, theirs, f"{peaks[0]:.0f}, {peaks[1]:.0f}")
 
 
-def main():
-    wanted = list(ROWS) if rows == "all" else rows.split(",")
-    for name in wanted:
-        if name not in ROWS:
-            raise BadConfig(f"rows = {name!r}; all, or some of {', '.join(ROWS)}")
-    llama = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
-                 num_attention_heads=4, num_key_value_heads=4)
-    root = os.path.join(os.path.abspath(folder), "models")
-    models = {kind: os.path.join(root, kind) for kind in ("full", "real")}
-    for kind, path in models.items():
-        make_models(path, llama, 32, 128, 2 / 128 if kind == "real" else 0.0)
-    products, threads = measured_flops(torch.float32, torch.device("cpu")), torch.get_num_threads()
-    today = time.strftime("%Y-%m-%d")
-    lines = [f"{processor()}, {threads} threads, torch {torch.__version__}, {today}:",
-             f"float32 products {products / 1e9:.0f} GFLOP/s.", "", *HEADER]
-    print("\n".join(lines), flush=True)
-    kept, results = os.path.join(folder, "results.json"), {}  # of earlier rows, too
-    if os.path.exists(kept):
-        with open(kept, encoding="utf-8") as f:
-            results = json.load(f)
-    for name in wanted:
-        work, kind, (our_kind, *our_keys), key, (script, their_kind, *their_keys) = ROWS[name]
-        if not config[key]:
-            print(f"| {work} | | {their_kind}: no environment | | | | |", flush=True)
-            continue
-        ours, theirs = [], []
-        try:
-            for _ in range(rounds):
-                ours.append(measure(sys.executable, "quartet.py", our_kind, models[kind], our_keys))
-                theirs.append(measure(config[key], script, their_kind, models[kind], their_keys))
-        except OSError as e:
-            print(f"| {work} | | {their_kind} failed: {e} | | | | |", flush=True)
-            continue
-        results[name] = dict(line=table_row(work, ours, theirs, threads), quartet=ours, peer=theirs)
-        print(results[name]["line"], flush=True)
-        with open(kept, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
-    if page:
-        lines += [results[name]["line"] for name in ROWS if name in results]
-        write_between_marks(page, lines)
-
-
-def processor():
-    """What the CPU calls itself."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+def line_of(label, ours, peer, theirs, memory):
+    """The cells of a line, by the seconds of all steps of both."""
+    mine, its = statistics.median(ours), statistics.median(theirs)
+    return f"| {label} | {mine:.3f} s | {peer} | {its:.3f} s | {its / mine:.2f} | {memory} |"
 
 
 if __name__ == "__main__":
-    main()
+    wanted = list(ROWS) if rows == "all" else rows.split(",")
+    for name in wanted:
+        if name not in ROWS:
+            raise BadConfig(f"rows = {rows!r}: wanted all, or some of {','.join(ROWS)}")
+        if ROWS[name][0] != "sampling" and not config[f"{ROWS[name][0]}_python"]:
+            raise BadConfig(f"{name} needs an environment with TRL; type bash runs/peers.sh")
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"{time.strftime('%Y-%m-%d')}\n\n| work | quartet | peer | | ratio | MiB |\n"
+          "|---|---|---|---|---|---|")
+    for name in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            share = 2 / NEW if ROWS[name][1] == "real" else 0.0
+            make_models(folder, LLAMA, LENGTH, NEW, share)
+            print(row_of(name, folder), flush=True)
