@@ -16,6 +16,7 @@ the other.
 import ctypes
 import importlib
 import inspect
+import math
 import mmap
 import os
 import signal
@@ -105,7 +106,7 @@ class VLLM:
             tied=is_tied(policy), cache=int(system.vllm_cache * 2**30),
             at_once=system.rollout_batch_size or 256))
         try:
-            self.answer()
+            self.answer(seconds=math.inf)  # it may compile for minutes
         except Lost as e:
             raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; {LEAVE}") from e
 
@@ -138,16 +139,19 @@ class VLLM:
         self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
         os.close(memory)
 
-    def answer(self, stop=None):
-        """What vLLM answers; None if `stop` says True before. Raises Lost."""
-        began = time.monotonic()
+    def answer(self, stop=None, seconds=None):
+        """
+        What vLLM answers; None if `stop` says True before. seconds: how long to wait, None: as
+        for other ranks. Raises Lost.
+        """
+        began, seconds = time.monotonic(), seconds or self.timeout
         try:
             while not self.connection.poll(0.1):
                 if stop is not None and stop():
                     self.process.kill()
                     return None
-                if time.monotonic() - began > self.timeout:
-                    raise Lost(f"vLLM has not answered for timeout = {self.timeout} seconds")
+                if time.monotonic() - began > seconds:
+                    raise Lost(f"vLLM has not answered for timeout = {seconds} seconds")
             answer = self.connection.recv()
         except (EOFError, ConnectionError) as e:
             raise Lost(f"vLLM has ended, with exit code {self.process.wait()}; "

@@ -24,18 +24,11 @@ from conftest import ROOT
 from tiny import alike, distance, forked, measured, one_run
 
 STAND_IN = f"import os; os.environ['PYTHONPATH'] = '{ROOT}/tests/stand_in'; os.environ['STAND_IN'] = "
-AHEAD = dict(staleness=1, importance_cap=2)
 CASES = {  # name: (script, ranks, keys)
-    "in place": ("grpo.py", 1, dict(eval_interval=2)),
-    "ppo": ("ppo.py", 1, {}),
-    "two ranks": ("grpo.py", 2, {}),
-    "ahead": ("grpo.py", 1, AHEAD),
-    "roles": ("grpo.py", 3, dict(roles="train=1,generate=2") | AHEAD),
-    "three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1")),
+    "in place": ("grpo.py", 1, dict(policy="qwen", stop_strings="1", eval_interval=2)),
     "sharded": ("grpo.py", 2, dict(zero_stage="policy=3")),
-    "lora": ("grpo.py", 1, dict(lora="2")),
-    "tied": ("grpo.py", 1, dict(policy="qwen")),
-    "stop strings": ("grpo.py", 1, dict(stop_strings="1")),
+    "ahead": ("grpo.py", 3, dict(roles="train=1,generate=2", staleness=1, importance_cap=2)),
+    "lora and three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", lora="2")),
 }
 
 
@@ -50,7 +43,8 @@ def on(world, script, ranks, sampler, mode="", first=0, **keys):
     """A run for forked, on so many ranks; the stand-in of rank `first` and above is in this mode."""
     if "policy" in keys:
         keys["policy_path"] = getattr(world, keys.pop("policy"))
-    arguments = getattr(world, script.removesuffix(".py"))("out", sampler=sampler, **dict(max_iters=2) | keys)
+    keys = dict(sampler=sampler, max_iters=2, timeout=300) | keys
+    arguments = getattr(world, script.removesuffix(".py"))("out", **keys)
     return one_run(script, *[(arguments, f"{STAND_IN}{mode if rank >= first else ''!r}") for rank in range(ranks)])
 
 
@@ -71,38 +65,37 @@ def test_a_run_with_a_sampler_of_its_own_process_is_the_same_run(runs, name):
         assert set(result["codes"]) == {0}, result["stderr"]
         logs.append([measured(record) for record in tiny.read_log(f"{folder}/{name} {sampler}/out")])
     assert alike(*logs, 1e-4) and any("policy/sampler_gap" in record for record in logs[1])
-    if name != "lora":
+    if "lora" not in name:
         assert distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy") < 1e-5
 
 
-BAD = {  # name: (keys, the stand-in's mode, from this rank on, what is said, exit code)
-    "float64": (dict(dtype="float64"), "", 0, "no kernels for", 2),
-    "split": (dict(generate_tp=2), "", 0, "leave one of the two out", 2),
-    "stale": (dict(staleness=1), "", 0, "type --importance_cap=2", 2),
-    "missing": ({}, None, 0, "there is no vLLM in .*; install it", 2),
-    "unknown": ({}, "unknown", 0, r"\['Unknown'\] are not supported for now.; type --sampler=own", 2),
-    "forgets": ({}, "forgets", 0, "does not hold the weights that it was sent", 1),
-    "dies": ({}, "dies 2", 1, "vLLM has ended, with exit code 7", 1),
-    "hangs": (dict(timeout=8, reward_timeout=4), "hangs", 1, "vLLM has not answered for timeout = 8 seconds", 1),
-    "dies with roles": (dict(roles="train=1,generate=1"), "dies 2", 1, "vLLM has ended, with exit code 7", 1),
+BAD = {  # name: (keys, ranks, the stand-in's mode, on the last rank, what is said, exit code)
+    "float64": (dict(dtype="float64"), 1, "", "no kernels for", 2),
+    "split": (dict(generate_tp=2), 2, "", "leave one of the two out", 2),
+    "stale": (dict(staleness=1), 1, "", "type --importance_cap=2", 2),
+    "missing": ({}, 1, None, "there is no vLLM in .*; install it", 2),
+    "unknown": ({}, 1, "unknown", r"\['Unknown'\] are not supported for now.; type --sampler=own", 2),
+    "forgets": ({}, 1, "forgets", "does not hold the weights that it was sent", 1),
+    "dies": ({}, 2, "dies 2", "vLLM has ended, with exit code 7", 1),
+    "hangs": (dict(timeout=20, reward_timeout=4), 2, "hangs", "vLLM has not answered for timeout = 20 seconds", 1),
+    "dies with roles": (dict(roles="train=1,generate=1"), 2, "dies 2", "vLLM has ended, with exit code 7", 1),
 }
 
 
 def test_what_goes_wrong_is_one_line(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("bad"))
     cases = {}
-    for name, (keys, mode, first, _, _) in BAD.items():
-        run = on(world, "grpo.py", 2, "vllm", mode or "", first, **keys)
+    for name, (keys, ranks, mode, _, _) in BAD.items():
+        run = on(world, "grpo.py", ranks, "vllm", mode or "", ranks - 1, **keys)
         if mode is None:
-            for rank in run["ranks"]:
-                rank["code"] = "import sys; sys.modules['vllm'] = None; import os; os.environ['PYTHONPATH'] = '/nowhere'"
+            run["ranks"][0]["code"] = "import os; os.environ['PYTHONPATH'] = '/nowhere'"
         cases[name] = [run]
     if importlib.util.find_spec("vllm"):
         del cases["missing"]
     for name, (result,) in forked(folder, cases, at_once=2).items():
         *_, said, code = BAD[name]
         lines = [line for text in result["stderr"] for line in text.splitlines()]
-        assert set(result["codes"]) == {code} and max(result["seconds"]) < 60, (name, result)
+        assert set(result["codes"]) == {code} and max(result["seconds"]) < 280, (name, result)
         assert all(line.startswith("grpo.py: error") for line in lines) and 1 <= len(lines) <= 2, (name, lines)
         assert any(re.search(said, line) for line in lines), (name, lines)
         assert code == 1 or not os.path.exists(f"{folder}/{name}/out/log.jsonl")
