@@ -280,40 +280,6 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
         assert tiny.distance(*folders[:2]) == tiny.distance(*folders[::2]) == 0
 
 
-COST = """
-import sys, time
-sys.path[:0] = [{root!r}]
-import torch
-from engine import launch
-from model import from_scratch
-launch.choose_kernels(sys.argv[1] == "True")
-device, d, n = sys.argv[2], *((1024, 512) if sys.argv[2] == "cuda" else (32, 16))
-model = from_scratch(dict(model_type="llama", hidden_size=d, intermediate_size=3 * d, num_hidden_layers=4, vocab_size=1000,
-                          num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=n), device=device)
-tokens = torch.randint(0, 1000, (16, n), device=device)
-chosen = (torch.arange(n, device=device) > 0).expand(16, n)
-times = []
-for _ in range(8):
-    began = time.perf_counter()
-    with torch.autocast(device, torch.bfloat16):
-        model.logprobs(tokens, chosen)[0].mean().backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    times.append(time.perf_counter() - began)
-print(min(times))
-"""
-
-
-def test_what_deterministic_costs():
-    seconds = []
-    for on in (False, True):
-        done = subprocess.run([sys.executable, "-c", COST.format(root=ROOT), str(on), DEVICE], capture_output=True, text=True,
-                              env=os.environ | environment(), timeout=60)
-        assert done.returncode == 0, done.stderr
-        seconds.append(float(done.stdout))
-    figure("cost of deterministic", seconds[1] / seconds[0], "times as long")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # stops, kills, too little memory
 

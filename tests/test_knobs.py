@@ -30,13 +30,15 @@ GROUPS = {
     ("grpo.py", "rows"): (ROWS | dict(epochs=0.2, lora="4", max_refills=1, reward_functions="ODD,0.5*reward_model"),
                           dict(zero_stage="2", gradient_checkpointing=True)),
     ("grpo.py", "judge"): ({k: x for k, x in JUDGED.items() if k != "value_init"}, dict(zero_stage="2", offload="optimizer")),
+    ("grpo.py", "optim"): (dict(optim="adafactor"), dict(zero_stage="1")),
     ("grpo.py", "16 bits"): (dict(dtype="bfloat16", master_weights=False), dict(zero_stage="2")),
-    ("sft.py", "scratch"): (dict(family="llama", d_model=18, n_layer=3, max_tokens=12, too_long="cut"),
+    ("sft.py", "scratch"): (dict(family="llama", d_model=20, n_layer=3, max_tokens=12, too_long="cut", epochs=0.5),
                             dict(zero_stage="3", offload="params")),
     ("sft.py", "adapter"): (dict(init_from="POLICY", lora="2"), dict(zero_stage="3", head_chunk=5)),
     ("sft.py", "optim"): (dict(init_from="POLICY", optim="adafactor"), dict(zero_stage="1")),
     ("sft.py", "16 bits"): (dict(init_from="POLICY", dtype="bfloat16", master_weights=False), dict(zero_stage="3")),
     ("rm.py", "adapter"): (dict(lora="2", max_tokens=12, too_long="drop"), dict(zero_stage="3", offload="optimizer")),
+    ("rm.py", "optim"): (dict(optim="adafactor", epochs=0.5), dict(zero_stage="1")),
     ("rm.py", "16 bits"): (dict(dtype="bfloat16", master_weights=False), dict(zero_stage="3")),
 }
 PRODUCTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",), "rm.py": ("reward_model",)}
@@ -46,7 +48,7 @@ UNMOVING = dict(
     keep_best=True, sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 ELSEWHERE = {  # key: the file that turns it
     "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "generate_tp": "test_tensor_parallel",
-    "share_base": "test_lora", "code_seconds": "test_sandbox", "chat_template": "test_tokenizers",
+    "share_base": "test_lora", "fields": "test_formats", "code_seconds": "test_sandbox", "chat_template": "test_tokenizers",
     "template_kwargs": "test_tokenizers", "system_prompt": "test_tokenizers", "tokenizer_path": "tiny", "context": "tiny",
     "n_head": "tiny", "d_ff": "tiny"}
 
@@ -63,12 +65,15 @@ def said_by_hand(script):
 def test_every_key_is_turned_somewhere(script):
     keys = read_keys(os.path.join(tiny.ROOT, script)).keys()
     here = {key for (of, _), (keys, _) in GROUPS.items() if of == script for key in keys}
-    assert not keys - said_by_hand(script) - here - UNMOVING.keys() - ELSEWHERE.keys()
+    missing = keys - said_by_hand(script) - here - UNMOVING.keys() - ELSEWHERE.keys()
+    assert not missing
 
 
 @pytest.fixture(scope="module")
-def turned(tmp_path_factory):
-    """The folder with the runs, and {name: what came of it on each rank}."""
+def turned(tmp_path_factory, request):
+    """The folder with the runs that this session's tests ask for, and {name: what came of it on each rank}."""
+    asked = [item.callspec.params if hasattr(item, "callspec") else {} for item in request.session.items
+             if item.path == request.path]
     folder = str(tmp_path_factory.mktemp("knobs"))
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
     paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy)
@@ -81,17 +86,22 @@ def turned(tmp_path_factory):
 
     jobs = {}
     for (script, name), (keys, split) in GROUPS.items():
+        if dict(script=script, name=name) not in asked:
+            continue
         ours = f"{script} {name}"
         # adafactor makes whole steps of rounding: its noise depends on the number of ranks
+        if script in ("sft.py", "rm.py"):  # they draw a batch's rows when its step begins, and stop before the next one
+            keys = keys | dict(max_iters=3)
         jobs[ours] = run(script, keys, 2 if name == "optim" else 1)
         jobs[f"{ours} stopped"] = run(script, keys | split, 2, tiny.stops(1, 1)) | dict(folder=f"{ours} split")
         jobs[f"{ours} split"] = run(script, keys | split, 2)
-    for script in ("ppo.py", "grpo.py"):
+    for script in [script for script in ("ppo.py", "grpo.py") if dict(script=script) in asked]:
         jobs[f"{script} plain"] = run(script, dict(eval_path=""))
         jobs[f"{script} unmoving"] = run(script, UNMOVING)
     steps = dict(checkpoint_interval=1, missing_eos_penalty=0.0, max_new_tokens=2)
     fixed, adapted = dict(kl_coef=0.0, scale_scores="running"), dict(kl_coef=0.5, kl_coef_target=3.0)
-    for i, keys in enumerate((fixed | dict(max_iters=1), adapted, adapted | dict(max_iters=3))):
+    stages = fixed | dict(max_iters=1), adapted, adapted | dict(max_iters=3)
+    for i, keys in enumerate(stages if {} in asked else ()):
         jobs[f"ppo.py, stage {i}"] = run("ppo.py", steps | keys) | dict(folder="ppo.py in stages")
     return folder, in_a_row(folder, jobs)
 
@@ -102,10 +112,10 @@ def test_two_ranks_with_shards_and_a_stop_change_nothing(turned, script, name):
     whole, stopped, resumed = (outcomes[f"{script} {name}{end}"] for end in ("", " stopped", " split"))
     assert {each["kind"] + each["message"] for each in whole + resumed} == {""}, (whole, resumed)
     assert [each["kind"] + each["message"] for each in stopped] == ["SystemExit0"] * 2, stopped
-    assert "resuming from out/checkpoint-000001" in resumed[0]["stdout"]
+    assert "resuming from out/checkpoint-00000" in resumed[0]["stdout"]
     whole, parts = f"{folder}/{script} {name}/out", f"{folder}/{script} {name} split/out"
     logs = [[measured(record) for record in tiny.read_log(out)] for out in (whole, parts)]
-    assert len(logs[0]) == len(logs[1]) == 3
+    assert len(logs[0]) == len(logs[1]) > 2
     if name == "16 bits":  # where rounding is not to be compared; the weights stay in 16 bits
         for model in PRODUCTS[script]:
             assert {str(t.dtype) for t in tiny.read_weights(f"{parts}/{model}").values()} == {"torch.bfloat16"}

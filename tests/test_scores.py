@@ -150,7 +150,6 @@ def runs(tmp_path_factory):
     add("warm-up", "ppo.py", critic_warmup_iters=2, checkpoint_interval=1, keep_checkpoints=9,
         ema_decay=0.5, **SETTINGS)
     add("half", "ppo.py", (15.0,), dtype="bfloat16", value_init="policy")
-    add("too long", "ppo.py", critic_warmup_iters=3)
     arguments = world.ppo("out", reward_path=f"{folder}/moved 15.0", **SETTINGS)
     cases["resumed"] = [one_run("ppo.py", (arguments, tiny.stops(2))), one_run("ppo.py", arguments)]
     cases["said"] = [one_run("ppo.py", world.ppo("out", **SETTINGS))]
@@ -284,8 +283,6 @@ def test_the_policy_waits_while_the_value_model_warms_up(runs):
     moved = [record["policy/approx_kl"] > 1e-20 for record in records[:3]]
     assert moved == [False, False, True]
     assert len({r["policy/steps"] for r in records[:3]}) == 1  # of the value model, then of both
-    code = runs["too long 0.0"][1]
-    assert code["codes"] == [2] and "critic_warmup_iters = 3 of max_iters = 3" in code["stderr"][0]
 
 
 def test_a_run_under_autocast(runs):
