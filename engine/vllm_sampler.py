@@ -157,7 +157,7 @@ class VLLM:
             raise Lost(f"vLLM has ended, with exit code {self.process.wait()}; "
                        "VLLM_LOGGING_LEVEL=INFO shows what it says") from e
         if isinstance(answer, Exception):
-            raise Lost(str(answer))
+            raise Lost(f"vLLM: {answer}")
         return answer
 
     def ask(self, message):
@@ -271,8 +271,7 @@ def load(folder, dtype, stop, gpu, vocab_size, sleeps, tied, cache, at_once):
         # vLLM for CPUs keeps a second copy of a tied matrix, and forgets to renew it
         hf_overrides=dict(tie_word_embeddings=False) if tied else None)
     llm.stop, llm.sleeps = stop, sleeps
-    if sleeps:
-        llm.sleep(level=2)
+    sample(llm, [[0]], [0], 1, 1.0, [])  # some models have no kernel here: say so now
     return llm
 
 
