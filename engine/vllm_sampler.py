@@ -156,8 +156,8 @@ class VLLM:
         except (EOFError, ConnectionError) as e:
             raise Lost(f"vLLM has ended, with exit code {self.process.wait()}; "
                        "VLLM_LOGGING_LEVEL=INFO shows what it says") from e
-        if isinstance(answer, Exception):
-            raise Lost(f"vLLM: {answer}")
+        if isinstance(answer, Lost):
+            raise answer
         return answer
 
     def ask(self, message):
@@ -235,8 +235,10 @@ def serve(socket_number, memory_number, parent):
                 answer = hold(llm, connection, memory)
             else:
                 answer = sample(llm, **given)
-        except Exception as e:
-            answer = RuntimeError(first_line(e))
+        except Lost as e:
+            answer = e
+        except Exception as e:  # vLLM's own, of any class
+            answer = Lost(f"vLLM: {first_line(e)}")
         connection.send(answer)
         try:
             given = connection.recv()
@@ -254,12 +256,10 @@ def load(folder, dtype, stop, gpu, vocab_size, sleeps, tied, cache, at_once):
         runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
         plain = importlib.import_module("vllm._custom_ops")
     except ImportError as e:
-        raise RuntimeError(f"there is no vLLM in {sys.executable} ({first_line(e)}); install it "
-                           "(pip install vllm), or set VLLM_PYTHON to an interpreter that has "
-                           "it") from e
+        raise Lost(f"there is no vLLM in {sys.executable} ({first_line(e)}); install it (pip "
+                   "install vllm), or set VLLM_PYTHON to an interpreter that has it") from e
     if "weights_iterator" not in inspect.signature(runner.reload_weights).parameters:
-        raise RuntimeError(f"vLLM {vllm.__version__} cannot take new weights as tensors; install "
-                           "0.32")
+        raise Lost(f"vLLM {vllm.__version__} cannot take new weights as tensors; install 0.32")
     if not gpu:
         plain._supports_onednn = False  # it would hold matrices in a form whose bits nobody can sum
     llm = vllm.LLM(
