@@ -3,6 +3,8 @@ The models of a run, built one by one: load_policy, load_ref_policy, load_reward
 load_value_model. Where each model is held, and in which precision, the keys of engine/keys.py say;
 a Placement has what they say, so that the scripts need no switch for it.
 """
+import importlib
+
 from data import encode_examples
 from errors import BadConfig, BadInput, say
 from engine import roles
@@ -168,14 +170,14 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     """
     if "judge" not in [name for _, name, _ in terms]:
         return None
-    from engine.judging import Judge, judged_by_reference  # only runs with a judge need it
-
+    # by its name: only runs with a judge take that file along
+    judging = importlib.import_module("engine.judging")
     system = placement.system
     path, model = system.judge_path, None
     if not path:
         raise BadConfig("reward_functions names judge, and judge_path is empty; type "
                         "--judge_path=FOLDER, or --judge_path=ref_policy")
-    if judged_by_reference(path, system.ref_path, policy_path):
+    if judging.judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
         if model is None and system.judge_path == "ref_policy":
@@ -185,7 +187,7 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     if model is None:
         model = placement.load(path, "judge")
     check_tokenizer_fits(tokenizer, model, path)
-    judge = Judge(model, tokenizer, path, system.judge_template)
+    judge = judging.Judge(model, tokenizer, path, system.judge_template)
     say(judge.in_words)
     return judge
 

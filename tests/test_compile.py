@@ -59,6 +59,7 @@ def test_a_trunk_is_traced_once_and_computes_the_same(monkeypatch, recompute):
 
 
 @needs_compiler
+@pytest.mark.campaign  # a minute and more: it makes kernels
 def test_a_run_with_compile_is_the_run_without(tmp_path):
     """In float64, for GPT-2 computes everything in it; of one model, for each takes ten seconds."""
     world = tiny.build(str(tmp_path))

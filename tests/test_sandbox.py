@@ -965,7 +965,7 @@ def test_bwrap_is_killed_from_outside():
     time.sleep(0.2)  # let it come to the ready byte
     os.kill(children[0], signal.SIGKILL)
     thread.join()
-    assert failure == ["the sandbox died: exit code -9"]
+    assert len(failure) == 1 and re.fullmatch("the sandbox (died|did not start): exit code -9", failure[0])
     wait_for_none()
 
 
@@ -1334,4 +1334,4 @@ print([v.reason for v in run_all(programs, 2, timeout=1)])"""
 def test_the_limit_of_the_key_reaches_the_sandbox():
     program = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
     batch = dict(completions=[program], rows=[dict(prompt="q", tests=returns(1))], prompts=["q"])
-    assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 5)] == [[0.0], [1.0]]
+    assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]  # 30 on a busy machine
