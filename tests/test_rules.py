@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
 from errors import BadInput, Stop
-from rewards import RULES, accuracy, format, length, soft_overlong, thinks
+from rewards import RULES, accuracy, format, length, thinks
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
@@ -31,15 +31,6 @@ FORMATS = {
 def test_format():
     for score, texts in FORMATS.items():
         assert format(dict(completions=texts, rows=[dict(prompt="?")] * len(texts))).tolist() == [score] * len(texts)
-
-
-def test_length_by_hand():
-    """DAPO's own numbers: L_max 20480, L_cache 4096. 16384 are free, 18432 are half of the way, 17408 a quarter."""
-    lengths = torch.tensor([0, 1, 16384, 16385, 17408, 18432, 20479, 20480, 20481, 100_000])
-    assert soft_overlong(lengths, 20480, 4096).tolist() == [0, 0, 0, -1 / 4096, -0.25, -0.5, -4095 / 4096, -1, -1, -1]
-    mask = torch.arange(10) < torch.tensor([[1], [8], [9], [10]])  # R = 10: up to 8 tokens are free
-    assert length(dict(response_mask=mask)).tolist() == [0, 0, -0.5, -1]
-    assert length(dict(response_mask=torch.ones(0, 10, dtype=torch.bool))).shape == (0,)
 
 
 # the key reward_functions
