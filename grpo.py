@@ -203,6 +203,7 @@ run = Run(  # COLLECTIVE
 
 gradients = parallel.flatten_gradients(policy.parameters())
 batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+# a reward model of others gets its zero: what it says of the first responses becomes 0 on average
 batches.center_scores(reward_model, None)  # COLLECTIVE
 # how far log-probs that are equal on paper may be apart, in nats
 limit = gap_limit(system.dtype, temperature)
