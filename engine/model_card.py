@@ -36,9 +36,9 @@ def model_card(name, config, source, size, record):
 
 def public(value):
     """
-    A setting as others may see it. An absolute path names its user's folders: of a value that holds
-    one, as in "0.3*/home/x/a.jsonl,b.jsonl", only the last part of each path is left.
+    A setting as others may see it. An absolute path names its user's folders: of each one in a
+    value, as in "0.3*/home/me/a.jsonl,b.jsonl", only the last part is left.
     """
-    if not isinstance(value, str) or not re.search(r"(^|[^\w.-])/", value):
+    if not isinstance(value, str):
         return value
-    return ",".join(path.rstrip("/").rpartition("/")[2] for path in value.split(","))
+    return ",".join(re.sub(r"(^|[^\w.-])/.*/|^/", r"\1", part) for part in value.split(","))

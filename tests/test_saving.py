@@ -229,7 +229,10 @@ def test_a_card_names_nobodys_folders():
                     reward_functions="0.5*/home/me/r.py:f,length")
     text = model_card("policy", settings, "/home/me/base", "1M weights", {})
     assert "/home" not in text and "'x.jsonl'" in text and "0.5*r.py:f,length" in text and "made from `base`" in text
-    assert "hf:openai/gsm8k:main:train" in text and public("/a/b") == "b" and public(3) == 3
+    assert "hf:openai/gsm8k:main:train" in text and public(3) == 3
+    for value, left in (("/a/b", "b"), ("file:///home/u/x", "file:x"), ("x:/home/u/x", "x:x"), ("/home/my name/x", "x"),
+                        ("out/ppo", "out/ppo"), ("0.3*/home/x/a.jsonl,../b/c.jsonl", "0.3*a.jsonl,../b/c.jsonl")):
+        assert public(value) == left
     assert "made from scratch" in model_card("policy", settings, "", "1M weights", {})
 
 
