@@ -25,6 +25,7 @@ decoded, and whichever row it gets. And a resumed run needs no saved random stat
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
+import importlib
 import json
 import math
 import zlib
@@ -50,13 +51,21 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     [0, 1, 0, 1].
     """
     rows = []
+    for name in response_seeds(seed, purpose, iteration, slots, samples):
+        generator = torch.Generator().manual_seed(name)
+        rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
+    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+
+
+def response_seeds(seed, purpose, iteration, slots, samples=None):
+    """For each response the number that decides its noise; the arguments of response_uniforms."""
+    seeds = []
     for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
         name = f"{seed} {purpose} {iteration} {slot} {sample}"
         # 4 bytes, for torch's generator ignores all bits of a seed above the lowest 32
         digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
-    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+        seeds.append(int.from_bytes(digest, "little"))
+    return seeds
 
 
 def left_pad(prompts, pad_id, width=None):
@@ -303,6 +312,11 @@ class Sampler:
         self.policy, self.tokenizer, self.seed = policy, tokenizer, seed
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.placement, self.system = placement, placement.system
+        self.vllm = None  # the key sampler; see engine/vllm_sampler.py
+        if self.system.sampler == "vllm":
+            # by its name: only such a run takes that file along
+            vllm_sampler = importlib.import_module("engine.vllm_sampler")
+            self.vllm = vllm_sampler.begin_vllm(policy, tokenizer, self.system, placement.device)
 
     def sample(self, wanted, purpose, iteration, stop, start=None):
         """
@@ -323,18 +337,12 @@ class Sampler:
         tp = self.system.generate_tp
         left = list(parallel.my_share(numbers, tp))  # neighbours decode together what is theirs
         ids, slots, samples = ([wanted[i][k] for i in left] for k in (1, 2, 3))
-        R = self.max_new_tokens
-        uniforms = response_uniforms(self.seed, purpose, iteration, slots, R, samples)
-        tokenizer, matrices = self.tokenizer, self.placement.decoding
-        parts, started = [], []
+        tokenizer, parts, started = self.tokenizer, [], []
         if tp > 1:
             stop = None  # those who decode together must take the same steps
-        with (self.placement.autocast,
-              decoding_copy(self.policy, matrices, self.placement.device, tp) as decoder):
-            for part in generate_in_parts(
-                    decoder, ids, R, self.temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                    tokenizer.vocab_size, uniforms, batch_size=self.system.rollout_batch_size,
-                    prompt_width=width, stop=stop, has_stop=tokenizer.has_stop):
+        seeds = self.seed, purpose, iteration, slots
+        with self.placement.autocast:
+            for part in self.sample_in_parts(ids, seeds, samples, width, stop):
                 decoded, left = left[:len(part["tokens"])], left[len(part["tokens"]):]
                 kept = [row for row, i in enumerate(decoded) if i in mine]
                 part = {name: t[kept] for name, t in part.items()}
@@ -344,6 +352,23 @@ class Sampler:
                     texts = texts_of(chunk, part, tokenizer)
                     started.append(start(part | texts, len(chunk) / max(len(mine), 1)))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, started
+
+    def sample_in_parts(self, ids, names, samples, width, stop):
+        """What generate_in_parts yields, for these prompts. names: see response_uniforms."""
+        R, T, tokenizer = self.max_new_tokens, self.temperature, self.tokenizer
+        if self.vllm:
+            self.vllm.take_weights(self.policy)  # COLLECTIVE
+            yield self.vllm.generate(ids, R, T, tokenizer.eos_ids, tokenizer.pad_id,
+                                     response_seeds(*names, samples), width, stop,
+                                     tokenizer.has_stop)
+            return
+        placement, uniforms = self.placement, response_uniforms(*names, R, samples)
+        with decoding_copy(self.policy, placement.decoding, placement.device,
+                           self.system.generate_tp) as decoder:
+            yield from generate_in_parts(
+                decoder, ids, R, T, tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
+                uniforms, batch_size=self.system.rollout_batch_size, prompt_width=width, stop=stop,
+                has_stop=tokenizer.has_stop)
 
 
 def score_batch(scorer, batch, wanted, iteration, started=None):

@@ -74,7 +74,10 @@ class Adapted(Model):
         """
         owner, key = self.owner(), name.replace(".", "/")
         linear = owner.hf.base_model.get_submodule(name)
-        n_out, n_in = as_linear(linear, linear.weight).shape
+        if isinstance(linear, nn.Linear):  # in 4 bits its weight has another shape
+            n_out, n_in = linear.out_features, linear.in_features
+        else:
+            n_in, n_out = linear.weight.shape
         A = torch.empty(self.lora["rank"], n_in).uniform_(-1, 1, generator=generator) * n_in**-0.5
         B = torch.zeros(n_out, self.lora["rank"])
         own = dict(dtype=at_least_float32(linear.weight[:0]).dtype, device=linear.weight.device)

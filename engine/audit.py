@@ -97,10 +97,11 @@ def checksum_of(parts):
 
 def as_words(t):
     """
-    The memory of a tensor as integers of 32 bits, or of 16 where its elements have 16. Integers,
+    The memory of a tensor as integers of 32 bits, or of 16 or 8 where its elements have. Integers,
     because NaN != NaN and 0.0 == -0.0 as numbers, while only equal bits are the same weights.
     """
-    return t.flatten().view(torch.int16 if t.element_size() == 2 else torch.int32)
+    smaller = {1: torch.uint8, 2: torch.int16}
+    return t.flatten().view(smaller.get(t.element_size(), torch.int32))
 
 
 def weighted_sum(words, first):

@@ -9,6 +9,7 @@ from data import encode_examples
 from errors import BadConfig, BadInput, say
 from engine import roles
 from engine.adapters import Adapted, fill_adapter, load_adapted
+from engine.four_bits import check_four_bits
 from engine.optimizers import make_optimizer
 from engine.placement import finish_placing, load_placed, shard
 from engine.places import Place, is_sharded, place_of_one, placements, precisions
@@ -38,10 +39,14 @@ class Placement:
         keys = system.zero_stage, system.offload, system.lora, system.optim
         if alone:
             self.places = {trained[0]: place_of_one(trained[0], *keys)}
-            return
-        self.places = placements(trained, *keys, system.share_base, value_init)
-        for name, place in self.places.items():
-            place.here = name in self.held_here()
+        else:
+            self.places = placements(trained, *keys, system.share_base, value_init)
+            for name, place in self.places.items():
+                place.here = name in self.held_here()
+        if system.quantize == "4bit":
+            check_four_bits(system, self.places)
+            for place in self.places.values():
+                place.four_bits = True
 
     def held_here(self):
         """The models that this rank's role needs whole. LoRA's trunk is on all ranks."""

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from engine.adapters import Adapted, fill_adapter, save_adapter
 from engine.disk import put_in_place, remove, sha256, sync, write_json, write_tensors
 from engine.model_card import model_card
+from engine.four_bits import in_full
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log, read_log
@@ -344,6 +345,9 @@ def save_model(folder, model, tokenizer, dtype=None):
 def named_tensors(model):
     """(name, tensor) of all that the file of a model's weights holds; what is tied, once."""
     hf = model.hf
-    yield from ((name, p.detach()) for name, p in hf.named_parameters())
+    yield from ((name, in_full(p)) for name, p in hf.named_parameters())
     every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    yield from ((name, t) for name, t in hf.state_dict().items() if name not in every)
+    # of a matrix in 4 bits, WEIGHT.absmax and such stand here, too: in_full has used them
+    yield from ((name, t) for name, t in hf.state_dict().items()
+                if name not in every and name.rpartition(".")[0] not in every
+                and ".weight.quant_state." not in name)

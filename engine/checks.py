@@ -15,6 +15,10 @@ def check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, imp
         raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
                         "from the older policy that has sampled, so that the first step may "
                         "already be too far; type --importance_cap=2, which counts from now")
+    if system.sampler == "vllm" and system.staleness > 0 and importance_cap == 0:
+        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
+                        "which are rounded differently; type --importance_cap=2, which has the "
+                        "policy itself read what an older one has sampled")
     if num_minibatches > batch_size:
         raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of "
                         f"batch_size = {batch_size} empty; lower it")

@@ -53,5 +53,7 @@ head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch
 zero_stage = ""  # * 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
 offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
-optim = "adamw"  # adamw or adafactor, which keeps a sum a row and a column for each matrix
+# adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
+optim = "adamw"  # adamw, adamw8bit or adafactor
+quantize = "none"  # 4bit: the frozen model under lora, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of the optimizers [>= 0]

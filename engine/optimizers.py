@@ -13,6 +13,7 @@ import torch
 
 import parallel
 from engine import together
+from engine.four_bits import bitsandbytes
 from engine.together import Part
 from errors import Stop
 from model import at_least_float32
@@ -43,6 +44,9 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
         settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
                         foreach=False)
+    elif place.optimizer == "adamw8bit":
+        kind = bitsandbytes("optim = 'adamw8bit'").optim.AdamW8bit
+        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     else:
         kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
         settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
@@ -115,6 +119,8 @@ def optimizer_tensors(model, optimizer):
     names = [name for name, _ in model.named_parameters()]
     for name, p in model.named_parameters():
         for key, t in state.get(p, {}).items():
+            if isinstance(t, int):  # adamw8bit's step
+                t = torch.tensor(t)
             if torch.is_tensor(t) and t.dim() > 0 and is_shard(p) and not is_shard(t):
                 t = Part(t, p.shape, t.dtype, like=p)  # offloaded
             if torch.is_tensor(t) or isinstance(t, Part):
@@ -136,14 +142,15 @@ def fill_optimizer(model, optimizer, tensors):
         p = model.get_parameter(name)
         if p not in held:
             continue
-        if key != "step":
+        if key != "step" and t.is_floating_point():
             t = t.to(p.dtype)  # the run that wrote it may have had another dtype
         if t.shape == p.shape:
             t = split_like(p, t)
         # clone: a tensor that is mapped from a file may lie unaligned in memory, and the kernels
         # then add in another order, which changes the last bits of a sum
         t = my_part(t).clone().cpu() if offloaded else t.clone().to(p.device)
-        inner(optimizer).state[p][key] = t
+        # a step that is whole is adamw8bit's, for torch's are floats
+        inner(optimizer).state[p][key] = t if t.is_floating_point() or t.dim() else int(t)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch.nn as nn
 
 import parallel
 from engine.adapters import Adapted, load_whole
+from engine.four_bits import quantize
 from engine.places import is_sharded
 from engine.tensor_parallel import split_copy
 from engine.together import alone
@@ -52,7 +53,8 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
     recompute = recompute and trained
     trained = trained and not adapted  # with LoRA the model itself is frozen
     split = is_sharded(place, trained)
-    on_cpu = place.offload == "params" and (split or not trained)
+    four_bits = adapted and place.four_bits
+    on_cpu = four_bits or place.offload == "params" and (split or not trained)
     if split:
         # rank 0 alone reads the files, into the CPU's memory; every rank gets its parts from it
         whole = []
@@ -66,6 +68,9 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
     else:
         model = load_whole(path, head, dtype, "cpu" if on_cpu else device, seed)
         settle(model, trained, matrices, recompute)
+    if four_bits:
+        quantize(model, device, matrices or dtype)
+        model.to(device)
     finish_placing(model, device, compiled)
     if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
         rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)

@@ -26,6 +26,7 @@ class Place:
     offload: str = "none"  # what is in the CPU's memory: none, optimizer, or params (weights, too)
     lora: dict = None  # rank, alpha and targets of an Adapted; None: no adapters
     optimizer: str = "adamw"
+    four_bits: bool = False  # of the trunk under an adapter
     here: bool = True  # False: ranks of another role hold it, and this one knows its shapes alone
 
 
@@ -82,7 +83,7 @@ FORMS = {  # key: (a value as a pattern, and in words)
     "offload": ("none|optimizer|params", "none, optimizer or params"),
     "lora": (r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5}(\.[0-9]+)?(:[\w.+]*)?)?",
              "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v"),
-    "optim": ("adamw|adafactor", "adamw or adafactor")}
+    "optim": ("adamw|adamw8bit|adafactor", "adamw, adamw8bit or adafactor")}
 
 
 def parse(key, text, names, of_all=None):
@@ -116,6 +117,9 @@ def refuse(name, place, trained, policy, share_base=False, value_init=None):
         (trained and place.offload == "params" and (place.stage < 2 or place.lora),
          f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
          f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer"),
+        (place.optimizer == "adamw8bit" and (place.stage > 0 or moved),
+         f"optim: adamw8bit has its states whole and on the GPU, so {name} must be at stage 0 and "
+         "not offloaded; change zero_stage or offload, or type --optim=adamw"),
         (place.optimizer == "adafactor" and (place.stage > 1 or moved),
          f"optim: adafactor needs whole matrices, so {name} must be at stage 0 or 1 and not "
          "offloaded; change zero_stage or offload, or type --optim=adamw"),

@@ -9,6 +9,8 @@ judge_path = ""  # a language model that is asked how good a response is; may be
 judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
 
 # sampling
+sampler = "own"  # vllm: an engine for large models and long responses; docs/scale.md [own | vllm]
+vllm_cache = 4.0  # GiB of vLLM's cache of keys and values, on each rank that samples [> 0]
 max_prompt_tokens = 0  # longest prompt, 0 = what fits beside max_new_tokens [>= 0]
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]

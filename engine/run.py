@@ -249,12 +249,14 @@ class Run:
         (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit): before
         any update the log-probs of `what` must be the policy's. limit None: it is only measured.
 
-        The sampler's gap in 16 bits is an exception. It is other kernels that compute there, and
-        how far their rounding goes depends on how deep the model is: no limit suits all models. So
-        a large gap is said once, and does not stop the run.
+        The sampler's gap in 16 bits, or with vLLM, is an exception. Other kernels compute there,
+        and how far their rounding goes depends on how deep the model is: no limit suits all models.
+        So a large gap is said once, and does not stop the run.
         """
         dtype = self.system.dtype
-        if limit is None or what == "the sampler" and dtype in ("bfloat16", "float16"):
+        others = what == "the sampler" and (
+            dtype in ("bfloat16", "float16") or self.system.sampler == "vllm")
+        if limit is None or others:
             worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
             if limit is not None and worst > limit and not self.gap_said and self.rank == 0:
                 errors.warn(f"in {dtype} the sampler's log-probs differ from those of the training "

@@ -86,6 +86,9 @@ def cut(config, layers):
 def places_of(script, config):
     """{model's name: Place}. Raises BadConfig."""
     keys = [config[key] for key in ("zero_stage", "offload", "lora", "optim")]
+    if config["quantize"] == "4bit" or "adamw8bit" in config["optim"]:
+        raise BadConfig("bitsandbytes has no fake tensors, so quantize = '4bit' and adamw8bit are "
+                        "not counted here; config/one_card.py shows how to by hand")
     if script in ("sft", "rm"):
         name = dict(sft="policy", rm="reward_model")[script]
         return {name: place_of_one(PLACES[name], *keys)}

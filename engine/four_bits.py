@@ -1,0 +1,63 @@
+"""
+The frozen trunk under an adapter in 4 bits, the key quantize = "4bit" (QLoRA, arXiv 2305.14314).
+The optional package bitsandbytes does it: each matrix of the layers is held as 16 levels (NF4) with
+a scale for each 64 numbers, 4.5 bits a number, and is rounded back whenever it is used. Embeddings,
+head and norms stay as they are. The policy's trunk is its reference, too, so both are the rounded
+model.
+"""
+import torch.nn as nn
+
+from errors import BadConfig, BadInput
+
+
+def check_four_bits(system, places):
+    """Raise BadConfig where keys do not go together. places: {name: Place}, see places.py."""
+    if not any(place.lora for place in places.values()):
+        raise BadConfig("quantize = '4bit' rounds a trunk that stays frozen, and adapters on it "
+                        "are trained; type --lora=16, or leave quantize out")
+    if any(place.lora and place.stage > 0 for place in places.values()) or system.generate_tp > 1:
+        raise BadConfig("quantize = '4bit': a matrix in 4 bits cannot be split over ranks; leave "
+                        "zero_stage and generate_tp out for what has an adapter, or quantize")
+    if system.dtype == "float64":
+        raise BadConfig("quantize = '4bit' has no kernels for float64; type --dtype=float32 or "
+                        "--dtype=bfloat16")
+    bitsandbytes("quantize = '4bit'")
+
+
+def bitsandbytes(key):
+    """The package. Raises BadConfig, if it is missing. key: what asks for it."""
+    try:
+        import bitsandbytes
+    except ImportError as e:
+        raise BadConfig(f"{key} needs the package bitsandbytes: pip install bitsandbytes") from e
+    return bitsandbytes
+
+
+def quantize(model, device, dtype):
+    """
+    Give the matrices of a frozen model's layers 4 bits, one map after the other; the model may wait
+    in the CPU's memory until then. dtype: in which it computes. Raises BadInput.
+    """
+    package, found = bitsandbytes("quantize = '4bit'"), False
+    for layer in model.layers():
+        for parent in list(layer.modules()):
+            for name, linear in list(parent.named_children()):
+                if type(linear) is not nn.Linear:
+                    continue
+                small = package.nn.Linear4bit(
+                    linear.in_features, linear.out_features, bias=linear.bias is not None,
+                    compute_dtype=dtype, quant_type="nf4", device="meta")
+                small.weight = package.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
+                small.bias, found = linear.bias, True
+                setattr(parent, name, small.to(device))
+    if not found:
+        raise BadInput(f"{model.path}: its layers have no maps of torch's class Linear, so nothing "
+                       "can have 4 bits; leave quantize out")
+
+
+def in_full(p):
+    """A parameter as numbers: one in 4 bits is what its map computes with, (out, in)."""
+    if not hasattr(p, "quant_state"):
+        return p.detach()
+    return bitsandbytes("4 bits").functional.dequantize_4bit(p.data, p.quant_state)

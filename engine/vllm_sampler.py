@@ -1,0 +1,333 @@
+"""
+vLLM as the sampler, the key sampler = "vllm": for models and responses so long that sampling takes
+most of the time. An optional package; it has kernels, a scheduler and a noise of its own.
+
+    rank                                          vLLM, a process of its own
+    VLLM(policy, ...)               starts    serve: loads the architecture, without weights
+    take_weights(policy)            ----->    holds them; answers with the sum of their bits
+    generate(prompts, seeds, ...)   ----->    samples; answers with ids and log-probs
+
+Each rank that samples has such a process beside it. It is no part of the rank's own, because vLLM
+takes the ranks of torch.distributed for its own, sets threads anew, and wants other versions of
+some packages: it may have an interpreter of its own, VLLM_PYTHON=venv/bin/python. The two talk
+through a socket; a tensor goes through memory that both can see. If one of the two ends, so does
+the other.
+"""
+import ctypes
+import importlib
+import inspect
+import math
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+import engine
+from engine import roles
+from engine.adapters import Adapted
+from engine.four_bits import in_full
+from errors import BadConfig, BadInput, Lost, first_line
+from folders import model_folders
+from parallel import gather, is_shard, my_part
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LEAVE = "type --sampler=own, which samples with transformers' model"
+
+
+def bits(tensors):
+    """The sum of the bit patterns of all numbers, which no order of them changes."""
+    whole = {4: torch.int32, 2: torch.int16}
+    return sum(t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64).item()
+               for t in tensors)
+
+
+# --------------------------------------------------------------------------------------------------
+# on the rank
+
+
+def is_tied(policy):
+    """Whether the head of a policy is its table of embeddings."""
+    return policy.hf.get_output_embeddings().weight is policy.hf.get_input_embeddings().weight
+
+
+def whole_weights(policy):
+    """
+    (name, tensor) of all that a policy computes with, an adapter merged into its trunk. A
+    collective where it is sharded.
+    """
+    hf = policy.hf
+    for name, p in hf.named_parameters():
+        W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
+        W = policy.merged(name, W) if isinstance(policy, Adapted) else W
+        yield name, W
+        if is_tied(policy) and p is hf.get_input_embeddings().weight:
+            head = next(n for n, m in hf.named_modules() if m is hf.get_output_embeddings())
+            yield f"{head}.weight", W
+
+
+def begin_vllm(policy, tokenizer, system, device):
+    """
+    The VLLM of this rank; None where it samples with the policy itself, as trainers do whose
+    rollouts come from ranks that generate. system: the keys. Raises BadConfig or BadInput.
+    """
+    if system.dtype not in DTYPES:
+        raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
+                        "it; type --dtype=float32 or --dtype=bfloat16")
+    if system.generate_tp > 1:
+        raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
+                        "the whole policy; leave one of the two out")
+    samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
+    alone = roles.role == "generate"
+    return VLLM(policy, tokenizer, system, device, alone) if samples else None
+
+
+class VLLM:
+    """
+    The vLLM of this rank, which holds a copy of the policy. alone: no model that trains shares the
+    GPU, so vLLM need not free it between two rollouts. Raises BadInput.
+    """
+
+    def __init__(self, policy, tokenizer, system, device, alone=False):
+        self.dtype, self.timeout, self.device = DTYPES[system.dtype], system.timeout, device
+        *_, folder = model_folders(policy.path)  # of the trunk, where that is an adapter's
+        self.start(device, max(p.numel() for p in policy.hf.parameters()) * self.dtype.itemsize)
+        gpu = device.type == "cuda"
+        self.connection.send(dict(
+            folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and not alone,
+            stop=list(tokenizer.stop_strings), vocab_size=tokenizer.vocab_size,
+            tied=is_tied(policy), cache=int(system.vllm_cache * 2**30),
+            at_once=system.rollout_batch_size or 256))
+        try:
+            self.answer(seconds=math.inf)  # it may compile for minutes
+        except Lost as e:
+            raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; {LEAVE}") from e
+
+    def start(self, device, size):
+        """Start the process. size: bytes of the largest tensor."""
+        environment = {name: value for name, value in os.environ.items()
+                       if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC")}
+        if device.type == "cuda":
+            visible, number = os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index or 0
+            own = visible.split(",")[number] if visible else str(number)
+            environment["CUDA_VISIBLE_DEVICES"] = own
+        ours, theirs = socket.socketpair()
+        memory = os.memfd_create("weights")
+        os.ftruncate(memory, size)
+        # this thread may be pinned to one CPU, and a process begins where its parent is
+        code = (f"import os, sys; os.sched_setaffinity(0, {sorted(engine.CPUS)}); "
+                f"sys.path.insert(0, {ROOT!r}); from engine.vllm_sampler import serve; "
+                f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
+        quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL
+        try:
+            self.process = subprocess.Popen(
+                [os.environ.get("VLLM_PYTHON", sys.executable), "-c", code], env=environment,
+                pass_fds=[theirs.fileno(), memory], stdin=subprocess.DEVNULL, stdout=quiet,
+                stderr=quiet)
+        except OSError as e:
+            raise BadInput(f"VLLM_PYTHON={os.environ.get('VLLM_PYTHON')}: {e.strerror}; give the "
+                           "interpreter of an environment with vLLM") from e
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+        os.close(memory)
+
+    def answer(self, stop=None, seconds=None):
+        """
+        What vLLM answers; None if `stop` says True before. seconds: how long to wait, None: as
+        for other ranks. Raises Lost.
+        """
+        began, seconds = time.monotonic(), seconds or self.timeout
+        try:
+            while not self.connection.poll(0.1):
+                if stop is not None and stop():
+                    self.process.kill()
+                    return None
+                if time.monotonic() - began > seconds:
+                    raise Lost(f"vLLM has not answered for timeout = {seconds} seconds")
+            answer = self.connection.recv()
+        except (EOFError, ConnectionError) as e:
+            raise Lost(f"vLLM has ended, with exit code {self.process.wait()}; "
+                       "VLLM_LOGGING_LEVEL=INFO shows what it says") from e
+        if isinstance(answer, Lost):
+            raise answer
+        return answer
+
+    def ask(self, message):
+        """Send a message. Raises Lost."""
+        try:
+            self.connection.send(message)
+        except ConnectionError:
+            self.answer()  # says why
+
+    def take_weights(self, policy):
+        """vLLM gets the weights of now. A collective where they are sharded. Raises Lost."""
+        self.ask("weights")
+        total = 0
+        for name, t in whole_weights(policy):  # COLLECTIVE
+            t = t.detach().to(self.dtype)
+            total += bits([t])
+            size = t.numel() * t.element_size()
+            self.memory[:size].view(t.dtype).view(t.shape).copy_(t)
+            self.ask((name, t.dtype, t.shape, size))
+            self.answer()  # it has read the memory
+        self.ask(None)
+        held = self.answer()
+        if held != total:
+            raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
+                       f"model's names for them; {LEAVE}")
+
+    def generate(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
+                 stop=None, has_stop=None):
+        """
+        What rollout.generate returns, see there, B rows. seeds: a number for each response, which
+        decides its noise.
+        """
+        from rollout import left_pad
+
+        B, R = len(prompts), max_new_tokens
+        tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P) each
+        responses = torch.full((B, R), pad_id)
+        logprobs = torch.zeros(B, R)
+        lengths, finished = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+        self.ask(dict(prompts=[list(ids) for ids in prompts], seeds=list(seeds), max_tokens=R,
+                      temperature=temperature, eos_ids=sorted(eos_ids)))
+        for row, (ids, of_ids, ended) in enumerate(self.answer(stop) or ()):
+            if has_stop:  # vLLM looks for stop strings in another text than we do: ours count
+                first = next((n for n in range(1, len(ids) + 1) if has_stop(ids[:n])), None)
+                ended, ids = ended or first is not None, ids[:first]
+            n = len(ids)
+            responses[row, :n], logprobs[row, :n] = torch.tensor(ids), torch.tensor(of_ids[:n])
+            lengths[row], finished[row] = n, ended
+        response_mask = torch.arange(R) < lengths[:, None]
+        batch = dict(tokens=torch.cat([tokens, responses], 1),
+                     attention_mask=torch.cat([mask, response_mask], 1),
+                     response_mask=response_mask, sampler_logprobs=logprobs, finished=finished)
+        return {name: t.to(self.device) for name, t in batch.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# in vLLM's process
+
+
+def serve(socket_number, memory_number, parent):
+    """Answer what the rank asks, until it has ended."""
+    for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank
+    if os.getppid() != parent:
+        return
+    connection = Connection(socket_number)
+    memory = torch.frombuffer(mmap.mmap(memory_number, 0), dtype=torch.uint8)
+    llm, given = None, connection.recv()
+    while True:
+        try:
+            if llm is None:
+                llm, answer = load(**given), "ready"
+            elif given == "weights":
+                answer = hold(llm, connection, memory)
+            else:
+                answer = sample(llm, **given)
+        except Lost as e:
+            answer = e
+        except Exception as e:  # vLLM's own, of any class
+            answer = Lost(f"vLLM: {first_line(e)}")
+        connection.send(answer)
+        try:
+            given = connection.recv()
+        except EOFError:
+            os._exit(0)  # vLLM's own way to end takes up to a minute
+
+
+def load(folder, dtype, stop, gpu, vocab_size, sleeps, tied, cache, at_once):
+    """A vLLM of the architecture that is in a folder. Its weights come later, by `hold`."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+                      VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        vllm = importlib.import_module("vllm")
+        runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+        plain = importlib.import_module("vllm._custom_ops")
+    except ImportError as e:
+        raise Lost(f"there is no vLLM in {sys.executable} ({first_line(e)}); install it (pip "
+                   "install vllm), or set VLLM_PYTHON to an interpreter that has it") from e
+    if "weights_iterator" not in inspect.signature(runner.reload_weights).parameters:
+        raise Lost(f"vLLM {vllm.__version__} cannot take new weights as tensors; install 0.32")
+    if not gpu:
+        plain._supports_onednn = False  # it would hold matrices in a form whose bits nobody can sum
+    llm = vllm.LLM(
+        folder, dtype=dtype, load_format="dummy", generation_config="vllm", max_model_len=-1,
+        max_num_seqs=at_once, kv_cache_memory_bytes=cache, gpu_memory_utilization=0.01,
+        enforce_eager=not gpu, enable_sleep_mode=sleeps, enable_prefix_caching=True, seed=0,
+        skip_tokenizer_init=not stop, logprobs_mode="processed_logprobs", disable_log_stats=True,
+        logits_processors=[without_padding(vocab_size)],
+        # vLLM for CPUs keeps a second copy of a tied matrix, and forgets to renew it
+        hf_overrides=dict(tie_word_embeddings=False) if tied else None)
+    llm.stop, llm.sleeps = stop, sleeps
+    sample(llm, [[0]], [0], 1, 1.0, [])  # some models have no kernel here: say so now
+    return llm
+
+
+def without_padding(vocab_size):
+    """What vLLM asks after each forward: ids that the tokenizer does not have become impossible."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    class WithoutPadding(LogitsProcessor):
+        def __init__(self, config, device, is_pin_memory):
+            pass
+
+        def apply(self, logits):
+            logits[:, vocab_size:] = -torch.inf
+            return logits
+
+        def is_argmax_invariant(self):
+            return False
+
+        def update_state(self, batch_update):
+            pass
+
+    return WithoutPadding
+
+
+def hold(llm, connection, memory):
+    """Take the weights that the rank sends one by one. Returns the sum of the bits of all."""
+    def incoming():
+        while (given := connection.recv()) is not None:
+            name, dtype, shape, size = given
+            # a copy, for vLLM waits until it has all of a layer
+            t = memory[:size].view(dtype).view(shape).clone()
+            connection.send("next")
+            yield name, t
+
+    if llm.sleeps:
+        llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=incoming()))
+    if llm.sleeps:
+        llm.wake_up(tags=["kv_cache"])
+    llm.reset_prefix_cache()  # it has keys and values of the old weights
+    return llm.apply_model(lambda model: bits(model.parameters()))[0]
+
+
+def sample(llm, prompts, seeds, max_tokens, temperature, eos_ids):
+    """For each prompt: ids of the response, their log-probs, whether an EOS or a stop ended it."""
+    from vllm import SamplingParams
+
+    settings = [SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=eos_ids,
+        ignore_eos=True, logprobs=0, detokenize=bool(llm.stop), stop=llm.stop or None,
+        include_stop_str_in_output=True) for seed in seeds]
+    results = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], settings,
+                           use_tqdm=False) if prompts else []
+    if llm.sleeps:
+        llm.sleep(level=2)
+    texts = [result.outputs[0] for result in results]
+    return [([*text.token_ids],
+             [of[i].logprob for i, of in zip(text.token_ids, text.logprobs, strict=True)],
+             text.finish_reason == "stop") for text in texts]

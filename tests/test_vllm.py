@@ -1,0 +1,206 @@
+"""
+vLLM as the sampler. Everything but vLLM itself is tested with a stand-in (tests/stand_in/vllm.py), a package of that name which
+samples with our own model: a run with it must be the run without it. What needs the real one is skipped without it.
+"""
+import importlib.util
+import os
+import re
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import vllm_sampler
+from engine.checkpoint import save_model
+from engine.tokenizers import load_tokenizer
+from engine.vllm_sampler import VLLM, begin_vllm
+from errors import BadConfig, Lost
+from model import from_scratch, load_model
+
+import tiny
+from conftest import ROOT
+from tiny import alike, distance, forked, measured, one_run
+
+STAND_IN = f"import os; os.environ['PYTHONPATH'] = '{ROOT}/tests/stand_in'; os.environ['STAND_IN'] = "
+CASES = {  # name: (script, ranks, keys)
+    "in place": ("grpo.py", 1, dict(policy="qwen", stop_strings="1", eval_interval=2)),
+    "sharded": ("grpo.py", 2, dict(zero_stage="policy=3")),
+    "ahead": ("grpo.py", 3, dict(roles="train=1,generate=2", staleness=1, importance_cap=2)),
+    "lora and three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", lora="2")),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+    tiny.add_qwen(world)
+    return world
+
+
+def on(world, script, ranks, sampler, mode="", first=0, **keys):
+    """A run for forked, on so many ranks; the stand-in of rank `first` and above is in this mode."""
+    if "policy" in keys:
+        keys["policy_path"] = getattr(world, keys.pop("policy"))
+    keys = dict(sampler=sampler, max_iters=2, timeout=300) | keys
+    arguments = getattr(world, script.removesuffix(".py"))("out", **keys)
+    return one_run(script, *[(arguments, f"{STAND_IN}{mode if rank >= first else ''!r}") for rank in range(ranks)])
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("runs"))
+    cases = {f"{name} {sampler}": [on(world, script, ranks, sampler, **keys)]
+             for name, (script, ranks, keys) in CASES.items() for sampler in ("own", "vllm")}
+    return folder, forked(folder, cases, at_once=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_with_a_sampler_of_its_own_process_is_the_same_run(runs, name):
+    folder, results = runs
+    logs = []
+    for sampler in ("own", "vllm"):
+        result, = results[f"{name} {sampler}"]
+        assert set(result["codes"]) == {0}, result["stderr"]
+        logs.append([measured(record) for record in tiny.read_log(f"{folder}/{name} {sampler}/out")])
+    assert alike(*logs, 1e-4) and any("policy/sampler_gap" in record for record in logs[1])
+    if "lora" not in name:  # Adam makes much of a last bit, in which vLLM's weights of importance may differ
+        moved = distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy")
+        assert moved < (5e-3 if name == "ahead" else 1e-5)
+
+
+BAD = {  # name: (keys, ranks, the stand-in's mode, on the last rank, what is said, exit code)
+    "float64": (dict(dtype="float64"), 1, "", "no kernels for", 2),
+    "split": (dict(generate_tp=2), 2, "", "leave one of the two out", 2),
+    "stale": (dict(staleness=1), 1, "", "type --importance_cap=2", 2),
+    "missing": ({}, 1, None, "there is no vLLM in .*; install it", 2),
+    "unknown": ({}, 1, "unknown", r"\['Unknown'\] are not supported for now.; type --sampler=own", 2),
+    "forgets": ({}, 1, "forgets", "does not hold the weights that it was sent", 1),
+    "dies": ({}, 2, "dies 2", "vLLM has ended, with exit code 7", 1),
+    "hangs": (dict(timeout=20, reward_timeout=4), 2, "hangs", "vLLM has not answered for timeout = 20 seconds", 1),
+    "dies with roles": (dict(roles="train=1,generate=1"), 2, "dies 2", "vLLM has ended, with exit code 7", 1),
+}
+
+
+def test_what_goes_wrong_is_one_line(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("bad"))
+    cases = {}
+    for name, (keys, ranks, mode, _, _) in BAD.items():
+        run = on(world, "grpo.py", ranks, "vllm", mode or "", ranks - 1, **keys)
+        if mode is None:
+            run["ranks"][0]["code"] = "import os; os.environ['PYTHONPATH'] = '/nowhere'"
+        cases[name] = [run]
+    if importlib.util.find_spec("vllm"):
+        del cases["missing"]
+    for name, (result,) in forked(folder, cases, at_once=2).items():
+        *_, said, code = BAD[name]
+        lines = [line for text in result["stderr"] for line in text.splitlines()]
+        assert set(result["codes"]) == {code} and max(result["seconds"]) < 280, (name, result)
+        assert all(line.startswith("grpo.py: error") for line in lines) and 1 <= len(lines) <= 2, (name, lines)
+        assert any(re.search(said, line) for line in lines), (name, lines)
+        assert code == 1 or not os.path.exists(f"{folder}/{name}/out/log.jsonl")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the real one
+
+
+def find_vllm():
+    """An interpreter with vLLM, or None."""
+    if "VLLM_PYTHON" in os.environ:
+        return os.environ["VLLM_PYTHON"]
+    return sys.executable if importlib.util.find_spec("vllm") else None
+
+
+needs_vllm = pytest.mark.skipif(find_vllm() is None, reason="there is no vLLM here; VLLM_PYTHON names an interpreter that has it")
+
+
+def settings(**keys):
+    defaults = dict(dtype="float32", generate_tp=1, timeout=600, vllm_cache=0.25, rollout_batch_size=64)
+    return SimpleNamespace(**defaults | keys)
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
+    tokenizer = load_tokenizer(world.tokenizer)
+    torch.manual_seed(0)
+    config = dict(model_type=family, vocab_size=tokenizer.vocab_size + 5, bos_token_id=None, eos_token_id=tokenizer.eos_id,
+                  pad_token_id=tokenizer.pad_id, initializer_range=0.15)
+    if family == "gpt2":
+        config |= dict(n_embd=64, n_layer=2, n_head=2, n_positions=64)
+    else:
+        config |= dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+                       intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=family == "qwen3")
+    save_model(f"{tmp_path}/policy", from_scratch(config, seed=1), tokenizer)
+    policy = load_model(f"{tmp_path}/policy")
+    reads = SimpleNamespace(stop_strings=["7"], vocab_size=tokenizer.vocab_size)
+    vllm = begin_vllm(policy, reads, settings(), torch.device("cpu"))
+    prompts = [[49 + i, 43, 50] for i in range(6)] * 2
+    eos = {tokenizer.eos_id, 65, 66, 67}
+
+    def sample(temperature=0.7, seeds=range(12)):
+        return vllm.generate(prompts, 20, temperature, eos, tokenizer.pad_id, seeds, 5, has_stop=lambda ids: 55 in ids[-1:])
+
+    for _ in range(2):
+        vllm.take_weights(policy)
+        for temperature in (0.7, 1.0, 0.0):
+            batch = sample(temperature)
+            tokens, mask, response = batch["tokens"], batch["attention_mask"], batch["response_mask"]
+            assert tokens.shape == mask.shape == (12, 25) and response.shape == (12, 20) and tokens.max() < tokenizer.vocab_size
+            ended = 0
+            for row in range(12):
+                ids = tokens[row][mask[row]][None]  # (1, T)
+                chosen = torch.arange(ids.shape[1])[None] >= 3
+                with torch.no_grad():
+                    wanted, _ = policy.logprobs(ids, chosen, temperature or 1.0, tokenizer.vocab_size)
+                n = len(wanted)
+                assert (batch["sampler_logprobs"][row, :n] - wanted).abs().max() < 2e-5
+                ends = [int(i) in eos | {55} for i in ids[0, 3:]]
+                assert not any(ends[:-1]) and ends[-1] == bool(batch["finished"][row]) and (ends[-1] or n == 20)
+                ended += ends[-1]
+            assert 0 < ended or temperature == 0.0
+        again, other = sample(), sample(seeds=range(100, 112))
+        assert torch.equal(again["tokens"], sample()["tokens"]) and not torch.equal(again["tokens"], other["tokens"])
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+    process = vllm.process
+    vllm.connection.close()
+    assert process.wait(30) == 0
+
+
+@needs_vllm
+def test_a_killed_vllm_is_noticed(world):
+    policy, tokenizer = load_model(world.policy), load_tokenizer(world.tokenizer)
+    vllm = VLLM(policy, tokenizer, settings(), torch.device("cpu"))
+    vllm.take_weights(policy)
+    vllm.process.kill()
+    began = time.monotonic()
+    with pytest.raises(Lost, match="vLLM has ended, with exit code -9"):
+        vllm.generate([[49]], 4, 1.0, {0}, 0, [1], 1)
+    assert time.monotonic() - began < 5
+
+
+@needs_vllm
+def test_grpo_with_vllm(world, tmp_path):
+    done = tiny.run("grpo.py", *world.grpo(f"{tmp_path}/out", sampler="vllm", vllm_cache=0.25, eval_interval=2, timeout=600),
+                    ranks=2, env=dict(VLLM_PYTHON=find_vllm()))
+    assert done.returncode == 0, done.stderr
+    gaps = [record["policy/sampler_gap"] for record in tiny.read_log(f"{tmp_path}/out") if "policy/sampler_gap" in record]
+    assert len(gaps) == 3 and max(gaps) < 1e-4
+
+
+def test_keys_that_vllm_cannot_have():
+    for keys in (dict(dtype="float64"), dict(generate_tp=2)):
+        with pytest.raises(BadConfig):
+            begin_vllm(None, None, settings(**keys), torch.device("cpu"))
+
+
+def test_the_sum_of_bits_knows_no_order_and_every_bit():
+    a, b = torch.randn(3, 4), torch.randn(5).bfloat16()
+    assert vllm_sampler.bits([a, b]) == vllm_sampler.bits([b.flip(0), torch.cat([a.T, torch.zeros(4, 1)], 1)])
+    changed = a.clone()
+    changed.view(torch.int32)[0, 0] += 1
+    assert vllm_sampler.bits([changed]) == vllm_sampler.bits([a]) + 1
