@@ -308,7 +308,7 @@ def check_range(key, value, comment, where):
         good = value > float(bound) if sign == ">" else value >= float(bound)
     if not good:
         raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; "
-                        f"{comment[:match.start()].strip()}")
+                        f"{comment[:match.start()].strip('* ')}")
 
 
 def print_help(script, doc, keys):

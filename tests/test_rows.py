@@ -149,6 +149,8 @@ def test_several_files_and_their_weights(tmp_path, monkeypatch):
     for wrong in ("a.jsonl,", "x*a.jsonl", "0*a.jsonl", "-1*a.jsonl", ",", "nan*a.jsonl"):
         with pytest.raises(BadInput, match="cannot read"):
             sources_of(wrong)
+    with pytest.raises(BadInput, match="type --prompts_path=FILE"):
+        sources_of("")
     (tmp_path / "b.jsonl").write_text('{"prompt": 1}')
     with pytest.raises(BadInput, match="^b.jsonl, line 1: field 'prompt'"):
         read_rows("a.jsonl,2*b.jsonl", prompt_row)
