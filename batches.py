@@ -125,7 +125,8 @@ class Batches:
     def __init__(self, schedule, sampler, scorer, run):
         """A collective: take the batches of the checkpoint; let the other roles begin."""
         self.schedule, self.sampler, self.scorer, self.run = schedule, sampler, scorer, run
-        self.policy, self.keep = run.models["policy"], schedule.staleness + 1
+        self.policy = run.models["policy"]
+        self.keep = schedule.staleness + 1  # messages that may be under way, see roles.send
         self.sampled = {}  # iteration: its batch, sampled and not yet scored
         self.version = {}  # iteration: that of the weights that sample its batch
         saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE

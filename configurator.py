@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 from errors import BadConfig, first_line, one_line, report_and_exit, shorten
 
-RENAMED = dict(  # keys of old configs; the nearest name would often be another key
-    device="device_type", kl_target="kl_coef_target", loss="loss_type", optimizer="optim",
-    rewards="reward_functions", scale="scale_by", zero="zero_stage")
+RENAMED = dict(  # keys of old configs, or of others; the nearest name would often be another key
+    device="device_type", kl_target="kl_coef_target", loss="loss_type", lr="learning_rate",
+    optimizer="optim", rewards="reward_functions", scale="scale_by", zero="zero_stage")
 GONE = dict(  # keys that there were once: what to do instead
     reward_ensemble="write a reward of your own that calls several models; docs/rewards.md",
     reward_ensemble_coef="write a reward of your own that calls several models; docs/rewards.md",
@@ -244,7 +244,7 @@ def check_key(key, keys, where, more=""):
     # base = 3 may be a helper, though the key baseline is near
     hint = (f"did you mean {near[0]!r}?" if near else "--help lists the keys") + more
     if RENAMED.get(key) in keys:
-        hint = f"it is called {RENAMED[key]!r} now"
+        hint = f"it is called {RENAMED[key]!r} here"
     if key in GONE:
         hint = f"it is gone: {GONE[key]}"
     raise BadConfig(f"unknown key {key!r} ({where}); {hint}")

@@ -46,6 +46,9 @@ def find_folder(path, weights=False):
         if not any(os.path.isfile(os.path.join(path, name)) for name in CONFIGS):
             raise BadInput(f"{path}: no config.json in this folder; it is not a saved model")
         return path
+    if not path:
+        raise BadInput("the name of a model is empty; give its folder, or a hub name such as "
+                       "EleutherAI/pythia-1b (--help lists the keys)")
     could_be_hub_name = re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path)
     if os.path.exists(path) or not could_be_hub_name:
         raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as "
@@ -62,6 +65,7 @@ def find_folder(path, weights=False):
 
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adapter
+RUN_FILES = ("config.json", "log.jsonl", "samples.jsonl")  # in the folder of a run
 
 
 def model_folders(path, weights=True):
@@ -135,9 +139,12 @@ def check_writable(path, key="out", reads=()):
 def check_kept(path, key, reads):
     """
     Raise BadInput if the file or folder that the key names is one of `reads`, the files and folders
-    that are read, which it would replace; or lies in the folder of a model among them. What is no
-    file or folder here, such as a hub name, is passed over.
+    that are read, which it would replace; or lies in the folder of a model among them; or is the
+    log, the samples or the config.json of any run or model. What is no file or folder here, such as
+    a hub name, is passed over.
     """
+    if not os.path.basename(path).removesuffix(".jsonl").removesuffix(".json"):
+        raise BadInput(f"{key} names no file: {path!r}; type --{key}=FOLDER/NAME")
     for source in filter(os.path.exists, reads):
         same = os.path.exists(path) and os.path.samefile(path, source)
         model = any(os.path.isfile(os.path.join(source, name)) for name in CONFIGS)
@@ -147,3 +154,6 @@ def check_kept(path, key, reads):
                            f"another --{key}" if same else
                            f"{key} = {path!r} lies in the folder of a model that is read here; "
                            f"choose another --{key}")
+    if os.path.isfile(path) and os.path.basename(path) in RUN_FILES:
+        raise BadInput(f"{key} = {path!r} would replace what a run or a model has there; choose "
+                       f"another --{key}")

@@ -82,7 +82,7 @@ baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 
 # 4) update
-loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see relatives.cispo_loss [clip | cispo]
+loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see docs/algorithms.md [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
 # what a token counts in the loss; see relatives.token_weights
@@ -203,6 +203,7 @@ run = Run(  # COLLECTIVE
 
 gradients = parallel.flatten_gradients(policy.parameters())
 batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+# a reward model of others gets its zero: what it says of the first responses becomes 0 on average
 batches.center_scores(reward_model, None)  # COLLECTIVE
 # how far log-probs that are equal on paper may be apart, in nats
 limit = gap_limit(system.dtype, temperature)

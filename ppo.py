@@ -221,7 +221,8 @@ policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
 batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
-# a value model that starts as the reward model has the same zero
+# a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
+# A value model that starts as it has the same zero
 batches.center_scores(  # COLLECTIVE
     reward_model, value_model if value_init == "reward" else None)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes

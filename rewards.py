@@ -206,7 +206,7 @@ def ask_judge(judge, questions, device, micro_batch_size, count=0):
 def alike_for_equal_texts(scores, batch):
     """
     The scores (B,), made exactly equal where the tokens of two rows are equal, and the rows of data
-    that they answer (see rollout.add_up): all of them get the score of the first such row.
+    that they answer (see rollout.score_batch): all of them get the score of the first such row.
 
     On paper equal texts have equal scores. But the last bits of a model's output depend on which
     other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
@@ -326,8 +326,8 @@ class Scorer:
     def add_up(self, batch):
         """
         Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is
-        NaN does not apply to the response (its function gave None) and adds nothing. Where no
-        reward applies, but such of weight 0, the score is NaN: the response has none.
+        NaN does not apply to the response (its function gave None) and adds nothing. Where none
+        applies, or only such of weight 0, the score is NaN: the response has none.
         """
         for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
             learned = batch[f"reward/{name}"]

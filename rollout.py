@@ -25,6 +25,7 @@ decoded, and whichever row it gets. And a resumed run needs no saved random stat
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
+import importlib
 import json
 import math
 import zlib
@@ -313,9 +314,9 @@ class Sampler:
         self.placement, self.system = placement, placement.system
         self.vllm = None  # the key sampler; see engine/vllm_sampler.py
         if self.system.sampler == "vllm":
-            from engine.vllm_sampler import begin_vllm  # only such a run needs it
-
-            self.vllm = begin_vllm(policy, tokenizer, self.system, placement.device)
+            # by its name: only such a run takes that file along
+            vllm_sampler = importlib.import_module("engine.vllm_sampler")
+            self.vllm = vllm_sampler.begin_vllm(policy, tokenizer, self.system, placement.device)
 
     def sample(self, wanted, purpose, iteration, stop, start=None):
         """

@@ -111,6 +111,9 @@ def sources_of(spec):
     """ "a.jsonl,0.3*b.jsonl" -> [("a.jsonl", None), ("b.jsonl", 0.3)]. Raises BadInput."""
     if os.path.exists(spec):
         return [(spec, None)]  # one file, even if there is a comma in its name
+    if not spec:
+        raise BadInput("no file to train on is named; type --prompts_path=FILE (sft.py and rm.py: "
+                       "--train_path=FILE)")
     found = []
     for part in spec.split(","):
         weight, star, source = part.strip().rpartition("*")
@@ -409,7 +412,7 @@ def dialogue(row, *completions):
     for field in ("prompt", *completions):
         if row.get(field) is None:
             raise BadInput(f"field {field!r} is missing; {has(row)}; rename one by "
-                           f"--fields=THEIRS>{field}")
+                           f'--fields="THEIRS>{field}"')
         made[field] = text_or_messages(row[field], field)
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"one of the fields 'prompt' and {field!r} is a string and one a list "
@@ -451,7 +454,9 @@ def text_or_messages(value, field):
         if isinstance(message.get("content"), list):
             raise BadInput(f"{where}: the content is a list of parts; images are not read, only "
                            "a string is")
-        check_text(message.get("content"), where, field == "completion" or role == "system")
+        if "content" not in message:
+            raise BadInput(f"{where} has no 'content', but {', '.join(map(repr, message))}")
+        check_text(message["content"], where, field == "completion" or role == "system")
     return messages
 
 

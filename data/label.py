@@ -82,6 +82,8 @@ read = [source for source, _ in sources_of(prompts_path)] + [judge_template, cha
 read += model_folders(policy_path) + model_folders(judge_path)
 for path in (out, out_val) if held_out else (out,):
     check_writable(path, reads=read)
+if ending != ".jsonl":
+    raise BadConfig(f"out = {out!r} must end with .jsonl")
 
 tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
 judge_tokenizer = load_tokenizer(judge_path)

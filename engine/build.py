@@ -29,7 +29,7 @@ class Placement:
         decoding   the dtype of the matrices while the policy decodes; None: that of its weights
 
     system: the keys of engine/keys.py. seed: of new heads and adapters. trained: the names of the
-    trained models. value_init: ppo.py's. A script with one model, which it trains, names only that.
+    trained models. value_init: ppo.py's. alone: there is one model, which is trained, as in sft.py.
     """
 
     def __init__(self, system, device, seed, trained=(), value_init=None, alone=False):

@@ -1,6 +1,7 @@
 """
-The keys that ppo.py, grpo.py, sft.py and rm.py share. They say where a run computes, in which
-precision, how much memory it takes, and when it saves; what is learned is said in the scripts.
+The keys that ppo.py, grpo.py, sft.py and rm.py share. They say how data are read, when a run saves,
+where and in which precision it computes, and how much memory it takes. The algorithm's keys stand
+in the scripts.
 
 A script's call of configure reads this file, and no module imports it:
 

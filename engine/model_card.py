@@ -35,7 +35,10 @@ def model_card(name, config, source, size, record):
 
 
 def public(value):
-    """A setting as others may see it: of absolute paths, which name the user, the last part."""
-    if not isinstance(value, str):
+    """
+    A setting as others may see it. An absolute path names its user's folders: of a value that holds
+    one, as in "0.3*/home/x/a.jsonl,b.jsonl", only the last part of each path is left.
+    """
+    if not isinstance(value, str) or not re.search(r"(^|[^\w.-])/", value):
         return value
-    return re.sub(r"(^|[\s,=*])/(?:[^/,\s]+/)*", r"\1", value)
+    return ",".join(path.rstrip("/").rpartition("/")[2] for path in value.split(","))

@@ -137,7 +137,7 @@ def load_function(path, name, where, modules):
     if not callable(function):
         found = "has no"
         if function is not None:
-            found = f"has a {type(function).__name__}, not a function,"
+            found = f"has {type(function).__name__} and not a function as"
         raise BadInput(f"{where}: {path} {found} {name!r}")
     return function
 
@@ -153,7 +153,9 @@ def check_rows(rewards, rows, path):
             for number, row in enumerate(rows, 1):
                 if field not in row:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
-                                   f"{field!r}; the row has {', '.join(map(repr, row))}")
+                                   f"{field!r}; the row has {', '.join(map(repr, row))}; rename "
+                                   f'one by --fields="THEIRS>{field}", or choose other '
+                                   "--reward_functions")
                 if not is_usable(field, row[field]):
                     raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} "
                                    f"for the reward {name!r}, found {shorten(row[field])}")

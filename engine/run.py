@@ -9,7 +9,7 @@ products.
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
         ...
         run.log(record, ...)                            COLLECTIVE
-    run.finish("policy", ...)                           COLLECTIVE: saves what the run was for
+    run.finish("what to do next")                       COLLECTIVE: saves what the run was for
 
 It decides nothing about training, and it knows no key of a script: it gets values. The whole
 configuration is only stored, and compared when a run resumes.

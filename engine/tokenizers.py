@@ -68,9 +68,11 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         settings = read_json(file)
         ids = settings.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        if any(type(i) is not int or not 0 <= i < tokenizer.vocab_size for i in ids):
-            raise BadInput(f"{file}: eos_token_id = {shorten(ids)} is no token of the tokenizer "
-                           f"beside it, which has {tokenizer.vocab_size}; do they belong together?")
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < tokenizer.vocab_size]
+        if wrong:
+            raise BadInput(f"{file}: eos_token_id = {shorten(wrong[0])} is no token of the "
+                           f"tokenizer beside it, which has {tokenizer.vocab_size}; do they belong "
+                           "together?")
         tokenizer.eos_ids.update(ids)
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings

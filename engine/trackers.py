@@ -23,11 +23,12 @@ def start_trackers(report_to, out_dir, config, iteration):
     BadConfig, on all ranks, where one is unknown or cannot start.
     """
     def start_all():
+        run = run_id(out_dir, iteration)
         for name in names:
             if name not in KNOWN:
                 raise BadConfig(f"report_to: unknown name {name!r}; there are {', '.join(KNOWN)}")
             try:
-                open_trackers[name] = start(name, out_dir, config, iteration)
+                open_trackers[name] = start(name, out_dir, config, iteration, run)
             except ImportError as e:
                 raise BadConfig(f"report_to: {name!r} is not installed here ({first_line(e)}); "
                                 f"type pip install {name}, or leave it out") from e
@@ -40,10 +41,21 @@ def start_trackers(report_to, out_dir, config, iteration):
         alone(start_all)
 
 
-def start(name, out_dir, config, iteration):
+def run_id(out_dir, iteration):
+    """The name by which trackers know the run; one that begins anew in out_dir gets another."""
+    file = os.path.join(out_dir, "report_id.txt")
+    if iteration == 0 or not os.path.exists(file):
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(f"{os.path.basename(os.path.abspath(out_dir))}-{os.urandom(4).hex()}")
+    with open(file, encoding="utf-8") as f:
+        return f.read().strip()
+
+
+def start(name, out_dir, config, iteration, run):
     """
     Begin to report to one tracker, in out_dir/tensorboard (tensorboard --logdir=out), or in the
-    project $WANDB_PROJECT or $TRACKIO_PROJECT, or else "quartet". Returns send, close.
+    project $WANDB_PROJECT or $TRACKIO_PROJECT, or else "quartet". run: its name there. Returns
+    send, close.
     """
     if name == "tensorboard":
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -56,13 +68,6 @@ def start(name, out_dir, config, iteration):
 
         return add, writer.close
 
-    # the name under which the run is known there; a run that begins anew in out_dir gets another
-    file = os.path.join(out_dir, "report_id.txt")
-    if iteration == 0 or not os.path.exists(file):
-        with open(file, "w", encoding="utf-8") as f:
-            f.write(f"{os.path.basename(os.path.abspath(out_dir))}-{os.urandom(4).hex()}")
-    with open(file, encoding="utf-8") as f:
-        run = f.read().strip()
     tracker, project = importlib.import_module(name), os.environ.get(f"{name.upper()}_PROJECT")
     own = dict(id=run, dir=out_dir, allow_val_change=True) if name == "wandb" else {}
     tracker.init(project=project or "quartet", name=run, config=config, resume="allow", **own)

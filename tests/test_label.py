@@ -41,16 +41,15 @@ def runs(world, tmp_path_factory):
     cases = dict(
         compare={}, again={}, other_batches=dict(batch_size=48, micro_batch_size=64), parts=dict(pairs=5, held_out=2),
         grade=dict(judge_template=f"{world.root}/grade.txt"), sure=dict(min_confidence=0.8),
-        chain=dict(min_confidence=0.5), odd=dict(samples=3), nobody=dict(judge_path=""),
+        chain=dict(min_confidence=0.5),
         half=dict(judge_template=f"{world.root}/half.txt"),
-        two={}, nothing=dict(min_confidence=1.0), folder=dict(out="/proc/labels.jsonl"), long=dict(judge_template="compare"))
+        nothing=dict(min_confidence=1.0), folder=dict(out="/proc/labels.jsonl"), long=dict(judge_template="compare"))
     jobs = {name: [one_run("data/label.py", keys_of(world, **keys))] for name, keys in cases.items()}
     labels = f"{folder}/chain/labels.jsonl"
     tiny.jsonl(f"{folder}/own_val.jsonl", [dict(prompt="1+1=")])
     os.symlink(world.judge, f"{folder}/linked")
-    own = dict(model=dict(out=f"{world.judge}/new/labels.jsonl"), link=dict(out=f"{folder}/linked/config.json"),
-               own=dict(prompts_path="../own_val.jsonl", out="../own.jsonl", held_out=1),
-               rubric=dict(judge_template="../own_val.jsonl", out="../own_val.jsonl"))
+    own = dict(link=dict(out=f"{folder}/linked/config.json"),
+               own=dict(prompts_path="../own_val.jsonl", out="../own.jsonl", held_out=1))
     for name, keys in own.items():
         jobs[name] = [one_run("data/label.py", keys_of(world, **keys))]
     jobs["two"] = [one_run("data/label.py", *[keys_of(world)] * 2)]
@@ -148,10 +147,8 @@ def test_rm_reads_them(runs):
 
 
 REFUSED = {
-    "two": "torchrun", "odd": "samples = 3", "nobody": "--judge_path", "half": "{second}", "folder": "/proc/labels.jsonl",
-    "nothing": r"only 0 pairs are left.* too little confidence \d+", "own": "'../own_val.jsonl', which is read here",
-    "rubric": "'../own_val.jsonl', which is read here", "model": "in the folder of a model", "link": "in the folder of a model",
-    "long": "row 1: the question to the judge has "}
+    "two": "torchrun", "half": "{second}", "folder": "/proc/labels.jsonl", "nothing": "only 0 pairs are left",
+    "own": "'../own_val.jsonl'", "link": "in the folder of a model", "long": "row 1: "}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -162,8 +159,3 @@ def test_refused_in_one_line(name, runs):
     assert re.search(REFUSED[name].replace("{s", r"\{s"), lines[0]), lines
     assert not "".join(result["stderr"][1:])
     assert not [file for file in os.listdir(f"{runs[0]}/{name}") if "labels" in file]
-
-
-def test_no_file_of_a_model_is_replaced(runs, world):
-    """Nor is one made beside them."""
-    assert load_model(world.judge) and not os.path.exists(f"{world.judge}/new")

@@ -160,6 +160,13 @@ def test_rows_by_hand(folders):
     assert short["reward_model"]["weights"] == 0
 
 
+def test_rules_alone_are_grpos():
+    """A config of keys that both scripts have: ppo.py would refuse rules without a value_init."""
+    keys = ["--reward_functions=accuracy"]
+    assert memory.read_run(keys)[0] == "grpo" and memory.read_run([])[0] == "ppo"
+    assert memory.read_run([*keys, "--value_init=policy"])[0] == "ppo"
+
+
 def test_period(tmp_path):
     """The layers of gemma3 repeat after six, those of a Llama after one; without a period all of them count."""
     keys = {k: v for k, v in LLAMA.items() if k not in ("architectures", "model_type")}

@@ -149,7 +149,8 @@ def at_home(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure sets it
 
 
-COMMANDS = {" ".join(words): words for text in PAGES.values() for words in commands(text)
+# those of docs/make_it_yours.md are of scripts that its diffs make: tests/test_make_it_yours.py runs these
+COMMANDS = {" ".join(words): words for page, text in PAGES.items() if "yours" not in page for words in commands(text)
             if len(words) > 1 and not words[1].startswith(("-m", "--")) or "torchrun" in words[0] and script_of(words)[0]}
 
 
@@ -232,6 +233,7 @@ OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
 OTHERS |= {"world_size", "gpu_gb", "compare"}  # of tools/memory.py
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
+OTHERS |= set(re.findall(r"^\+(\w+) = ", PAGES["docs/make_it_yours.md"], re.MULTILINE))  # keys that its diffs add
 
 
 @pages

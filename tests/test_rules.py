@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from engine.reward_mix import call_rewards, check_rows, collect, files_of, parse_rewards
 from errors import BadInput, Stop
-from rewards import RULES, accuracy, format, length, soft_overlong, thinks
+from rewards import RULES, accuracy, format, length, thinks
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
@@ -22,33 +22,15 @@ def called(function, batch=BATCH):
 
 # rules
 
-FORMATS = {1: ["<think>a</think>b", " \n<think>\na\n</think>\n\nb\n", "<think></think>b",
-    "<think>a</think>\n<answer>\nb\n</answer>\n"],
-           0: ["", "b", "<think>a</think> \n", "<think>a", "a</think>b", "b<think>a</think>", "well <think>a</think>b",
-               "</think>a<think>b", "<think>a</think>b</think>c", "<think><think>a</think>b",
-               "<think>a</think><answer> </answer>",
-               "<think>a</think><answer>b", "<think>a</think></answer>b<answer>", "<think>a</think><answer>c</answer>d",
-               "<answer>b</answer><think>a</think>", "<think>a</think><answer>b</answer><answer>b</answer>", "<THINK>a</THINK>b"]}
+FORMATS = {
+    1: ["<think>a</think>b", " \n<think>\na\n</think>\n\nb\n", "<think>a</think>\n<answer>\nb\n</answer>\n"],
+    0: ["", "b", "<think>a</think> \n", "<think>a", "well <think>a</think>b", "</think>a<think>b", "<think>a</think>b</think>c",
+        "<think>a</think><answer> </answer>", "<think>a</think><answer>c</answer>d", "<answer>b</answer><think>a</think>"]}
 
 
 def test_format():
     for score, texts in FORMATS.items():
         assert format(dict(completions=texts, rows=[dict(prompt="?")] * len(texts))).tolist() == [score] * len(texts)
-
-
-def test_thinks():
-    cases = {"<think>a</think>b": 1, "well <think></think>": 1, "a": 0, "": 0, "<think>a": 0, "a</think>b": 0,
-        "</think>a<think>": 0}
-    assert thinks(dict(completions=list(cases), rows=[dict(prompt="?")] * len(cases))).tolist() == list(cases.values())
-
-
-def test_length_by_hand():
-    """DAPO's own numbers: L_max 20480, L_cache 4096. 16384 are free, 18432 are half of the way, 17408 a quarter."""
-    lengths = torch.tensor([0, 1, 16384, 16385, 17408, 18432, 20479, 20480, 20481, 100_000])
-    assert soft_overlong(lengths, 20480, 4096).tolist() == [0, 0, 0, -1 / 4096, -0.25, -0.5, -4095 / 4096, -1, -1, -1]
-    mask = torch.arange(10) < torch.tensor([[1], [8], [9], [10]])  # R = 10: up to 8 tokens are free
-    assert length(dict(response_mask=mask)).tolist() == [0, 0, -0.5, -1]
-    assert length(dict(response_mask=torch.ones(0, 10, dtype=torch.bool))).shape == (0,)
 
 
 # the key reward_functions
@@ -91,14 +73,11 @@ def test_what_only_a_named_reward_needs_is_loaded_by_its_name():
 
 
 @pytest.mark.parametrize("spec, named", [
-    ("", "at least one"), ("accuracy,", "comma"), ("2*", "'2*'"), ("acuracy", "'accuracy'"), ("qqq", "accuracy, math, format, "),
-    ("two*accuracy", "'two'"), ("nan*accuracy", "'nan'"), ("accuracy,2*accuracy", "twice"), ("other.py:f", "no file"),
-    ("mine.txt:f", ".py"), ("mine.py:brevty", "'brevty'"), ("mine.py:number", "'number'"),
-    ("syntax.py:f", "syntax.py, line 2: Syn"),
-    ("name.py:f", "name.py, line 3: NameError"), ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"),
-    ("takes.py:format", "'format'")])
+    ("", "at least one"), ("2*", "'2*'"), ("acuracy", "'accuracy'"), ("nan*accuracy", "'nan'"), ("accuracy,2*accuracy", "twice"),
+    ("other.py:f", "no file"), ("mine.py:brevty", "'brevty'"), ("syntax.py:f", "syntax.py, line 2: Syn"),
+    ("leaves.py:f", "leaves.py, line 1: SystemExit: 3"), ("takes.py:format", "'format'")])
 def test_bad_specs_are_one_line(tmp_path, spec, named):
-    files = dict(mine=MINE, syntax="x = 1\ndef f(:\n", name="x = 1\n\nundefined\n", leaves="raise SystemExit(3)\n",
+    files = dict(mine=MINE, syntax="x = 1\ndef f(:\n", leaves="raise SystemExit(3)\n",
                  takes="def format(batch): pass\n")
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -130,14 +109,6 @@ def test_check_rows(monkeypatch):
 # calling them
 
 
-def test_a_mix_by_hand():
-    """accuracy and format of three responses, each by itself."""
-    batch = dict(completions=["<think>a</think>7", "7", "<think>a</think>8"], rows=[dict(prompt="?", answer="7")] * 3)
-    each = call_rewards(parse_rewards("2*accuracy,-0.5*format", RULES, "."), batch)
-    assert {k: x.tolist() for k, x in each.items()} == {"accuracy": [1, 1, 0], "format": [1, 0, 1]}
-    assert all(x.dtype == torch.float64 for x in each.values())
-
-
 def test_tensors_arrays_lists_and_none_are_scores():
     for returned in ([1, 2.5, True], (1, 2.5, True), torch.tensor([1, 2.5, 1], dtype=torch.bfloat16, requires_grad=True),
                      np.array([1, 2.5, 1], dtype=np.float16), [torch.tensor(1), np.float32(2.5), np.int64(1)]):
@@ -148,9 +119,8 @@ def test_tensors_arrays_lists_and_none_are_scores():
 
 
 @pytest.mark.parametrize("returned, named", [
-    ([1, 2], "(2,)"), ([], "(0,)"), (None, "NoneType"), (1.0, "float"), ("abc", "str"), ({0: 1, 1: 1, 2: 1}, "dict"),
-    (torch.ones(3, 1), "(3, 1)"), (iter([1, 2, 3]), "iterator"), ([1, float("nan"), 2], "'two'"), ([1, float("inf"), 2], "'two'"),
-    ([None, "1", 3], "'1'"), ([[1], [2], [3]], "[1]"), ([10**400, 1, 2], "'one'"), ([torch.ones(2), 1, 1], "'one'")])
+    ([1, 2], "(2,)"), (None, "NoneType"), ("abc", "str"), (torch.ones(3, 1), "(3, 1)"), ([1, float("nan"), 2], "'two'"),
+    ([None, "1", 3], "'1'"), ([10**400, 1, 2], "'one'")])
 def test_other_results_stop_the_run_by_name(returned, named):
     with pytest.raises(Stop, match="^reward 'mine' ") as e:
         called(lambda batch: returned)

@@ -103,10 +103,7 @@ HARMLESS = [
     ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, (2, 2, "pass")),
     ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 8]}, (1, 2, "fail")),
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1]], "outputs": [0, 1]}, (1, 2, "error")),
-    ("def f(x): return g(x)\ndef g(x): return x", [returns(1, 1), {"fn": "g", "inputs": [[2]], "outputs": [2]}], (2, 2, "pass")),
-    ("print('hello')", {"stdin": "", "stdout": "hello"}, (1, 1, "pass")),
     ("print('a  \\nb\\n\\n \\n')", {"stdin": "", "stdout": "a\nb"}, (1, 1, "pass")),
-    ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 4"], "stdout": ["3", "7\n"]}, (2, 2, "pass")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]}, (1, 2, "error")),
     ("print(1)\nexit()", {"stdin": "", "stdout": "1"}, (1, 1, "pass")),
     ("def f(): return 1\nif __name__ == '__main__': f(input())", returns(1), (1, 1, "pass")),
@@ -180,10 +177,7 @@ return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 
 def test_python_as_text():
     for code in ("é = 'ü'\nprint(é)", "# -*- coding: latin-1 -*-\nprint('\\u00fc')", "print('ü')\r\n", "\ufeffprint('ü')"):
         assert run_tests(code, {"stdin": "", "stdout": "ü"}) == PASSED
-    long = "x = 0\n" + "x += 1  # more of it, and more, and more\n" * 30000
-    assert len(long) > 10**6 and run_tests(long + "print(x)", {"stdin": "", "stdout": "30000"}) == PASSED
-    for code in ("print('\x00')", "x = '\udc80'", "def f(:", "(" * 10**5, "[" * 90 + "]" * 90, "f = lambda: None\n\x00",
-                 "x" * 10**6, "-" * 10**6 + "1", "f(" * 5000 + ")" * 5000, "\t1\n  2", "return", "x = 9" + "9" * 10**5):
+    for code in ("print('\x00')", "x = '\udc80'", "def f(:", "(" * 10**5, "f = lambda: None\n\x00", "-" * 10**6 + "1", "return"):
         assert run_tests(code, returns(1))[:2] == (0, 1)
 
 
@@ -193,34 +187,18 @@ def test_python_as_text():
 SLOW = named(r"""
 --- loop
 while True: pass
---- sleep
-import time
-time.sleep(1000)
 --- stop itself
 import os, signal
 os.kill(os.getpid(), signal.SIGSTOP)
---- pow
-9**9**9
---- regex
-import re
-re.match('(a+)+$', 'a' * 60 + 'b')
 --- ignore all signals
 import signal
 for n in range(1, 65):
     try: signal.signal(n, signal.SIG_IGN)
     except OSError: pass
 while True: pass
---- catch everything
-while True:
-    try:
-        while True: pass
-    except BaseException: pass
 --- never leave
 import atexit, time
 atexit.register(time.sleep, 1000)
---- a thread stays
-import threading, time
-threading.Thread(target=time.sleep, args=(1000,)).start()
 --- close all and sleep
 import os, time
 os.closerange(0, 100)
@@ -243,16 +221,6 @@ def test_what_does_not_end_is_ended():
     assert {name: v for name, v in zip(SLOW, done, strict=True) if v != (0, 1, "timeout")} == {}
     assert time.monotonic() - start < 15
     assert ours() == []
-
-
-@pytest.mark.needs_bwrap
-def test_cpu_time_decides(monkeypatch):
-    """Before the wall clock does; and with SIGXCPU ignored, a second later."""
-    monkeypatch.setattr(sandbox, "WALL_FACTOR", 60)  # however busy the machine
-    loop = "def f():\n    while True: pass"
-    ignore = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
-    programs = [(loop, returns(1)), (ignore + loop, returns(1))]
-    assert [v.reason for v in run_all(programs, workers=2, timeout=1)] == ["timeout", "killed"]
 
 
 MEMORY = ["x = bytearray(2**31)", "x = [0] * 10**9", "x = []\nwhile True: x.append(bytearray(2**20))",
@@ -338,8 +306,6 @@ except OSError: return n <= 16""", True) == PASSED
 # attacks on the host: each states what it got, and must not get it
 
 READERS = named(r"""
---- file
-return open(a[0]).read()
 --- environment
 import os
 return os.environ['QUARTET_SECRET']
@@ -353,32 +319,14 @@ for p in os.listdir('/proc'):
 import os
 os.symlink(a[0], '/tmp/x')
 return open('/tmp/x').read()
---- hard link
-import os
-os.link(a[0], '/tmp/x')
-return open('/tmp/x').read()
 --- up and up
 return open('../' * 20 + a[0]).read()
---- cwd of others
-return open('/proc/1/root' + a[0]).read()
 --- open by handle
 import os, ctypes
 return open(os.open('/', os.O_PATH)).read()
---- cat
-import subprocess
-return subprocess.check_output(['cat', a[0]], text=True)
 --- exec
 import os
 os.execv('/bin/cat', ['cat', a[0]])
---- io.open_code
-import io
-return io.open_code(a[0]).read().decode()
---- import
-import importlib.util
-return importlib.util.spec_from_file_location('x', a[0]).loader.get_data(a[0]).decode()
---- linecache
-import linecache
-return linecache.getline(a[0], 1)
 --- mount
 import ctypes
 ctypes.CDLL(None).mount(b'/', b'/tmp', None, 4096, None)
@@ -388,9 +336,6 @@ import ctypes
 ctypes.CDLL(None).unshare(0x10020000)
 ctypes.CDLL(None).mount(b'proc', b'/tmp', b'proc', 0, 0)
 return open('/tmp/1/root' + a[0]).read()
---- sqlite
-import sqlite3
-return str(sqlite3.connect(a[0]).execute('select * from sqlite_master').fetchall())
 """)
 
 
@@ -424,46 +369,21 @@ return [gone, found, sorted(set(os.listdir("/")) - {"lib", "lib64", "tmp", "usr"
     assert verdict(body, [[], [sandbox.base_python()], []], *hidden) == PASSED
 
 
-@pytest.mark.needs_bwrap
-def test_the_list_of_users_is_empty():
-    assert verdict("import pwd\nreturn pwd.getpwall()", []) == PASSED
-    assert verdict("import os, socket\nreturn [socket.gethostname(), os.getpid() < 9, os.getppid(), os.uname().nodename]",
-                   ["sandbox", True, 1, "sandbox"]) == PASSED
-
-
 WRITERS = named(r"""
 --- write
 open(a[0], 'w').write('x')
---- append
-open(a[0], 'a').write('x')
 --- create
 open(a[1] + '/evil', 'w').write('x')
---- chmod
-os.chmod(a[0], 0)
---- unlink
-os.unlink(a[0])
 --- rename
 os.rename(a[0], a[0] + '.evil')
---- truncate
-os.truncate(a[0], 0)
---- mkdir
-os.makedirs(a[1] + '/evil')
 --- symlink
 os.symlink('/tmp', a[1] + '/evil')
 --- through a symlink
 os.symlink(a[0], a[2])
 open(a[2], 'w').write('x')
---- utime
-os.utime(a[0], (0, 0))
 --- rmtree
 import shutil
 shutil.rmtree(a[1], ignore_errors=True)
---- chown
-os.chown(a[0], 1, 1)
---- mkfifo
-os.mkfifo(a[1] + '/evil')
---- xattr
-os.setxattr(a[0], 'user.x', b'x')
 --- link
 os.link(a[0], a[1] + '/evil')
 --- device
@@ -532,13 +452,6 @@ return won"""
 SPAWNERS = named(r"""
 --- fork
 return os.fork() >= 0
---- forkpty
-import pty
-return pty.fork()[0] >= 0
---- system
-return os.system('true') == 0
---- popen
-return os.popen('echo 1').read() == '1\n'
 --- posix_spawn
 return os.posix_spawn(a[0], ['x'], {}) > 0
 --- subprocess
@@ -550,23 +463,6 @@ return ctypes.CDLL(None).fork() >= 0
 --- vfork
 import ctypes
 return ctypes.CDLL(None).syscall(58) >= 0 if os.uname().machine == 'x86_64' else False
---- multiprocessing
-import multiprocessing as m
-p = m.get_context('fork').Process(target=print)
-p.start()
-return True
---- process pool
-import concurrent.futures as c
-return c.ProcessPoolExecutor(2).submit(abs, -1).result() == 1
---- daemon
-import time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0: time.sleep(1000)
-return True
---- fork bomb
-while True: os.fork()
-return True
 --- fork bomb that holds on
 for _ in range(10**5):
     try: os.fork()
@@ -580,17 +476,6 @@ def test_processes():
     attacks = [(function("import os\n" + body), returns(True, sandbox.base_python())) for body in SPAWNERS.values()]
     done = run_all(attacks, workers=4)
     assert {how: v for how, v in zip(SPAWNERS, done, strict=True) if v.passed} == {} and ours() == []
-
-
-@pytest.mark.needs_bwrap
-def test_exec_gains_nothing():
-    """The interpreter may start itself anew, in the same process and under the same limits."""
-    again = "import os\ntry: os.fork()\nexcept OSError: print('no')\ntry: bytearray(2**31)\nexcept MemoryError: print('no')"
-    code = f"import os\nos.execv({sandbox.base_python()!r}, ['python', '-S', '-c', {again!r}])"
-    assert run_tests(code, {"stdin": "", "stdout": "no\nno"}) == PASSED
-    code = "import os, shutil, sys\nx = shutil.copy(sys.executable, '/tmp/x')\nos.chmod(x, 0o4777)\n" \
-           "os.execv(x, ['x', '-S', '-c', 'import os; os.setuid(0)'])"
-    assert run_tests(code, {"stdin": "", "stdout": ""}).passed == 0
 
 
 @pytest.mark.needs_bwrap
@@ -613,22 +498,6 @@ return n"""
     lines = "\n".join("    " + line for line in body.format("import time\ntime.sleep(0.5)").split("\n"))
     programs = [(f"def f(*a):\n{lines}", returns(40, 40))] * 6
     assert run_all(programs, workers=6) == [PASSED] * 6
-
-
-@pytest.mark.needs_bwrap
-def test_limits_cannot_be_raised():
-    body = """
-import ctypes, resource
-won = []
-for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_FSIZE"):
-    limit = getattr(resource, name)
-    for most in (-1, 2**40, resource.getrlimit(limit)[1] + 1):
-        try: won.append([name, resource.setrlimit(limit, (most, most))])
-        except (ValueError, OSError): pass
-    pair = (ctypes.c_long * 2)(-1, -1)
-    if ctypes.CDLL(None).prlimit(0, limit, pair, None) == 0: won.append(name)
-return won"""
-    assert verdict(body, []) == PASSED
 
 
 @pytest.mark.needs_bwrap
@@ -667,10 +536,8 @@ def test_killing():
     heard = []
     old = {n: signal.signal(n, lambda *a: heard.append(a)) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     try:
-        for body in ("os.kill(-1, 9)", "os.kill(1, 9)", "os.kill(os.getppid(), 9)", "os.killpg(0, 9)", "os.kill(0, 9)",
-                     "for n in (9, 15, 1, 10, 19): os.kill(-1, n)", f"os.kill({victim.pid}, 9)", f"os.kill({os.getpid()}, 15)",
-                     f"os.killpg({os.getpgid(0)}, 15)", "for n in range(1, 40000):\n    try: n != os.getpid() and os.kill(n, 9)\n"
-                     "    except OSError: pass\nraise OSError", "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
+        for body in ("os.kill(-1, 9)", "os.killpg(0, 9)", f"os.kill({victim.pid}, 9)", f"os.kill({os.getpid()}, 15)",
+                     f"os.killpg({os.getpgid(0)}, 15)", "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
                      "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nraise OSError"):
             assert verdict(f"import os\n{body}\nos._exit(0)", None).passed == 0
         assert victim.poll() is None and heard == []
@@ -734,20 +601,11 @@ return [data[0], data[1], data[3], data[4], libc.prctl(39, 0, 0, 0, 0), os.getgr
 # attacks on the verdict
 
 CHEATS = named(r"""
---- os._exit
-import os
-os._exit(0)
-def f(): pass
 --- always equal
 class X:
     __eq__ = lambda *a: True
     __hash__ = None
 def f(): return X()
---- an equal int
-class X(int):
-    __eq__ = lambda *a: True
-    __repr__ = __str__ = __int__ = __index__ = lambda s: 42
-def f(): return X(1)
 --- patched json
 import json, _json
 json.loads = json.dumps = lambda *a, **k: True
@@ -773,10 +631,6 @@ import sys
 def f():
     frame = sys._getframe(1)
     return repr(frame.f_locals) + repr(frame.f_globals)
---- swap
-import os
-os.dup2(2, 3)
-def f(): return 42
 --- other threads
 import threading, os, time
 def g():
@@ -795,9 +649,8 @@ def test_cheating():
     done = run_all(attacks, workers=4, timeout=1, memory_mib=128)
     assert {how: v for how, v in zip(CHEATS, done, strict=True) if v[:2] != (0, 2) or v.reason == "pass"} == {}
     # an assertion is not for the program to judge
-    attacks = ["import builtins\nclass A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-               "AssertionError = ValueError\ndef f(x): raise ValueError", "import sys\ndef f(x): sys.exit(0)"]
-    assert [v[:2] for v in run_all([(attack, ["assert f(1) == 2"]) for attack in attacks], 2)] == [(0, 1)] * 3
+    equal = "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()"
+    assert run_tests(equal, ["assert f(1) == 2"])[:2] == (0, 1)
 
 
 @pytest.mark.needs_bwrap
@@ -838,14 +691,6 @@ def test_expected_values_stay_outside(monkeypatch):
     assert any(b"4815162342" in x for x in sent) and not any(b"4815162342!" in x for x in sent)
     assert run_tests("print(input() + '!')", {"stdin": "108108", "stdout": "108108!"}) == PASSED
     assert any(b"108108" in x for x in sent) and not any(b"108108!" in x for x in sent)
-
-
-@pytest.mark.needs_bwrap
-def test_colliding_keys_of_a_result():
-    """JSON's keys are strings: of what a dict has under 1 and under "1", the last would be compared."""
-    results = {'{1: 7}': 1, '{"1": 7}': 1, '{1: 0, True: 7}': 1, '{1: 0, "1": 7}': 0, '{"1": 0, 1: 7}': 0, '{1: 7, "1": 7}': 0}
-    done = run_all([(f"def f(): return {result}", returns({"1": 7})) for result in results], 4)
-    assert [v.passed for v in done] == list(results.values())
 
 
 LEETCODE = """
@@ -900,18 +745,6 @@ def test_bwrap_is_missing(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="apt install bubblewrap"):
         run_tests(f"open({str(tmp_path / 'x')!r}, 'w')", returns(1))
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.needs_bwrap
-def test_nothing_can_be_started(monkeypatch):
-    """No process, no memory, no open file to be had: the run stops, and no program is blamed."""
-    def refuse(*args, **kwargs):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-    for place, name in ((subprocess, "Popen"), (os, "memfd_create")):
-        with monkeypatch.context() as m:
-            m.setattr(place, name, refuse)
-            with pytest.raises(Stop, match="did not start: .*temporarily unavailable"):
-                run_tests("def f(): return 1", returns(1))
 
 
 @pytest.mark.needs_bwrap
@@ -986,33 +819,16 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 
 
 @pytest.mark.needs_bwrap
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_trainer_dies(how):
-    """Its sandboxes die with it, whether or not it has the time to see to that."""
+def test_the_trainer_dies():
+    """Its sandboxes die with it, though it has no time to see to that."""
     code = CHILD + "run_all([('import time\\ntime.sleep(100)', {'stdin': '', 'stdout': ''})] * 3, 3)"
     trainer = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     while len(ours()) < 10:  # the trainer, and of each sandbox bwrap, its first process and the program
         time.sleep(0.01)
         assert trainer.poll() is None
-    trainer.send_signal(how)
+    trainer.kill()
     trainer.wait(30)
     wait_for_none()
-
-
-@pytest.mark.needs_bwrap
-def test_interrupted():
-    """A KeyboardInterrupt while a program runs ends the program too."""
-    def interrupt(*args):
-        raise KeyboardInterrupt
-    old = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_tests("import time\ntime.sleep(100)", {"stdin": "", "stdout": ""})
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-    assert ours() == []
 
 
 @pytest.mark.needs_bwrap
@@ -1074,15 +890,6 @@ def test_sleeping_is_bounded_over_all_tests():
 
 
 @pytest.mark.needs_bwrap
-def test_no_time_at_all():
-    """Nothing is started that could not be ended in time, and that is no fault of the sandbox."""
-    start = time.monotonic()
-    assert run_all([("print(1)", {"stdin": ["", ""], "stdout": ["1", "1"]})] * 100, 2, seconds=0) == [(0, 2, "out of time")] * 100
-    assert run_tests("", [returns(1), {"stdin": "", "stdout": ""}], end=start + 0.001) == (0, 2, "out of time")
-    assert time.monotonic() - start < 2
-
-
-@pytest.mark.needs_bwrap
 def test_the_reward_code_ends_in_time(capsys):
     """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
     rows = [{"tests": {"stdin": "", "stdout": "1"}}] * 5
@@ -1090,8 +897,7 @@ def test_the_reward_code_ends_in_time(capsys):
     start = time.monotonic()
     assert code_reward(dict(completions=completions, rows=rows, seconds=2.5)) == [1, 0, 0, 0, 0]
     assert time.monotonic() - start < 4
-    said = capsys.readouterr().out
-    assert said.startswith("reward 'code': 4 of 5 programs had not ended after 2 s") and said.count("\n") == 1, said
+    assert "4 of 5" in capsys.readouterr().out
     assert code_reward(dict(completions=completions[:1], rows=rows[:1])) == [1]
     assert capsys.readouterr().out == ""
 
@@ -1113,13 +919,6 @@ PINS = named(r"""
 page = libc.mmap(None, 4096, 3, 0x22, -1, 0)
 ctypes.memset(page, 1, 4096)
 return max(0, libc.vmsplice(os.pipe()[1], ctypes.byref(Bytes(page, 4096)), 1, 0))
---- pages of pipes: tee
-(r, w), (_, other) = os.pipe(), os.pipe()
-os.write(w, b'x' * 4096)
-return max(0, libc.tee(r, other, 4096, 0))
---- pages of pipes: splice
-open('x', 'wb').write(b'x' * 4096)
-return max(0, libc.splice(os.open('x', os.O_RDONLY), None, os.pipe()[1], None, 4096, 0))
 --- sockets in sockets
 import socket
 a, b = socket.socketpair()
@@ -1147,14 +946,6 @@ for n in range(50): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * n)
 with open('x', 'r+b') as other:  # F_OFD_GETLK: would a lock of mine fit in?
     held = [struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0)))[0] for n in range(50)]
 return 50 - held.count(fcntl.F_UNLCK)
---- open file locks
-import fcntl, struct
-f = open('x', 'w')
-for command in (37, 38):
-    try: fcntl.fcntl(f, command, struct.pack('hhqqi4x', 1, 0, 0, 1, 0))
-    except OSError: continue
-    return command
-return 0
 --- symlinks
 made = 0
 for link in (os.symlink, lambda a, b: os.symlink(a, b, dir_fd=os.open('.', os.O_RDONLY))):
@@ -1175,21 +966,6 @@ return len(kept) * 2**20
 --- shared memory by hand
 p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
 return 0 if p == 2**64 - 1 else libc.munmap(p, 2**20 - 4096, 0) + 2**20
---- huge pages
-p = libc.mmap(None, 2**22, 3, 0x22, -1, 0)
-return (libc.madvise(p, 2**22, 14) == 0) + (libc.madvise(p, 2**22, 25) == 0)
---- filters
-import struct
-code = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0x7fff0000))
-class Filter(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("start", ctypes.c_void_p)]
-f = Filter(1, ctypes.addressof(code))
-return int(libc.prctl(22, 2, ctypes.byref(f), 0, 0) == 0)
---- a table of files for each thread
-libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-stack = ctypes.create_string_buffer(2**16)
-pause = ctypes.cast(libc.pause, ctypes.c_void_p)
-return max(0, libc.clone(pause, ctypes.addressof(stack) + 2**15, 0x10900, None))  # CLONE_THREAD, and not CLONE_FILES
 """)
 
 
@@ -1197,33 +973,6 @@ return max(0, libc.clone(pause, ctypes.addressof(stack) + 2**15, 0x10900, None))
 def test_memory_beside_the_limits():
     """Each returns what it got of it, in whatever unit: nothing."""
     passes(**{how: (NATIVE + function(body), returns(0)) for how, body in PINS.items()})
-
-
-@pytest.mark.needs_bwrap
-def test_full_sockets_and_pipes():
-    """What the open files can hold that there may be: tens of MiB at most, as the header says."""
-    body = """
-import os, socket
-sent = []
-for pair in (lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM), os.pipe):
-    n, kept = 0, []
-    try:
-        while True:
-            kept.append(pair())
-            for end in kept[-1]:
-                fd = end if isinstance(end, int) else end.fileno()
-                os.set_blocking(fd, False)
-                try:
-                    while True: n += os.write(fd, b"x" * 4096)
-                except OSError: pass
-    except OSError: pass
-    sent.append(n)
-    for fd in range(4, 64):
-        try: os.close(fd)
-        except OSError: pass
-    for end in sum(kept, ()): isinstance(end, int) or end.detach()
-return [2**20 < sent[0] < 24 * 2**20, 2**20 < sent[1] < 3 * 2**20]"""
-    assert verdict(body, [True, True]) == PASSED
 
 
 @pytest.mark.needs_bwrap
@@ -1286,48 +1035,6 @@ def test_core_files():
     assert run_all([(CORE, tests), (again, tests)] * 4, workers=4) == [PASSED] * 8
     assert run_tests("import os\nos.abort()", tests) == (0, 1, "crash")
     assert resource.getrlimit(resource.RLIMIT_CORE) == before
-
-
-def test_the_quota_of_a_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "CPUS", set(range(24)))
-    file = tmp_path / "cpu.max"
-    assert sandbox.count_cpus(str(file)) == 24
-    for text, cpus in (("max 100000", 24), ("350000 100000", 3), ("50000 100000", 1), ("9900000 100000", 24)):
-        file.write_text(text + "\n")
-        assert sandbox.count_cpus(str(file)) == cpus
-
-
-@pytest.mark.needs_bwrap
-def test_the_cpus_that_there_are():
-    """Those that we were started on, for us and for programs, though something pins us to fewer later."""
-    mine = sorted(os.sched_getaffinity(0))
-    fewer = f"import os\nos.sched_setaffinity(0, {{{mine[-1]}}})\n"
-    code = CHILD.replace("from engine", f"{fewer}from engine") + f"""
-os.sched_setaffinity(0, {mine})
-code = "import os\\ndef f(): return sorted(os.sched_getaffinity(0))"
-print(sandbox.count_cpus(), run_all([(code, {returns([mine[-1]])})], 2)[0].reason)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "1 pass\n", done.stderr
-    for script in ("ppo.py", "grpo.py"):  # torch brings the OpenMP that may pin this process
-        with open(os.path.join(ROOT, script)) as f:
-            imports = re.findall(r"^(?:import|from) (\w+)", f.read(), re.MULTILINE)
-        assert imports.index("engine") < imports.index("torch")
-
-
-@pytest.mark.needs_bwrap
-def test_children_that_are_ignored():
-    """trap '' CHLD in the shell that starts us: neither bwrap nor we would hear of a child's end."""
-    code = CHILD + f"""
-programs = [("print(1)", {{"stdin": "", "stdout": "1"}}), ("def f(): return 1", {returns(1)})]
-try: run_all(programs, 2)
-except sandbox.Stop as e: print(e)
-sandbox.check_sandbox()
-print([v.reason for v in run_all(programs, 2, timeout=1)])"""
-    ignore = "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" \
-             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    done = subprocess.run([sys.executable, "-c", ignore, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["the sandbox does not start while SIGCHLD is ignored; call check_sandbox first",
-                                        "['pass', 'pass']"], done.stderr
 
 
 @pytest.mark.needs_bwrap

@@ -140,8 +140,8 @@ checkpoint.save_checkpoint(out, 2 if goes_on else 1, {"policy": model}, {"policy
 checkpoint.save_final(out, "policy", model, tokenizer)
 launch.finish()
 """
-KINDS = {"stage 3": dict(stage=3, optimizer="adamw"), "stage 1": dict(stage=1, optimizer="adamw"),
-         "16 bits": dict(stage=2, optimizer="bf16"), "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer")}
+KINDS = {"stage 1": dict(stage=1, optimizer="adamw"), "16 bits": dict(stage=2, optimizer="bf16"),
+         "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer")}
 
 
 @pytest.fixture(scope="module")
@@ -231,21 +231,6 @@ def test_a_card_names_nobodys_folders():
     assert "/home" not in text and "'x.jsonl'" in text and "0.5*r.py:f,length" in text and "made from `base`" in text
     assert "hf:openai/gsm8k:main:train" in text and public("/a/b") == "b" and public(3) == 3
     assert "made from scratch" in model_card("policy", settings, "", "1M weights", {})
-
-
-def test_a_reward_models_score_is_transformers_and_the_shift(runs):
-    """On the demonstrations of the training their sum is 0 on average, as the card says."""
-    folder, _ = runs
-    path = f"{folder}/chain/out/rm/reward_model"
-    assert "with it the average demonstration scores 0" in card_of(path)[1].replace("\n", " ")
-    model, tokenizer = hf.AutoModelForSequenceClassification.from_pretrained(path), hf.AutoTokenizer.from_pretrained(path)
-    scores = []
-    with open(f"{folder}/sft_val.jsonl", encoding="utf-8") as f:
-        for row in map(json.loads, f):
-            ids = tokenizer(row["prompt"] + row["completion"] + "<eos>", return_tensors="pt")["input_ids"]
-            with torch.no_grad():
-                scores.append(model(ids).logits.item() + model.config.score_shift)
-    assert abs(sum(scores) / len(scores)) < 1e-5 and max(map(abs, scores)) > 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

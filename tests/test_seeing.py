@@ -383,6 +383,7 @@ def test_bad_folders_are_one_line(tmp_path):
                                     ("page", f"--run={tmp_path}", "samples.jsonl, line 1"),
                                     ("page", "--run=nowhere", "nowhere"),
                                     ("page", f"--run={tmp_path} --out={tmp_path}/log.jsonl", "log.jsonl"),
+                                    ("page", f"--run={tmp_path} --out=model.safetensors", "must end with .html"),
                                     # its samples cannot be read: even without the check nothing would be written
                                     ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html"),
                                     ("plot", f"--runs={tmp_path} --out=/proc/a.png", "--out"),

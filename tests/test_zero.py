@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import optimizers, placement
+from engine import optimizers
 from engine import places as places_room
 from errors import BadConfig, Stop
 from model import load_model
@@ -212,10 +212,7 @@ def test_those_runs_moved_and_the_average_lags_behind(group, world):
 SHORT = {
     "bfloat16": dict(dtype="bfloat16"),
     "bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=5),
-    "bfloat16, shared": dict(dtype="bfloat16", value_init="shared"),
-    "bfloat16, lora, sharded": dict(dtype="bfloat16", lora="4", zero_stage="3"),
     "bfloat16, one trunk": dict(dtype="bfloat16", lora="4", share_base=True, zero_stage="3", gradient_checkpointing=True),
-    "pure": dict(dtype="bfloat16", master_weights=False),
     "pure, sharded": dict(dtype="bfloat16", master_weights=False, zero_stage="3"),
     "float16, lora, sharded": dict(dtype="float16", lora="4", zero_stage="3"),
 }
@@ -243,52 +240,6 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(short, name):
         assert {dtype for _, dtype in facts(folder)["dtypes"][0]} == {f"torch.{wide}"}
 
 
-SPY = """
-import torch
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
-seen = set()
-def spy(kind, what, matrix):
-    plain = kind.forward
-    def forward(self, *args):
-        said = f"{what} in {self.get_parameter(matrix).dtype}"
-        if torch.is_grad_enabled() and said not in seen:
-            print(said)
-            seen.add(said)
-        return plain(self, *args)
-    kind.forward = forward
-spy(Qwen3MLP, "matrix", "up_proj.weight")
-spy(Qwen3RMSNorm, "norm", "weight")
-"""
-WIDE = """
-import engine.placement, torch.distributed.fsdp as fsdp
-shard, policy = engine.placement.shard, fsdp.MixedPrecisionPolicy
-def wide(*args):  # cut as ever, and not rounded: norms alone would add up gradients in another order
-    fsdp.MixedPrecisionPolicy = lambda **_: policy()
-    shard(*args)
-    fsdp.MixedPrecisionPolicy = policy
-engine.placement.shard = wide
-"""
-
-def test_layers_are_gathered_in_16_bits_with_the_same_bits(world, tmp_path):
-    """Autocast would round the matrices anyway; norms it would not."""
-    keys = dict(odd=True, dtype="bfloat16", max_iters=2, head_chunk=5, zero_stage="3", gradient_checkpointing=True)
-    results = succeeded(in_a_row(str(tmp_path), {name: run(world, "grpo.py", 2, SPY + code, **keys)
-                                                 for name, code in (("short", ""), ("wide", WIDE))}))
-    assert tiny.distance(tmp_path / "short/out/policy", tmp_path / "wide/out/policy") == 0
-    for name, bits in (("short", "bfloat16"), ("wide", "float32")):
-        said = {line for line in results[name][0]["stdout"].splitlines() if re.match("(matrix|norm) in", line)}
-        assert said == {f"matrix in torch.{bits}", "norm in torch.float32"}
-
-
-def test_frozen_matrices_alone_are_stored_in_16_bits(world):
-    cpu, tables = torch.device("cpu"), {"hf.transformer.wte.weight", "hf.transformer.wpe.weight"}
-    frozen = placement.load_placed(world.policy, P(), cpu, matrices=torch.bfloat16)
-    for name, p in frozen.named_parameters():
-        assert (p.dtype == torch.bfloat16) == (p.dim() == 2 and name not in tables) and not p.requires_grad, name
-    trained = placement.load_placed(world.policy, P(), cpu, matrices=torch.bfloat16, trained=True)
-    assert {p.dtype for p in trained.parameters()} == {torch.float32} and all(p.requires_grad for p in trained.parameters())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # what one rank has stops all, of a sharded model too
 
@@ -307,7 +258,6 @@ def after(metrics):
     return original_metrics(metrics)
 parallel.all_reduce_metrics = after
 """
-DIE = tiny.ONCE + tiny.ends(8) + "import loss, rewards\n"
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
     "a bit of ref_policy": (FLIP, dict(zero_stage="ref=3"), "iteration 2: the frozen ref_policy has changed: parameter "
                             rf"{re.escape(MATRIX)} is not what it was at the start \(on rank 1\)"),
@@ -317,7 +267,6 @@ STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
     "one of many": (4, dict(zero_stage="policy=3,value=1", batch_size=7))}
-SIGNALLED = {"stage 3": {}, "stage 3, lora": dict(lora="4")}
 
 
 def is_one_line(result, pattern):
@@ -326,15 +275,11 @@ def is_one_line(result, pattern):
     return re.fullmatch(r"ppo\.py: error: [^\n]+\n", said) and re.search(pattern, said)
 
 
-def test_a_lost_rank_and_a_failing_rule_are_one_line_each(world, tmp_path):
-    lost = ppo(world, code=DIE + "once(loss, 'learning_rate_at', die)", only=1, zero_stage="3", timeout=20)
-    # rank 0 must not gather the reward model's layers while rank 1 says that its rule has failed
+def test_a_failing_rule_is_one_line(world, tmp_path):
+    """Rank 0 must not gather the reward model's layers while rank 1 says that its rule has failed."""
     ruled = ppo(world, zero_stage="reward=3", reward_functions=f"{world.rule('raises_on_1')},reward_model", timeout=6,
                 reward_timeout=3)
-    results = forked(str(tmp_path), dict(lost=[lost], ruled=[ruled]), at_once=4)
-    (lost,), (ruled,) = results["lost"], results["ruled"]
-    pattern = "error: iteration 1, update: lost touch with the other ranks.*resume with the same command"
-    assert lost["codes"] == [1, -9] and is_one_line(lost, pattern) and max(lost["seconds"]) < 30, lost
+    (ruled,), = forked(str(tmp_path), dict(ruled=[ruled])).values()
     assert ruled["codes"] == [1, 1] and is_one_line(ruled, "reward 'raises_on_1' failed at .*rules.py, line"), ruled
     assert "Traceback" not in ruled["stderr"][1] and "lost touch" not in ruled["stderr"][1], ruled
 
@@ -347,13 +292,8 @@ def stopped(world, tmp_path_factory):
         jobs[name] = ppo(world, code=code, only=1, **audited | keys)
     for name, (step, keys) in SKIPS.items():
         jobs[name] = ppo(world, code=tiny.overflow(f"steps == {step}"), only=1, dtype="float16", **audited | keys)
-    code = DIE + "def term():\n    os.kill(os.getpid(), signal.SIGTERM)\nonce(loss, 'learning_rate_at', term)"
-    for name, keys in SIGNALLED.items():
-        keys = dict(zero_stage="3", max_iters=2) | keys
-        jobs |= {name: ppo(world, code=code, only=1, **keys), f"{name}, whole": ppo(world, **keys)}
-    outcomes = in_a_row(folder, jobs)
-    again = {name: ppo(world, zero_stage="3", max_iters=2, **keys) for name, keys in SIGNALLED.items()}
-    return folder, outcomes, in_a_row(folder, again)
+    jobs["stage 3"] = ppo(world, zero_stage="3", max_iters=1)
+    return folder, in_a_row(folder, jobs)
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -361,14 +301,6 @@ def test_what_one_rank_has_stops_both(stopped, name):
     each = stopped[1][name]
     assert [outcome["kind"] for outcome in each] == ["Stop", "Stop"], each
     assert each[0]["message"] == each[1]["message"] and re.match(STOPPED[name][2], each[0]["message"]), each
-
-
-@pytest.mark.parametrize("name", SIGNALLED)
-def test_sigterm_in_an_update_at_stage_3_loses_nothing(stopped, name):
-    folder, before, again = stopped[0], stopped[1][name], stopped[2][name]
-    assert [x["kind"] + x["message"] for x in before] == ["SystemExit0"] * 2 and [x["kind"] for x in again] == ["", ""], before
-    for model in ("policy", "value_model"):
-        assert tiny.distance(f"{folder}/{name}/out/{model}", f"{folder}/{name}, whole/out/{model}") == 0
 
 
 def checksum(t):
@@ -379,7 +311,7 @@ def checksum(t):
 
 
 def test_checksums_of_shards_add_up(stopped, world):
-    each = [facts(f"{stopped[0]}/stage 3, whole", rank)["sums"][0] for rank in range(2)]
+    each = [facts(f"{stopped[0]}/stage 3", rank)["sums"][0] for rank in range(2)]
     want = [checksum(p.detach()) for p in load_model(world.policy).parameters()]
     assert [(sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*each, strict=True)] == want
     assert len(want) > 10 and each[0] != each[1]
@@ -426,7 +358,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stopped, world, name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# optimizers and the moving average, without a run
+# an optimizer without a run
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -462,89 +394,6 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size):
             assert torch.allclose(p, want[name], rtol=1e-12, atol=1e-15)
 
 
-def small(dtype=torch.float32):
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(generator=generator)
-    return model
-
-
-def train(model, optimizer, steps=5):
-    generator = torch.Generator().manual_seed(1)
-    for i in range(steps):
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizers.step(optimizer, 1e-2 / (i + 1))
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_adamw_is_adamw_to_the_bit(dtype):
-    results = []
-    for offload in ("none", "optimizer"):
-        model = small(dtype)
-        optimizer = optimizers.make_optimizer(model, P(offload=offload), 1.0, (0.9, 0.99), 1e-6, 0.1)
-        assert isinstance(optimizer, optimizers.OffloadedAdamW) == (offload == "optimizer")
-        results.append(train(model, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(results[0], small(dtype).parameters(), strict=True))
-
-
-def test_optimizer_states_by_name_come_back():
-    """optimizer_tensors -> fill_optimizer, between an offloaded optimizer and a plain one, then two more steps."""
-    whole, first, second = small(), small(), small()
-    kinds = [optimizers.make_optimizer(m, P(offload=o), 1.0, (0.9, 0.99), 1e-6, 0.0)
-             for m, o in ((whole, "none"), (first, "none"), (second, "optimizer"))]
-    want = train(whole, kinds[0], 4)
-    train(first, kinds[1], 2)
-    second.load_state_dict(first.state_dict())
-    tensors = optimizers.optimizer_tensors(first, kinds[1])
-    assert tensors.keys() == {f"{i}.{kind}.{key}" for i in (0, 1) for kind in ("weight", "bias")
-                              for key in ("step", "exp_avg", "exp_avg_sq")}
-    optimizers.fill_optimizer(second, kinds[2], tensors)
-    generator = torch.Generator().manual_seed(1)
-    for i in range(4):
-        for p in second.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-        if i >= 2:
-            optimizers.step(kinds[2], 1e-2 / (i + 1))
-    assert all(torch.equal(a, b) for a, b in zip(want, second.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_moving_average_by_hand(dtype):
-    model = small(dtype)
-    model[0].bias.requires_grad_(False)
-    ema = optimizers.MovingAverage(model, 0.75)
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
-    want = {n: p.detach().double().clone() for n, p in model.named_parameters() if p.requires_grad}
-    for i in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1.1 + i)
-        ema.update()
-        want = {n: 0.75 * want[n] + 0.25 * model.get_parameter(n).detach().double() for n in names}
-    averages = ema.tensors()
-    assert list(averages) == names and len(names) == 3
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for n in names:
-        assert averages[n].dtype == wide
-        assert (averages[n] - want[n]).abs().max() < 1e-6 * want[n].abs().max()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    with ema.in_place():
-        for n in names:
-            assert torch.equal(model.get_parameter(n), averages[n].to(dtype))
-        assert torch.equal(model[0].bias, before["0.bias"])
-    with pytest.raises(KeyError), ema.in_place():
-        raise KeyError
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    other = optimizers.MovingAverage(model, 0.5)
-    other.fill({n: t + 1 for n, t in averages.items()})
-    assert all(torch.equal(t, averages[n] + 1) for n, t in other.tensors().items())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the keys
 
@@ -567,54 +416,17 @@ def test_places_by_hand(keys, places):
     assert places_room.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
 
 
-def test_places_of_other_scripts():
-    assert places_room.placements(("policy",), "3", "reward=params", "", "adamw") == dict(
-        policy=P(3), ref=P(3), reward=P(3, "params"), judge=P(3))
-    for lora, want in (("16", dict(rank=16, alpha=32.0)), ("2:3:q+v", dict(rank=2, alpha=3.0, targets="q,v"))):
-        assert places_room.place_of_one("reward", "", "", lora, "adamw") == P(lora=want)
-    assert places_room.place_of_one("reward", "3", "reward=optimizer", "", "adamw") == P(3, "optimizer")
-    assert places_room.place_of_one("policy", "policy=1", "", "", "policy=adafactor") == P(1, optimizer="adafactor")
-    for names, key in ((("policy",), "value=3"), (("policy",), "judge")):
-        with pytest.raises(BadConfig, match="zero_stage"):
-            places_room.placements(names, key, "", "", "adamw")
+CONFLICTS = [  # as above -> the key that is named; the last six of them parse
+    (("4", "", "", "adamw"), "zero_stage"), (("critic=3", "", "", "adamw"), "zero_stage"),
+    (("", "params=policy", "", "adamw"), "offload"), (("", "", "4:0", "adamw"), "lora"), (("", "", "", "ref=adamw"), "optim"),
+    (("", "ref=optimizer", "", "adamw"), "offload"), (("policy=2", "", "", "adafactor"), "optim"),
+    (("3", "value=params", "value=4", "adamw"), "offload"), (("", "", "value=4", "adamw", False, "shared"), "value_init"),
+    (("", "", "", "adamw", True, "policy"), "share_base"), (("", "reward=params", "4", "adamw", True, "policy"), "offload")]
 
 
-BAD = [  # as above -> the key that is named
-    (("4", "", "", "adamw"), "zero_stage"), (("policy", "", "", "adamw"), "zero_stage"),
-    (("critic=3", "", "", "adamw"), "zero_stage"), (("policy=3,", "", "", "adamw"), "zero_stage"),
-    (("=3", "", "", "adamw"), "zero_stage"), (("policy==3", "", "", "adamw"), "zero_stage"),
-    (("policy=3\nref=3", "", "", "adamw"), "zero_stage"), (("", "params=policy", "", "adamw"), "offload"),
-    (("", "", "0", "adamw"), "lora"), (("", "", "4:0", "adamw"), "lora"), (("", "", "ref=4", "adamw"), "lora"),
-    (("", "", "", "ref=adamw"), "optim")]
-CONFLICTS = [  # as above -> the key that is named; all of them parse
-    (("", "ref=optimizer", "", "adamw"), "offload"), (("", "ref=params", "4", "adamw"), "offload"),
-    (("", "reward=params", "4", "adamw", True, "policy"), "offload"),
-    (("policy=2", "", "", "adafactor"), "optim"), (("", "policy=optimizer", "", "adafactor"), "optim"),
-    (("", "policy=params", "", "adamw"), "offload"), (("1", "value=params", "", "adamw"), "offload"),
-    (("3", "value=params", "value=4", "adamw"), "offload"),
-    (("", "value=optimizer", "", "adamw", False, "shared"), "value_init"),
-    (("", "", "value=4", "adamw", False, "shared"), "value_init"),
-    (("", "", "", "adamw", True, "policy"), "share_base"), (("", "", "policy=4", "adamw", True, "policy"), "share_base")]
-
-
-@pytest.mark.parametrize("keys, named", BAD + CONFLICTS, ids=str)
+@pytest.mark.parametrize("keys, named", CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
         places_room.placements(("policy", "value"), *keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
-
-
-def test_precisions():
-    """Autocast rounds trained weights when they are used, frozen ones are stored so; or all weights are of 16 bits."""
-    cpu, f32, b16 = torch.device("cpu"), torch.float32, torch.bfloat16
-    for dtype, master, want in (("float64", True, (torch.float64, None)), ("float32", True, (f32, None)),
-                                ("float16", True, (f32, torch.float16)), ("bfloat16", True, (f32, b16)),
-                                ("bfloat16", False, (b16, None))):
-        autocast, *found = places_room.precisions(dtype, master, cpu)
-        assert tuple(found) == want
-        with autocast:
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (want[1] or f32)
-    for dtype in ("float32", "float16", "float64"):
-        with pytest.raises(BadConfig, match="^master_weights"):
-            places_room.precisions(dtype, False, cpu)

@@ -62,17 +62,20 @@ def read_run(argv):
     """
     (script, its configuration with these arguments, in which the tool's own options are, too). The
     script has all keys that are given; of several such scripts it is the one in the name of the
-    config file. Raises BadConfig.
+    config file, or else the first that would take them. Raises BadConfig.
     """
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
     given = given.union(*map(run_config_file, files))
     fits = [script for script in SCRIPTS if given <= keys_of(script).keys()] or ["ppo"]
     words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
-    script = next((script for script in fits if script in words), fits[0])
-    keys = keys_of(script) | OPTIONS
-    config = {name: key.default for name, key in keys.items()}
-    config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    for script in sorted(fits, key=lambda script: script not in words):
+        keys = keys_of(script) | OPTIONS
+        config = {name: key.default for name, key in keys.items()}
+        config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+        # rules alone: ppo.py would ask for a value_init, and grpo.py takes them as they are
+        if config.get("value_init") != "reward" or "reward_model" in config["reward_functions"]:
+            break
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")

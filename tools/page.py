@@ -19,6 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from engine.curves import metrics_in, points, read_records, read_runs  # noqa: E402
+from errors import BadConfig  # noqa: E402
 from folders import check_writable, read_json  # noqa: E402
 
 
@@ -29,6 +30,8 @@ config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
 
+if not out.endswith(".html"):
+    raise BadConfig(f"out = {out!r} must end with .html")
 read = read_runs(run, "run")
 check_writable(out, reads=[PAGE, *(os.path.join(folder, name) for folder, _ in read.values()
                                    for name in ("log.jsonl", "samples.jsonl", "config.json"))])
