@@ -121,11 +121,8 @@ def settings(**keys):
     return SimpleNamespace(**defaults | keys)
 
 
-@needs_vllm
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
-    tokenizer = load_tokenizer(world.tokenizer)
-    torch.manual_seed(0)
+def save_suited(folder, family, tokenizer):
+    """A tiny policy that vLLM has kernels for on CPUs: they want heads of 32 numbers or more."""
     config = dict(model_type=family, vocab_size=tokenizer.vocab_size + 5, bos_token_id=None, eos_token_id=tokenizer.eos_id,
                   pad_token_id=tokenizer.pad_id, initializer_range=0.15)
     if family == "gpt2":
@@ -133,7 +130,15 @@ def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
     else:
         config |= dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
                        intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=family == "qwen3")
-    save_model(f"{tmp_path}/policy", from_scratch(config, seed=1), tokenizer)
+    save_model(folder, from_scratch(config, seed=1), tokenizer)
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
+    tokenizer = load_tokenizer(world.tokenizer)
+    torch.manual_seed(0)
+    save_suited(f"{tmp_path}/policy", family, tokenizer)
     policy = load_model(f"{tmp_path}/policy")
     reads = SimpleNamespace(stop_strings=["7"], vocab_size=tokenizer.vocab_size)
     vllm = begin_vllm(policy, reads, settings(), torch.device("cpu"))
@@ -172,8 +177,10 @@ def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
 
 
 @needs_vllm
-def test_a_killed_vllm_is_noticed(world):
-    policy, tokenizer = load_model(world.policy), load_tokenizer(world.tokenizer)
+def test_a_killed_vllm_is_noticed(world, tmp_path):
+    tokenizer = load_tokenizer(world.tokenizer)
+    save_suited(f"{tmp_path}/policy", "gpt2", tokenizer)
+    policy = load_model(f"{tmp_path}/policy")
     vllm = VLLM(policy, tokenizer, settings(), torch.device("cpu"))
     vllm.take_weights(policy)
     vllm.process.kill()
@@ -185,7 +192,9 @@ def test_a_killed_vllm_is_noticed(world):
 
 @needs_vllm
 def test_grpo_with_vllm(world, tmp_path):
-    done = tiny.run("grpo.py", *world.grpo(f"{tmp_path}/out", sampler="vllm", vllm_cache=0.25, eval_interval=2, timeout=600),
+    save_suited(f"{tmp_path}/policy", "gpt2", load_tokenizer(world.tokenizer))
+    keys = dict(policy_path=f"{tmp_path}/policy", sampler="vllm", vllm_cache=0.25, eval_interval=2, timeout=600)
+    done = tiny.run("grpo.py", *world.grpo(f"{tmp_path}/out", **keys),
                     ranks=2, env=dict(VLLM_PYTHON=find_vllm()))
     assert done.returncode == 0, done.stderr
     gaps = [record["policy/sampler_gap"] for record in tiny.read_log(f"{tmp_path}/out") if "policy/sampler_gap" in record]
