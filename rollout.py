@@ -358,7 +358,7 @@ class Sampler:
         R, T, tokenizer = self.max_new_tokens, self.temperature, self.tokenizer
         if self.vllm:
             self.vllm.take_weights(self.policy)  # COLLECTIVE
-            yield self.vllm.generate(ids, R, T, tokenizer.eos_ids, tokenizer.pad_id,
+            yield self.vllm.respond(ids, R, T, tokenizer.eos_ids, tokenizer.pad_id,
                                      response_seeds(*names, samples), width, stop,
                                      tokenizer.has_stop)
             return

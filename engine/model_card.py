@@ -37,7 +37,7 @@ def model_card(name, config, source, size, record):
 def public(value):
     """
     A setting as others may see it. An absolute path names its user's folders: of each one in a
-    value, as in "0.3*/home/me/a.jsonl,b.jsonl", only the last part is left.
+    value, as in "0.3*/users/me/a.jsonl,b.jsonl", only the last part is left.
     """
     if not isinstance(value, str):
         return value

