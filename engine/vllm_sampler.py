@@ -16,7 +16,6 @@ the other.
 import ctypes
 import importlib
 import inspect
-import math
 import mmap
 import os
 import signal
@@ -37,6 +36,7 @@ from folders import model_folders
 from parallel import gather, is_shard, my_part
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEAVE = "type --sampler=own, which samples with transformers' model"
@@ -106,7 +106,7 @@ class VLLM:
             tied=is_tied(policy), cache=int(system.vllm_cache * 2**30),
             at_once=system.rollout_batch_size or 256))
         try:
-            self.answer(seconds=math.inf)  # it may compile for minutes
+            self.answer(seconds=START)
         except Lost as e:
             raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; {LEAVE}") from e
 

@@ -78,7 +78,7 @@ BAD = {  # name: (keys, ranks, the stand-in's mode, on the last rank, what is sa
     "unknown": ({}, 1, "unknown", r"\['Unknown'\] are not supported for now.; type --sampler=own", 2),
     "forgets": ({}, 1, "forgets", "does not hold the weights that it was sent", 1),
     "dies": ({}, 2, "dies 2", "vLLM has ended, with exit code 7", 1),
-    "hangs": (dict(timeout=20, reward_timeout=4), 2, "hangs", "vLLM has not answered for timeout = 20 seconds", 1),
+    "hangs": (dict(timeout=20, reward_timeout=4), 2, "hangs 2", "vLLM has not answered for timeout = 20 seconds", 1),
     "dies with roles": (dict(roles="train=1,generate=1"), 2, "dies 2", "vLLM has ended, with exit code 7", 1),
 }
 

@@ -56,7 +56,7 @@ class LLM:
         self.asked += 1
         if os.environ.get("STAND_IN") == f"dies {self.asked}":
             os._exit(7)
-        if os.environ.get("STAND_IN") == "hangs":
+        if os.environ.get("STAND_IN") == f"hangs {self.asked}":
             torch.multiprocessing.Event().wait()
         s = settings[0]
         assert s.ignore_eos and s.logprobs == 0
