@@ -38,7 +38,7 @@ def write_tables(folder, table):
         json.dumps(row, ensure_ascii=False) for row in table[1:]).encode())
     (folder / "lines.json").write_text(lines)
     (folder / "list.json").write_text("\n" + json.dumps(table, indent=1))
-    (folder / "A.JSONL.GZ").write_bytes(gzip.compress(lines.encode()))
+    (folder / "A.JSONL.GZ").write_bytes(gzip.compress(lines.encode(), mtime=0))
     cells = [[*table[0]], *([row[key] for key in table[0]] for row in table)]
     quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in line) for line in cells]
     (folder / "a.csv").write_text("\ufeff" + "\r\n".join(quoted), newline="", encoding="utf-8")
@@ -119,7 +119,7 @@ def test_bad_rows_are_named_by_file_row_and_field(shape, row, named, tmp_path):
     ("a.json", b"[1]", "a.json, row 1: "), ("a.json", b"[{]", "a.json: "), ("a.jsonl", b" \n\r\n\t\n", "a.jsonl: "),
     ("a.csv", b"prompt,answer\na,b\na\n", "a.csv, row 2: "), ("a.csv", b"prompt\n\n\xff", "a.csv, line 3: "),
     ("a.csv", b"prompt,answer\na,1\n,2\n", "a.csv, row 2: field 'prompt'"), ("a.jsonl.gz", b"no", "a.jsonl.gz: "),
-    ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], "a.jsonl.gz: "), ("rows.txt", b"{}", "rows.txt: ")])
+    ("a.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:-9], "a.jsonl.gz: "), ("rows.txt", b"{}", "rows.txt: ")])
 def test_damaged_files_are_one_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput) as caught:
