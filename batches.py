@@ -36,13 +36,13 @@ from dataclasses import dataclass
 import torch
 
 import parallel
-from data import batch_rows
+from data import batch_rows, my_micro_batches, permutation
 from engine import launch, roles
-from engine.audit import audit, checksum_of
+from engine.audit import audit, check_finite, checksum_of
 from engine.checkpoint import load_batches
 from engine.placement import held, matrices_of, no_grad_forwards
 from engine.together import together
-from errors import BadConfig, Lost, Stop
+from errors import BadConfig, Lost, Stop, say
 from parallel import fill, gather, is_shard, my_part
 from rewards import centering_shift
 from rollout import score_batch
@@ -51,8 +51,8 @@ from rollout import score_batch
 @dataclass
 class Schedule:
     """
-    What a run samples and scores, in which order. A batch has a label, (what, iteration, attempt):
-    what is rollout, eval or refill.
+    What a run samples, scores and trains on, in which order. A batch has a label, (what, iteration,
+    attempt): what is rollout, eval or refill.
 
     data: (training rows, their prompts' token ids), and the same of the held-out ones. prompts: of
     an iteration's batch; samples: responses to each of them. The others are keys.
@@ -64,6 +64,9 @@ class Schedule:
     prompts: int
     eval_interval: int
     staleness: int
+    num_minibatches: int = 1
+    micro_batch_size: int = 1
+    micro_batch_tokens: int = 0
     samples: int = 1
     max_refills: int = 0
 
@@ -112,32 +115,86 @@ def noise_of(label):
     return purpose, 0 if what == "eval" else iteration
 
 
-# --------------------------------------------------------------------------------------------------
-# on the trainers
-
-
 class Batches:
     """
-    The batches of a run, for its loop: dicts of tensors, with the columns of rollout.generate and
-    rollout.score_batch. sampler: a rollout.Sampler, scorer: a rewards.Scorer.
+    The batches of a run: dicts of tensors, with the columns of rollout.generate and
+    rollout.score_batch.
+
+    sampler: a rollout.Sampler, scorer: a rewards.Scorer. models: {name: model} of the run. forward:
+    a function of (model, micro-batch): what the model says of each response token, (b, R), or a
+    tuple that begins with that.
     """
 
-    def __init__(self, schedule, sampler, scorer, run):
-        """A collective: take the batches of the checkpoint; let the other roles begin."""
-        self.schedule, self.sampler, self.scorer, self.run = schedule, sampler, scorer, run
-        self.policy = run.models["policy"]
+    def __init__(self, schedule, sampler, scorer, models, forward):
+        self.schedule, self.sampler, self.scorer = schedule, sampler, scorer
+        self.models, self.forward = held(models), forward
+        self.device, self.system = scorer.device, sampler.system
         self.keep = schedule.staleness + 1  # messages that may be under way, see roles.send
-        self.sampled = {}  # iteration: its batch, sampled and not yet scored
+
+    # ---------------------------------------------------------------------------------------------
+    # how a batch is cut, and read: all roles
+
+    def minibatches(self, iteration, epoch=0):
+        """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+        s = self.schedule
+        order = permutation(s.prompts * s.samples, s.seed, "minibatches", iteration, epoch)  # (B,)
+        return order.to(self.device).tensor_split(s.num_minibatches)
+
+    def micro_batches(self, batch, rows, whose=None):
+        """This rank's micro-batches of these rows of a batch; whose: see my_micro_batches."""
+        s = self.schedule
+        return my_micro_batches(batch, rows, s.micro_batch_size, s.micro_batch_tokens, whose)
+
+    def read(self, batch, readers, iteration, whole=False):
+        """
+        A collective: add what models say of each response token to a batch, before an update.
+        readers: {name of the column: model}; None, and a column that is there, is left out. whole:
+        all rows as one step, and not in the minibatches of the iteration's update.
+
+        The micro-batches are those in which the trainers train, and `forward` is what they train,
+        also on a scorer: so equal weights give equal bits, and before the first step the ratio is 1
+        to the last bit.
+        """
+        readers = {name: model for name, model in readers.items()
+                   if model is not None and name not in batch}
+        # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+        columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
+        rank, size = parallel.rank_and_size()
+        trainers = len(roles.ranks.get("train", range(size)))
+        # A trainer reads its own rows, a scorer perhaps those of several. A scorer that is left
+        # over reads with the last one and drops it: a sharded model needs all in each forward
+        turns = range(rank, math.ceil(trainers / size) * size, size)
+        with no_grad_forwards(readers.values(), self.device):
+            for rows in [batch["index"]] if whole else self.minibatches(iteration):
+                for whose in turns:
+                    part = min(whose, trainers - 1), trainers
+                    for mb in self.micro_batches(batch, rows, part):
+                        for name, model in readers.items():
+                            said = self.forward(model, mb)
+                            said = said if torch.is_tensor(said) else said[0]  # (b, R)
+                            if whose < trainers:
+                                columns[name][mb["index"], :said.shape[1]] = said
+        add_columns(batch, columns, iteration)  # COLLECTIVE
+
+    # ---------------------------------------------------------------------------------------------
+    # on the trainers
+
+    def begin(self, run):
+        """A collective: take the batches of the run's checkpoint; let the other roles begin."""
+        self.run = run
+        self.sampled = {}  # iteration: its batch, sampled and not yet scored; see `sample`
         self.version = {}  # iteration: that of the weights that sample its batch
         saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
         for key, t in saved.items():
             iteration, version, name = key.split(".")
-            self.sampled.setdefault(int(iteration), {})[name] = t.to(run.device)
+            batch, _ = self.sampled.setdefault(int(iteration), ({}, None))
+            batch[name] = t.to(self.device)
             self.version[int(iteration)] = int(version)
         kept = list(self.sampled)
-        self.version |= schedule.versions(run.start, kept)
-        self.to_come = list(schedule.versions(run.start, kept))  # iterations, in this order
-        self.from_generators = set(self.to_come) if "generate" in roles.ranks else set()
+        due = self.schedule.versions(run.start, kept)
+        self.version |= due
+        self.to_come = list(due)  # iterations, in this order
+        self.from_generators = due if "generate" in roles.ranks else {}
         for role in [role for role in roles.ranks if role != "train"]:
             roles.send(role, ("begin", 0, 0), start=run.start, kept=kept)
         run.to_save = self.to_save
@@ -149,16 +206,17 @@ class Batches:
         them, in the background, where they sample a batch with them. The buffers are copies: the
         next step may change the weights before they have left.
         """
-        if all(self.version[k] != version for k in self.from_generators):
+        if version not in self.from_generators.values():
             return
         self.run.enter("weights")
-        matrices, checksum = self.sampler.placement.decoding, None
+        policy, matrices = self.models["policy"], self.sampler.placement.decoding
+        checksum = None
         if self.run.audit_is_due(version):
-            checksum = checksum_of(my_weights(self.policy, matrices))  # COLLECTIVE
+            checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
         # `send` makes one after the other: all ranks gather what is sharded, and the first one
         # alone holds the whole, in the CPU's memory
         whole = ((name, gather(t, p) if is_shard(p) else t)
-                 for name, p, t in my_weights(self.policy, matrices))
+                 for name, p, t in my_weights(policy, matrices))
         roles.send("generate", ("weights", version, 0), whole, self.keep, checksum=checksum)
 
     def rollout(self, iteration):
@@ -166,25 +224,19 @@ class Batches:
         A collective: the batch of an iteration, sampled and scored, and its age. With scorers and a
         reference it has ref_logprobs (B, R), too.
         """
-        label, picked = ("rollout", iteration, 0), self.schedule.rows_of(iteration)
-        if not roles.ranks and self.schedule.staleness == 0:
-            return self.sample_and_score(label, picked), 0  # COLLECTIVE
         self.run.enter("rollout")
-        while not self.from_generators and self.to_come \
-                and self.version[self.to_come[0]] <= iteration:
-            ahead = self.to_come[0]
-            self.sampled[ahead], _ = self.sample(  # COLLECTIVE
-                ("rollout", ahead, 0), self.schedule.rows_of(ahead))
-            self.to_come.pop(0)
-        self.receive_until(iteration)  # COLLECTIVE
-        self.run.leave_if_stop_asked()  # COLLECTIVE
-        self.sampled = {k: sampled for k, sampled in self.sampled.items() if k >= iteration}
+        ahead = 0 if self.from_generators else self.schedule.staleness
+        self.have(iteration + ahead)  # COLLECTIVE
+        label, picked = ("rollout", iteration, 0), self.schedule.rows_of(iteration)
         batch = self.score(label, self.sampled[iteration], picked)  # COLLECTIVE
+        del self.sampled[iteration]  # not earlier: a stop while it is scored saves it
         return batch, iteration - self.version[iteration]
 
-    def held_out(self, number):
-        """A collective: the responses to the first held-out prompts, by the policy of now."""
-        return self.sample_and_score(("eval", self.run.iteration, 0), range(number))  # COLLECTIVE
+    def held_out(self, size):
+        """A collective: the policy of now answers the first `size` held-out prompts, 0 = all."""
+        every = len(self.schedule.data[1][0])
+        label, picked = ("eval", self.run.iteration, 0), range(min(size or every, every))
+        return self.sample_and_score(label, picked)  # COLLECTIVE
 
     def refill(self, attempt, picked, slots):
         """
@@ -198,45 +250,55 @@ class Batches:
             roles.send("score", label)
         return None
 
+    def have(self, last):
+        """A collective: have the batches up to that of iteration `last`, sampled here or sent."""
+        while self.to_come and self.to_come[0] <= last:
+            k = self.to_come.pop(0)
+            label = "rollout", k, 0
+            if self.from_generators:
+                self.sampled[k] = self.receive("generate", label)  # COLLECTIVE
+            else:
+                self.sampled[k] = self.sample(label, self.schedule.rows_of(k))  # COLLECTIVE
+
     def sample_and_score(self, label, picked, slots=None):
         """A collective: a batch, by the policy of now."""
         self.run.enter(noise_of(label)[0])
-        # where no other ranks score, the rules work on what is sampled while the rest is
-        start = self.scorer.start if "score" not in roles.ranks else None
-        sampled, started = self.sample(label, picked, slots, start)  # COLLECTIVE
-        return self.score(label, sampled, picked, slots, started)  # COLLECTIVE
+        sampled = self.sample(label, picked, slots)  # COLLECTIVE
+        return self.score(label, sampled, picked, slots)  # COLLECTIVE
 
-    def sample(self, label, picked, slots=None, start=None):
-        """A collective: the whole batch as the weights here sample it; and see Sampler.sample."""
+    def sample(self, label, picked, slots=None):
+        """
+        A collective: the whole batch, as the weights here sample it, and what rules have begun to
+        work on: see Sampler.sample. They do so where no other ranks score, and it is scored next.
+        """
         wanted = self.schedule.wanted(label, picked, slots)
+        now = "score" not in roles.ranks and label[1] == self.run.iteration
         mine, started = self.sampler.sample(  # COLLECTIVE
-            wanted, *noise_of(label), launch.stop_asked, start)
+            wanted, *noise_of(label), launch.stop_asked, self.scorer.start if now else None)
         self.run.leave_if_stop_asked()  # COLLECTIVE
         return parallel.gather_rows(mine, len(wanted)), started  # COLLECTIVE
 
-    def score(self, label, sampled, picked, slots=None, started=None):
-        """A collective: a sampled batch with its scores, here or by the scorers."""
+    def score(self, label, sampled, picked, slots=None):
+        """A collective: what `sample` returns, or generators have sent, with its scores."""
+        batch, started = sampled
         if label[0] == "rollout":
             self.run.enter("score")
         with self.run.saved_if_it_fails():  # COLLECTIVE
             if "score" not in roles.ranks:
                 wanted = self.schedule.wanted(label, picked, slots)
-                batch = score_batch(self.scorer, sampled, wanted, label[1], started)  # COLLECTIVE
+                batch = score_batch(self.scorer, batch, wanted, label[1], started)  # COLLECTIVE
             else:
                 if label[0] != "rollout" or label[1] not in self.from_generators:
-                    roles.send("score", label, sampled, self.keep, picked=list(picked), slots=slots)
-                columns, _ = roles.receive("score", label)  # COLLECTIVE
-                batch = sampled | {name: t.to(self.run.device) for name, t in columns.items()}
+                    roles.send("score", label, batch, self.keep, picked=list(picked), slots=slots)
+                columns, _ = self.receive("score", label)  # COLLECTIVE
+                batch = batch | columns
         self.run.leave_if_stop_asked()  # COLLECTIVE
         return batch
 
-    def receive_until(self, iteration):
-        """A collective: have the batch of an iteration that others sample, and those before it."""
-        while iteration not in self.sampled:
-            k = self.to_come[0]
-            sampled, _ = roles.receive("generate", ("rollout", k, 0))  # COLLECTIVE
-            self.sampled[k] = {name: t.to(self.run.device) for name, t in sampled.items()}
-            self.to_come.pop(0)
+    def receive(self, source, label):
+        """A collective: a message of another role, as roles.receive; its tensors on the device."""
+        tensors, said = roles.receive(source, label)  # COLLECTIVE
+        return {name: t.to(self.device) for name, t in tensors.items()}, said
 
     def to_save(self):
         """
@@ -246,8 +308,9 @@ class Batches:
         """
         tensors, now = {}, self.run.iteration
         for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
-            self.receive_until(k)  # COLLECTIVE
-            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
+            self.have(k)  # COLLECTIVE
+            batch, _ = self.sampled[k]
+            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in batch.items()}
         return tensors
 
     def center_scores(self, reward_model, value_model):
@@ -271,13 +334,85 @@ class Batches:
         if state.get("score_shift") is None:
             batch = self.sample_and_score(("rollout", 0, 0), self.schedule.rows_of(0))  # COLLECTIVE
             shift = centering_shift(batch["reward/reward_model"], batch["finished"])
-            if self.run.rank == 0:
-                print(f"the reward model scores {-shift:.3f} on average at first; its scores are "
-                      "shifted so that this is 0", flush=True)
+            say(f"the reward model scores {-shift:.3f} on average at first; its scores are shifted "
+                "so that this is 0")
             state["score_shift"] = shift
-        reward_model.score_shift = state["score_shift"]
-        if value_model is not None:
-            value_model.score_shift = state["score_shift"]
+        for model in filter(None, (reward_model, value_model)):
+            model.score_shift = state["score_shift"]
+
+    # ---------------------------------------------------------------------------------------------
+    # on the others
+
+    def serve(self):
+        """
+        What a rank that generates or scores does until the run is over; then this ends the process.
+        On a trainer it returns at once.
+        """
+        if roles.role in ("", "train"):
+            return
+        try:
+            _, said = roles.receive("train", ("begin", 0, 0))  # COLLECTIVE
+            work = self.generate if roles.role == "generate" else self.score_for_trainers
+            work(said["start"], said["kept"])
+            parallel.phase = "the end"
+            roles.wait_for_the_end()  # COLLECTIVE
+        except roles.Ended:
+            if roles.role == "generate":
+                roles.tell(["score"], ended=True)
+        launch.finish()  # COLLECTIVE
+        sys.exit(0)
+
+    def generate(self, start, kept):
+        """A collective of the generators: sample each batch with the weights that are due."""
+        version, frozen = None, {}
+        for k, due in self.schedule.versions(start, kept).items():
+            if version != due:
+                parallel.phase = f"iteration {k}, waiting for weights"
+                checksum = take_weights(self.models["policy"], due)  # COLLECTIVE
+                version = due
+                # of the old weights; the audit would call it a frozen model that has changed
+                frozen = {key: x for key, x in frozen.items() if key[0] != "policy"}
+            parallel.phase = f"iteration {k}, rollout"
+            label, picked = ("rollout", k, 0), self.schedule.rows_of(k)
+            wanted = self.schedule.wanted(label, picked)
+            with told_if_it_fails():  # COLLECTIVE
+                mine, _ = self.sampler.sample(  # COLLECTIVE
+                    wanted, *noise_of(label), trainers_have_left)
+                leave_with_trainers()  # COLLECTIVE
+                sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
+                if checksum:  # the trainers audit their models in the iteration of this version
+                    audit(self.models, frozen, k)  # COLLECTIVE
+                    check_copy(self.models["policy"], version, checksum, k)  # COLLECTIVE
+            for to in ["train"] + ["score"] * ("score" in roles.ranks):
+                roles.send(to, label, sampled, self.keep, picked=list(picked), slots=None)
+
+    def score_for_trainers(self, start, kept):
+        """A collective of the scorers: score each batch, and read it with the reference."""
+        frozen, interval = {}, self.system.sync_check_interval
+        for label in self.schedule.to_score(start):
+            what, k, _ = label
+            from_generators = what == "rollout" and "generate" in roles.ranks and k not in kept
+            parallel.phase = f"iteration {k}, waiting for {what}"
+            sampled, said = self.receive(  # COLLECTIVE
+                "generate" if from_generators else "train", label)
+            if not sampled:  # no place to refill
+                continue
+            parallel.phase = f"iteration {k}, score"
+            wanted = self.schedule.wanted(label, said["picked"], said["slots"])
+            with told_if_it_fails():  # COLLECTIVE
+                if what == "rollout" and (k % interval == 0 or k == start):
+                    audit(self.models, frozen, k)  # COLLECTIVE
+                batch = score_batch(self.scorer, sampled, wanted, k)  # COLLECTIVE
+                reader = dict(ref_logprobs=self.models.get("ref_policy"))
+                self.read(batch, reader, k, whole=what != "rollout")  # COLLECTIVE
+            columns = {name: t for name, t in batch.items() if name not in sampled}
+            roles.send("train", label, columns, self.keep)
+
+
+def add_columns(batch, columns, iteration):
+    """A collective: {name: (B, R)} of this rank's rows, 0 in others, become the batch's."""
+    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
+    check_finite({name: batch[name] for name in columns}, iteration)
 
 
 def my_weights(policy, matrices=None):
@@ -291,67 +426,10 @@ def my_weights(policy, matrices=None):
         yield name, p, t.to(matrices) if id(p) in rounded else t
 
 
-# --------------------------------------------------------------------------------------------------
-# on the others
-
-
-def generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches):
-    """
-    What a rank that generates or scores does until the run is over; then this function ends the
-    process. On a trainer it returns at once. models: {name: model} of the run. The functions say
-    how the trainers read: read(model, micro-batch), (b, R); minibatches_of(iteration), the rows of
-    each step of the first epoch; micro_batches(batch, rows, whose), see data.my_micro_batches.
-    """
-    if roles.role in ("", "train"):
-        return
-    models = held(models)
-    try:
-        _, begun = roles.receive("train", ("begin", 0, 0))  # COLLECTIVE
-        begun = begun["start"], begun["kept"]
-        if roles.role == "generate":
-            generate(schedule, *begun, sampler, models)  # COLLECTIVE
-        else:
-            interval = sampler.system.sync_check_interval
-            score(schedule, *begun, scorer, models, interval,  # COLLECTIVE
-                  read, minibatches_of, micro_batches)
-        parallel.phase = "the end"
-        roles.wait_for_the_end()  # COLLECTIVE
-    except roles.Ended:
-        if roles.role == "generate":
-            roles.tell(["score"], ended=True)
-    launch.finish()  # COLLECTIVE
-    sys.exit(0)
-
-
-def generate(schedule, start, kept, sampler, models):
-    """A collective of the generators: sample each batch with the weights that are due."""
-    policy, version, frozen = models["policy"], None, {}
-    others = ["train"] + ["score"] * ("score" in roles.ranks)
-    for k, due in schedule.versions(start, kept).items():
-        if version != due:
-            parallel.phase = f"iteration {k}, waiting for weights"
-            checksum = take_weights(policy, due)  # COLLECTIVE
-            # forget its old checksum, or the audit would call it a frozen model that has changed
-            version, frozen = due, {key: x for key, x in frozen.items() if key[0] != "policy"}
-        parallel.phase = f"iteration {k}, rollout"
-        label, picked = ("rollout", k, 0), schedule.rows_of(k)
-        wanted = schedule.wanted(label, picked)
-        with told_if_it_fails():  # COLLECTIVE
-            mine, _ = sampler.sample(  # COLLECTIVE
-                wanted, *noise_of(label), trainers_have_left)
-            leave_with_trainers()  # COLLECTIVE
-            sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
-            if checksum:  # the trainers audit their models in the iteration of this version
-                audit(models, frozen, k)  # COLLECTIVE
-                check_copy(policy, version, checksum, k)  # COLLECTIVE
-        for to in others:
-            roles.send(to, label, sampled, schedule.staleness + 1, picked=list(picked), slots=None)
-
-
 def take_weights(policy, version):
     """A collective of the generators: the policy becomes this version. Returns its checksum."""
     own = dict(policy.named_parameters())
-    said = roles.receive_each(  # COLLECTIVE; of a sharded copy only this rank's part stays
+    _, said = roles.receive(  # COLLECTIVE; of a sharded copy only this rank's part stays
         "train", ("weights", version, 0), lambda name, t: fill(own[name], t))
     return said["checksum"]
 
@@ -366,55 +444,6 @@ def check_copy(policy, version, checksum, iteration):
                        f"of version {version} is not the trainers'")
 
     together(refuse)  # COLLECTIVE
-
-
-def score(schedule, start, kept, scorer, models, interval, read, minibatches_of, micro_batches):
-    """A collective of the scorers: score each batch, and read it with the reference."""
-    frozen, device, ref_policy = {}, scorer.device, models.get("ref_policy")
-    for label in schedule.to_score(start):
-        what, k, _ = label
-        from_generators = what == "rollout" and "generate" in roles.ranks and k not in kept
-        parallel.phase = f"iteration {k}, waiting for {what}"
-        sampled, said = roles.receive(  # COLLECTIVE
-            "generate" if from_generators else "train", label)
-        leave_with_trainers()  # COLLECTIVE
-        if not sampled:  # no place to refill
-            continue
-        parallel.phase = f"iteration {k}, score"
-        sampled = {name: t.to(device) for name, t in sampled.items()}
-        wanted = schedule.wanted(label, said["picked"], said["slots"])
-        with told_if_it_fails():  # COLLECTIVE
-            if what == "rollout" and (k % interval == 0 or k == start):
-                audit(models, frozen, k)  # COLLECTIVE
-            batch = score_batch(scorer, sampled, wanted, k)  # COLLECTIVE
-            if ref_policy is not None:
-                minibatches = [batch["index"]] if what != "rollout" else minibatches_of(k)
-                batch["ref_logprobs"] = read_as_trainers(  # COLLECTIVE
-                    ref_policy, batch, read, minibatches, micro_batches)
-        columns = {name: t for name, t in batch.items() if name not in sampled}
-        roles.send("train", label, columns, schedule.staleness + 1)
-
-
-def read_as_trainers(ref_policy, batch, read, minibatches, micro_batches):
-    """
-    A collective of the scorers: the reference's log-probs of a batch, (B, R). It is read in the
-    micro-batches in which the trainers train, so that equal weights give equal bits.
-    """
-    column = torch.zeros_like(batch["sampler_logprobs"])
-    rank, size = parallel.rank_and_size()
-    trainers = len(roles.ranks["train"])
-    with no_grad_forwards([ref_policy], column.device):
-        for rows in minibatches:
-            for turn in range(math.ceil(trainers / size)):
-                # The micro-batches of trainer `whose`. A rank without a trainer runs the last
-                # one's and drops the result: a sharded model needs all ranks in each forward.
-                whose = turn * size + rank
-                part = min(whose, trainers - 1), trainers
-                for mb in micro_batches(batch, rows, part):
-                    logprobs = read(ref_policy, mb)
-                    if whose < trainers:
-                        column[mb["index"], :logprobs.shape[1]] = logprobs
-    return parallel.all_reduce_sum(dict(ref_logprobs=column))["ref_logprobs"]  # COLLECTIVE
 
 
 def trainers_have_left():

@@ -34,22 +34,18 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
-from batches import Batches, Schedule, generate_or_score
+from batches import Batches, Schedule, add_columns
 from configurator import configure
-from data import (encode_for_all, iterations, my_micro_batches, other_row, permutation,
-                  replace_rows)
-from engine import audit, build, launch, report
-from engine.checks import check_grpo, check_rl
+from data import encode_for_all, iterations, other_row, replace_rows
+from engine import audit, build, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
-from engine.reward_mix import files_of
 from engine.run import Run, ranks_agree
-from errors import BadConfig
-from loss import (gap, gap_limit, importance_weights, kl_estimate, learning_rate_at, masked_sum,
+from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
-from rewards import Scorer, alike_for_equal_texts, punish_missing_eos, reward_terms
+from rewards import Scorer, alike_for_equal_texts, reward_terms
 from rollout import Sampler
 
 # -------------------------------------------------------------------------------------------------
@@ -121,15 +117,12 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
-rank, world_size, device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic, system.roles)
+placement = build.Placement(system, seed, ("policy",))  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
-check_grpo(batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in, kl_estimator,
-           kl_correction)
-if refill_by and refill_by not in [name for _, name, _ in terms]:
-    raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, {reward_functions}")
-placement = build.Placement(system, device, seed, ("policy",))
+build.check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap,
+               eval_path)
+build.check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
+                 kl_estimator, kl_correction, refill_by)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -150,47 +143,32 @@ judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
-# token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
-                          system.max_prompt_tokens, system.too_long)
-           for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
-data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
+# (rows, token ids of their prompts), to train on and held out; all are checked now, not when their
+# turn comes
+data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer,
+                              judge, system.max_prompt_tokens, system.too_long))
+        for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
-ranks_agree(config, [prompts_path, eval_path, *files_of(reward_functions)],
-            models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
+ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
+            (tokenizer, reward_tokenizer, judge), reward_functions)
 
 
-def minibatches_of(iteration, epoch=0):
-    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
-    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
-    return order.to(device).tensor_split(num_minibatches)
-
-
-def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
-
-
-def logprobs_of(model, mb):
-    """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
+def forward(model, mb):
+    """What a model says of each response token of a micro-batch: its log-prob, entropy, (b, R)."""
     with placement.autocast:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
                                  entropy=entropy_coef > 0)
 
 
-def read(model, mb):
-    """What a model says of each response token, (b, R): its log-prob."""
-    return logprobs_of(model, mb)[0]
-
-
 sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
 scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
                 placement)
-# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
 schedule = Schedule(data, seed, max_iters, batch_size // group_size, eval_interval,
-                    system.staleness, group_size, max_refills)
-generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
+                    system.staleness, num_minibatches, micro_batch_size,
+                    system.micro_batch_tokens, group_size, max_refills)
+batches = Batches(schedule, sampler, scorer, models, forward)
+batches.serve()  # ranks that only generate or score stay here until the run ends: the key roles
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", placement, learning_rate,
                                             (beta1, beta2), adam_eps))
@@ -199,52 +177,32 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, placement, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=prompts[0], ema=ema)
+    token_ids=data[0][1], temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(policy.parameters())
-batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+batches.begin(run)  # COLLECTIVE
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average
 batches.center_scores(reward_model, None)  # COLLECTIVE
-# how far log-probs that are equal on paper may be apart, in nats
-limit = gap_limit(system.dtype, temperature)
-# With one minibatch, the forward of the first step also gives the old log-probs, so no forward is
-# spent on them before; unless the score needs them (kl_in = "reward")
+# who reads a batch before the update, and adds which column. With one minibatch, the forward of the
+# first step also gives the old log-probs, and the policy reads nothing before, unless the score
+# needs it
+reference = dict(ref_logprobs=ref_policy)
+readers = dict(old_logprobs=policy) | reference
 policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
 
-def read_with_models(batch, minibatches, age=0, policy_reads=True):
-    """
-    A collective: policy and reference read the batch before the update. It gets old_logprobs and
-    ref_logprobs, (B, R) each. policy_reads=False: no old_logprobs yet, the first step of the update
-    adds them. Returns the gap between sampler_logprobs and old_logprobs in nats; None where that is
-    not known yet, or an older policy has sampled.
-
-    minibatches: the rows of each step of the first epoch. The old log-probs are computed by the
-    forward that will be trained, in the same micro-batches. So before the first step the ratio is 1
-    to the last bit. The sampler's own log-probs are rounded differently.
-    """
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
-        batch["old_logprobs"] = batch["sampler_logprobs"]
-    readers = dict(old_logprobs=policy if policy_reads else None, ref_logprobs=ref_policy)
-    run.read(batch, readers, read, minibatches, micro_batches)  # COLLECTIVE
-    return sampler_gap_of(batch, age)  # COLLECTIVE
-
-
-def sampler_gap_of(batch, age):
-    """A collective: the gap that read_with_models returns."""
-    known = age == 0 and "old_logprobs" in batch
-    return run.sampler_gap(batch, limit) if known else None  # COLLECTIVE
-
-
 def shape_scores(batch):
     """
     What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
-    that never ended is punished, and they are clipped. NaN stays: no reward applies there.
+    that never ended gets the penalty in the place of its score, and they are clipped. NaN stays: no
+    reward applies there.
     """
-    scores = punish_missing_eos(batch["scores"], batch["finished"], missing_eos_penalty)
+    scores = batch["scores"]
+    if missing_eos_penalty > 0:  # N+ detail 23
+        scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -273,21 +231,18 @@ def refill(batch, picked, flat):
         if fresh is None:
             continue
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
-        batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
-        batch["index"] = torch.arange(batch_size, device=device)
+        batch = replace_rows(batch, rows.flatten().to(placement.device), fresh, tokenizer.pad_id)
+        batch["index"] = torch.arange(batch_size, device=placement.device)
         flat = flat_groups(compared(batch), group_size)
     return batch, flat
 
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    rows = eval_rows[:eval_size or None]
-    batch = batches.held_out(len(rows))  # COLLECTIVE
-    read_with_models(batch, [batch["index"]])  # COLLECTIVE
-    record = report.summarize(batch, "eval", scorer.names)
-    run.keep_best(report.mean_of(shape_scores(batch)).item())  # COLLECTIVE
-    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
-    return record
+    batch = batches.held_out(eval_size)  # COLLECTIVE
+    batches.read(batch, readers, run.iteration, whole=True)  # COLLECTIVE
+    score = report.mean_of(shape_scores(batch)).item()
+    return run.log_evaluation(batch, eval_rows, scorer.names, score)  # COLLECTIVE
 
 
 # -------------------------------------------------------------------------------------------------
@@ -313,10 +268,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         batch, flat = refill(batch, schedule.rows_of(iteration), flat)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) read: the log-probs of policy and reference before any update; the sampler must agree
+    # 2) read: the log-probs of policy and reference before any update
     run.enter("score")
-    minibatches = minibatches_of(iteration)
-    sampler_gap = read_with_models(batch, minibatches, age, policy_reads)  # COLLECTIVE
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+        batch["old_logprobs"] = batch["sampler_logprobs"]
+    batches.read(batch, readers if policy_reads else reference, iteration)  # COLLECTIVE
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch)  # (B,)
@@ -340,15 +296,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 4) update
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    sums = report.new_sums(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
-                           + ["policy/off_policy_kl"] * (system.staleness > 0), device)
-    ratio_gap = 0.0
+    sums = {}  # of what is measured on the way
+    sampler_gap, ratio_gap = None, 0.0
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
     for epoch in range(num_iterations):
-        for rows in minibatches_of(iteration, epoch):
+        for rows in batches.minibatches(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
             if stopped or not learns[rows].any():
                 continue
@@ -357,15 +312,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             # within a response
             weights = token_weights(batch["counted"][rows], aggregation, max_new_tokens)
             batch["weights"][rows] = weights.to(batch["weights"])  # (rows, R)
-            kl_before = sums["policy/approx_kl"].clone()
-            largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
+            gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
             parallel.zero_gradients(gradients)
 
-            for mb in micro_batches(batch, rows):
+            for mb in batches.micro_batches(batch, rows):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
-                logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
+                logprobs, entropy = forward(policy, mb)  # (b, R) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
                     mb["old_logprobs"] = logprobs.detach()
                 old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
@@ -398,28 +352,25 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                if steps == 0:
-                    log_ratio = logprobs - mb["old_logprobs"]
-                    largest_gap = torch.maximum(
-                        largest_gap, gap(log_ratio, mb["response_mask"], system.dtype))
-                    if age > 0:  # the policy has moved since it sampled this batch
-                        drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                        report.add_up(sums, m, {"policy/off_policy_kl": drift})
+                gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
+                if steps == 0 and age > 0:  # the policy has moved since it sampled this batch
+                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
+                report.add_up(moved, m, {"kl": approx_kl})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
 
-            if "old_logprobs" not in batch:  # now they are complete, and the sampler must agree
-                run.add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
-                sampler_gap = sampler_gap_of(batch, age)  # COLLECTIVE
+            if "old_logprobs" not in batch:  # now they are complete
+                add_columns(batch, dict(old_logprobs=old_logprobs), iteration)  # COLLECTIVE
+            if steps == 0:  # the ratio is 1, unless old_logprobs are those of an older policy
+                sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
+                ratio_gap = run.must_agree(  # COLLECTIVE
+                    torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             policy_norm = parallel.clip_gradients(gradients, grad_clip)
-            if steps == 0:  # unless old_logprobs are those of an older policy
-                ratio_gap = run.must_agree(  # COLLECTIVE
-                    largest_gap, limit if age == 0 or importance_cap else None,
-                    "the training forward")
             if run.overflowed(policy_norm):  # float16 only: all ranks skip this step
                 policy_norm = torch.zeros(())
                 continue
@@ -427,9 +378,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             if target_kl > 0:
                 # how far the steps so far have moved the policy, on this minibatch. If that is too
                 # far, neither this step is taken nor another one
-                moved = sums["policy/approx_kl"] - kl_before  # (sum, count) of this rank
-                moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
-                stopped = moved > target_kl
+                stopped = parallel.all_reduce_metrics(moved)["kl"] > target_kl  # COLLECTIVE
             if not stopped:
                 step(optimizers["policy"], policy_lr)
                 if ema:
@@ -437,25 +386,20 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 steps += 1
     if not learns.any():
         report.say_nothing_learnt(iteration, flat, batch["counted"])
-        if "old_logprobs" not in batch:
-            sampler_gap = read_with_models(batch, minibatches, age)  # COLLECTIVE
+        batches.read(batch, readers, iteration)  # COLLECTIVE
+        sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
     batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    cap = importance_cap if age else 0
-    trained = report.summarize(batch, "objective", scorer.names, cap)
-    record |= {name: trained[name] for name in ("objective/kl", "objective/entropy")
-               if name in trained}
-    record |= sampled
+    trained = report.summarize(batch, "objective", scorer.names, importance_cap, age)
+    record |= trained | sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", scorer.names, cap)
+        record |= report.summarize(batch, "trained", scorer.names, importance_cap, age)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
-    record |= report.importance_of(batch, importance_cap)
     record |= {
-        "objective/texts": report.hash_of(batch["tokens"]),
         "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,

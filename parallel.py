@@ -13,22 +13,21 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
   4  score    together              all_gather    1            has a rule failed on any rank?
   5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
   6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  7  score    stop_agreed           all_reduce    1            the same, now that all have read
-  8  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
-  9  score    must_agree            all_reduce    1            the sampler's largest error
+  7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  8  score    must_agree            all_reduce    1            the sampler's largest error
+  9  update   must_agree            all_reduce    1            the first ratios' distance from 1
  10  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
  11  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
- 12  update   must_agree            all_reduce    1            the first ratios' distance from 1
- 13  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
- 14  log      write_log             all_gather    1            has rank 0 written its line?
+ 12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
+ 13  log      write_log             all_gather    1            has rank 0 written its line?
 
-10 and 11 run once in each optimizer step, 12 only in the first one. 3 and 5 send rows as bytes.
-grpo.py has no value model: it goes without 11; 8 has 2 B R numbers and 13 has 8. With one minibatch
-8 has B R numbers, for the policy does not read; an 8 of its old_logprobs and 9 come just before 10.
-grpo.py runs 2 to 6 once more for each refill.
+10 and 11 run once in each optimizer step, 9 only in the first one. 3 and 5 send rows as bytes.
+grpo.py has no value model: it goes without 11; 7 has 2 B R numbers and 12 has 8. With one minibatch
+7 has B R numbers, for the policy does not read, and a 7 of its old_logprobs comes before 8. grpo.py
+runs 2 to 6 once more for each refill.
 
 Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
-first one (row 9 once more, against the reference) and those that audit, evaluate or save.
+first one (row 8 once more, against the reference) and those that audit, evaluate or save.
 zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
 (zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
 themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the
@@ -256,6 +255,8 @@ def all_reduce_metrics(metrics):
     of the counts}, in one call. A mean of the ranks' means would be another number where the ranks
     have counted unequally many items.
     """
+    if not metrics:
+        return {}
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
     if dist.is_initialized():

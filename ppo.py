@@ -34,21 +34,19 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
-from batches import Batches, Schedule, generate_or_score
+from batches import Batches, Schedule
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                  permutation, tokens_of_example, trained_tokens)
-from engine import audit, build, launch, report
-from engine.checks import check_rl
+from data import (batch_rows, encode_for_all, iterations, micro_batches_of, tokens_of_example,
+                  trained_tokens)
+from engine import audit, build, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
-from engine.reward_mix import files_of
 from engine.run import Run, ranks_agree
 from gae import compute_gae
-from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, gap_limit,
-                  importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten,
-                  response_logprobs, response_values, standard_deviation, update_moments)
-from rewards import Scorer, last_real, punish_missing_eos, reward_terms
+from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
+                  kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
+                  response_values, standard_deviation, update_moments)
+from rewards import Scorer, last_real, reward_terms
 from rollout import Sampler
 
 # -------------------------------------------------------------------------------------------------
@@ -124,11 +122,10 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
-rank, world_size, device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic, system.roles)
+placement = build.Placement(system, seed, ("policy", "value"), value_init)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
-check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap, eval_path)
-placement = build.Placement(system, device, seed, ("policy", "value"), value_init)
+build.check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap,
+               eval_path)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -154,52 +151,36 @@ value_model = build.load_value_model(value_init, placement, policy, tokenizer, r
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
-# token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
-                          system.max_prompt_tokens, system.too_long)
-           for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
-data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out
+# (rows, token ids of their prompts), to train on and held out; all are checked now, not when their
+# turn comes
+data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer,
+                              judge, system.max_prompt_tokens, system.too_long))
+        for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-ranks_agree(config, [prompts_path, eval_path, ptx_path, *files_of(reward_functions)],
-            models, (tokenizer, reward_tokenizer, judge))  # COLLECTIVE
+ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
+            (tokenizer, reward_tokenizer, judge), reward_functions)
 
 
-def minibatches_of(iteration, epoch=0):
-    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
-    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
-    return order.to(device).tensor_split(num_minibatches)
-
-
-def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
-
-
-def logprobs_of(model, mb):
-    """Log-prob and entropy of each response token of a micro-batch, (b, R) both."""
+def forward(model, mb):
+    """
+    What a model says of each response token of a micro-batch, (b, R) each: the value model the
+    value of the state before it; the others its log-prob and entropy.
+    """
     with placement.autocast:
+        if model is value_model:
+            return response_values(model, mb)
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
                                  entropy=entropy_coef > 0)
-
-
-def values_of(mb):
-    """The value of the state before each response token of a micro-batch, (b, R)."""
-    with placement.autocast:
-        return response_values(value_model, mb)
-
-
-def read(model, mb):
-    """What a model says of each response token, (b, R): its value, or its log-prob."""
-    return values_of(mb) if model is value_model else logprobs_of(model, mb)[0]
 
 
 sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
 scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
                 placement)
-# ranks that only generate or score do that here until the run ends: see the keys roles, staleness
-schedule = Schedule(data, seed, max_iters, batch_size, eval_interval, system.staleness)
-generate_or_score(schedule, sampler, scorer, models, read, minibatches_of, micro_batches)
+schedule = Schedule(data, seed, max_iters, batch_size, eval_interval, system.staleness,
+                    num_minibatches, micro_batch_size, system.micro_batch_tokens)
+batches = Batches(schedule, sampler, scorer, models, forward)
+batches.serve()  # ranks that only generate or score stay here until the run ends: the key roles
 
 betas = beta1, beta2
 optimizers = dict(
@@ -212,7 +193,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=prompts[0], ema=ema,
+    token_ids=data[0][1], temperature=temperature, ema=ema,
     # what the loop carries from one iteration to the next, beside weights and optimizers
     state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
 state = run.state
@@ -220,34 +201,17 @@ state = run.state
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
-batches = Batches(schedule, sampler, scorer, run)  # COLLECTIVE
+batches.begin(run)  # COLLECTIVE
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
 # A value model that starts as it has the same zero
 batches.center_scores(  # COLLECTIVE
     reward_model, value_model if value_init == "reward" else None)
+# who reads a batch before the update, and adds which column
+readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
-# how far log-probs that are equal on paper may be apart, in nats
-limit = gap_limit(system.dtype, temperature)
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
-
-
-def read_with_models(batch, minibatches, age=0):
-    """
-    A collective: policy, reference and value model read the batch before the update. It gets
-    old_logprobs, ref_logprobs and values, (B, R) each. Returns the gap between sampler_logprobs and
-    old_logprobs in nats; None where an older policy has sampled.
-
-    minibatches: the rows of each step of the first epoch. The old log-probs are computed here, by
-    the forward that will be trained, in the same micro-batches. So before the first step the ratio
-    is 1 to the last bit. The sampler's own log-probs are rounded differently.
-    """
-    readers = dict(old_logprobs=policy, values=value_model, ref_logprobs=ref_policy)
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
-        batch["old_logprobs"] = batch["sampler_logprobs"]
-    run.read(batch, readers, read, minibatches, micro_batches)  # COLLECTIVE
-    return run.sampler_gap(batch, limit) if age == 0 else None  # COLLECTIVE
 
 
 def add_ptx_gradients(number, sums):
@@ -261,7 +225,8 @@ def add_ptx_gradients(number, sums):
     for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
                                  system.micro_batch_tokens):
         with placement.autocast:
-            losses = -example_logprobs(policy, part, tokenizer, system.head_chunk, device)  # (n,)
+            losses = -example_logprobs(policy, part, tokenizer, system.head_chunk,
+                                       placement.device)  # (n,)
         loss = ptx_coef * losses.sum() / trained_tokens(examples)
         (run.loss_scale * loss).backward()
         report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
@@ -270,11 +235,13 @@ def add_ptx_gradients(number, sums):
 def shape_scores(batch, deviation):
     """
     What the settings make of the scores of a batch, (B,), in training and in evaluation: they are
-    divided by a deviation; a response that never ended is punished; they are clipped. A response
-    to which no reward applies has the score 0.
+    divided by a deviation; a response that never ended gets the penalty in the place of its score,
+    for what a reward model says at another token than EOS means little; they are clipped. A
+    response to which no reward applies has the score 0.
     """
     scores = torch.where(batch["scores"].isnan(), 0, batch["scores"]) / deviation
-    scores = punish_missing_eos(scores, batch["finished"], missing_eos_penalty)
+    if missing_eos_penalty > 0:  # N+ detail 23
+        scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
     if reward_clip > 0:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores
@@ -282,18 +249,15 @@ def shape_scores(batch, deviation):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    rows = eval_rows[:eval_size or None]
-    batch = batches.held_out(len(rows))  # COLLECTIVE
-    read_with_models(batch, [batch["index"]])  # COLLECTIVE
-    record = report.summarize(batch, "eval", scorer.names)
+    batch = batches.held_out(eval_size)  # COLLECTIVE
+    batches.read(batch, readers, run.iteration, whole=True)  # COLLECTIVE
     # All evaluations are shaped with one deviation, the first one's. The running deviation moves,
     # and the penalty for a missing EOS would weigh more or less with it.
     if scale_scores == "running" and state["best_score"] is None:
         moments = update_moments([0, 0.0, 0.0], batch["scores"])
         state["best_deviation"] = standard_deviation(moments)
-    run.keep_best(shape_scores(batch, state["best_deviation"]).mean().item())  # COLLECTIVE
-    run.log_evaluation(record, batch, rows, scorer.names)  # COLLECTIVE
-    return record
+    score = shape_scores(batch, state["best_deviation"]).mean().item()
+    return run.log_evaluation(batch, eval_rows, scorer.names, score)  # COLLECTIVE
 
 
 # -------------------------------------------------------------------------------------------------
@@ -314,7 +278,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
-    sampler_gap = read_with_models(batch, minibatches_of(iteration), age)  # COLLECTIVE
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+        batch["old_logprobs"] = batch["sampler_logprobs"]
+    batches.read(batch, readers, iteration)  # COLLECTIVE
+    sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     deviation, kl_weight = 1.0, kl_coef
@@ -344,29 +311,26 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
-    sums = report.new_sums(["loss/policy", "loss/value", "policy/approx_kl",
-                            "policy/clipfrac", "val/clipfrac"] + ["loss/ptx"] * bool(ptx_rows)
-                           + ["policy/off_policy_kl"] * (system.staleness > 0), device)
+    sums = {}  # of what is measured on the way
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
     for epoch in range(ppo_epochs):
-        for number, rows in enumerate(minibatches_of(iteration, epoch)):
+        for number, rows in enumerate(batches.minibatches(iteration, epoch)):
             if stopped:
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
-            kl_before = sums["policy/approx_kl"].clone()
-            largest_gap = torch.zeros((), dtype=torch.float64, device=device)  # of log ratios
+            gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
             parallel.zero_gradients(gradients)
             if ptx_rows:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
                 add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
 
-            for mb in micro_batches(batch, rows):
+            for mb in batches.micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
-                logprobs, entropy = logprobs_of(policy, mb)  # (b, R) each
+                logprobs, entropy = forward(policy, mb)  # (b, R) each
                 ratio = (logprobs - mb["old_logprobs"]).exp()
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -380,7 +344,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 del pg_loss, entropy  # free the policy's graph before the value model's is built
 
                 # the value model: squared error, with the new value kept near the old one
-                values = values_of(mb)  # (b, R)
+                values = forward(value_model, mb)  # (b, R)
                 change = values - mb["values"]
                 clipped_values = mb["values"] + change.clamp(-value_range, value_range)
                 vf_losses1 = (values - mb["returns"]) ** 2
@@ -391,26 +355,24 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
-                if steps == 0:
-                    largest_gap = torch.maximum(
-                        largest_gap, gap(logprobs - mb["old_logprobs"], m, system.dtype))
-                    if age > 0:  # the policy has moved since it sampled this batch
-                        drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                        report.add_up(sums, m, {"policy/off_policy_kl": drift})
+                gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
+                if steps == 0 and age > 0:  # the policy has moved since it sampled this batch
+                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
                 approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
+                report.add_up(moved, m, {"kl": approx_kl})
                 report.add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses,
                     "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,
                     "val/clipfrac": vf_clipped})
 
+            if steps == 0:  # the ratio is 1, unless old_logprobs are those of an older policy
+                ratio_gap = run.must_agree(  # COLLECTIVE
+                    torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
             value_norm = parallel.clip_gradients(value_gradients, grad_clip)
-            if steps == 0:  # unless old_logprobs are those of an older policy
-                ratio_gap = run.must_agree(  # COLLECTIVE
-                    largest_gap, limit if age == 0 or importance_cap else None,
-                    "the training forward")
             if run.overflowed(policy_norm, value_norm):  # float16 only: all ranks skip this step
                 policy_norm = value_norm = torch.zeros(())
                 continue
@@ -419,9 +381,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             if target_kl > 0:
                 # how far the steps so far have moved the policy, on this minibatch. If that is too
                 # far, neither this step is taken nor another one
-                moved = sums["policy/approx_kl"] - kl_before  # (sum, count) of this rank
-                moved = parallel.all_reduce_metrics({"kl": moved})["kl"]  # COLLECTIVE
-                stopped = moved > target_kl
+                stopped = parallel.all_reduce_metrics(moved)["kl"] > target_kl  # COLLECTIVE
             if not stopped:
                 step(optimizers["value_model"], value_lr)
                 if iteration >= critic_warmup_iters:
@@ -433,11 +393,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= report.summarize(batch, "objective", scorer.names, importance_cap if age else 0)
+    record |= report.summarize(batch, "objective", scorer.names, importance_cap, age)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
-    record |= report.importance_of(batch, importance_cap)
     record |= {
-        "objective/texts": report.hash_of(batch["tokens"]),
         "objective/kl_coef": kl_weight,
         "objective/non_score_reward": non_score_reward.item(),
         "objective/rlhf_reward": rlhf_reward.item(),

@@ -21,7 +21,7 @@ import torch
 import parallel
 from configurator import configure
 from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad
-from engine import audit, build, launch
+from engine import audit, build
 from engine.estimates import agreement, calibration_error, correlation
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
@@ -92,9 +92,7 @@ if teacher and score_coef == preference_coef == 0:
     raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
                     "type --score_coef=1")
 
-rank, world_size, device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic)
-placement = build.Placement(system, device, seed, ("reward",), alone=True)
+placement = build.Placement(system, seed, ("reward",), alone=True)  # COLLECTIVE
 train_rows = read_rows(train_path, scored_row if teacher else preference_row, system.fields)
 completions = completions_of(train_rows, train_path)  # the fields: of a pair two
 k = len(completions)
@@ -172,7 +170,7 @@ def scores_of(groups, k, model):
     read, too.
     """
     sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
-    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))  # (b k, T) each
+    tokens, mask = (x.to(placement.device) for x in right_pad(sequences, tokenizer.pad_id))
     with placement.autocast:
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
     return scores[:len(groups) * k].view(-1, k)
@@ -183,7 +181,7 @@ def all_scores(groups, model):
     k = len(groups[0])
     scores = torch.zeros(len(groups), k, dtype=torch.float64)
     numbered = [(group, number) for number, group in enumerate(groups)]
-    with no_grad_forwards([model], device):
+    with no_grad_forwards([model], placement.device):
         for part in micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
@@ -300,7 +298,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}
     for part in micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        told = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
+        told = torch.tensor([what for _, what in part], dtype=scores.dtype,
+                            device=placement.device)
         losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()

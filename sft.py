@@ -17,7 +17,7 @@ import parallel
 from configurator import configure
 from data import (batch_rows, encode_examples, iterations, micro_batches_of, tokens_of_example,
                   trained_tokens)
-from engine import audit, build, launch
+from engine import audit, build
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
@@ -75,9 +75,7 @@ if init_from == "scratch" and system.lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
                     "--init_from=FOLDER, or leave lora out")
 
-rank, world_size, device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic)
-placement = build.Placement(system, device, seed, ("policy",), alone=True)
+placement = build.Placement(system, seed, ("policy",), alone=True)  # COLLECTIVE
 train_rows = read_rows(train_path, sft_row, system.fields)
 val_rows = read_rows(val_path, sft_row, system.fields) if val_path else Rows()
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from,
@@ -126,14 +124,15 @@ def micro_batches(examples):
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
     with placement.autocast:
-        return example_logprobs(policy, examples, tokenizer, system.head_chunk, device)
+        return example_logprobs(policy, examples, tokenizer, system.head_chunk,
+                                placement.device)
 
 
 def evaluate():
     """A collective: the mean loss in nats a token over held-out demonstrations."""
     run.enter("eval")
     total, count = 0.0, 0
-    with no_grad_forwards([policy], device):
+    with no_grad_forwards([policy], placement.device):
         for part in micro_batches(eval_examples):
             logprobs = completion_logprobs(part)  # (n,)
             total -= logprobs.sum().item()

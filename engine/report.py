@@ -18,10 +18,12 @@ from loss import importance_weights, masked_sum
 # figures
 
 
-def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
+def summarize(batch, prefix, reward_names=(), importance_cap=0.0, age=0):
     """
-    The figures of a batch, {"prefix/name": number}: means over its responses. importance_cap: where
-    an older policy has sampled it, each token of KL and entropy counts with its importance weight.
+    The figures of a batch, {"prefix/name": number}: means over its responses. age: how many updates
+    ago the policy was that has sampled it. With importance_cap each token of KL and entropy of an
+    older batch counts with its importance weight (loss.importance_weights); and there is the mean
+    of the weights over all tokens, and at which share of them the cap was reached.
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
     once the models have read the batch. reward_names: where there are several, each one's mean.
@@ -33,7 +35,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
     if "old_logprobs" in batch:
-        weights = importance_weights(batch, importance_cap)  # 1, if importance_cap = 0
+        weights = importance_weights(batch, importance_cap if age else 0)  # 1, if 0
         figures["entropy"] = -(batch["old_logprobs"] * weights).sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
@@ -46,7 +48,12 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
-    return {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+    figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+    if importance_cap > 0:
+        weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)
+        figures["policy/importance"] = weights.mean().item()
+        figures["policy/importance_capped"] = (weights == importance_cap).double().mean().item()
+    return figures
 
 
 def mean_of(scores):
@@ -71,7 +78,7 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
     row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
     tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone.
     """
-    R = batch["response_mask"].shape[1]
+    n, R = min(n, len(batch["tokens"])), batch["response_mask"].shape[1]
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
@@ -90,30 +97,15 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
     return samples
 
 
-def new_sums(names, device):
-    """{name: (sum, count)}, both 0, for add_up: a mean over all micro-batches and ranks."""
-    return {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}
-
-
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: their sum where the
-    mask (b, R) is True, and how many those are.
+    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}, a dict that is empty
+    at first: their sum where the mask (b, R) is True, and how many those are. In the end
+    parallel.all_reduce_metrics makes the mean over all micro-batches and ranks of it.
     """
     for name, x in tensors.items():
-        sums[name] += torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
-
-
-def importance_of(batch, cap):
-    """
-    The figures of truncated importance sampling, over the batch's response tokens: the mean of
-    loss.importance_weights, and at which share of them the cap was reached. {} with cap = 0.
-    """
-    if cap == 0:
-        return {}
-    weights = importance_weights(batch, cap)[batch["response_mask"]]  # (tokens,)
-    return {"policy/importance": weights.mean().item(),
-            "policy/importance_capped": (weights == cap).double().mean().item()}
+        pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
+        sums[name] = sums.get(name, 0) + pair
 
 
 def hash_of(tokens):

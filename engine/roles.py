@@ -18,7 +18,6 @@ import collections
 import contextlib
 import datetime
 import json
-import os
 import re
 import threading
 import time
@@ -36,7 +35,7 @@ ROLES = "train", "generate", "score"
 ranks = {}  # {role: the range of its ranks}; empty where all ranks do everything
 role = ""  # this rank's
 leads = False  # whether it is the first one of its role
-ways = {}  # (from, to): the group in which these two roles send
+way = None  # the group in which roles send to each other
 sent = collections.defaultdict(collections.deque)  # to: messages under way, of the first rank
 wait = None  # how long for another role, a timedelta
 store = None  # what stands in it, all ranks see
@@ -80,26 +79,18 @@ def begin(found, rank, timeout, signalled):
     A collective of all ranks: make a group of each role. found: what parse_roles gave. signalled: a
     function, whether this rank has got a signal to stop.
     """
-    global ranks, role, leads, store, heard, wait
-    sent.clear()
+    global ranks, role, leads, way, store, wait
     ranks, role = found, next(name for name, numbers in found.items() if rank in numbers)
     wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
     groups = {name: dist.new_group(list(numbers), wait) for name, numbers in ranks.items()}
-    # A group for each direction. Of gloo on GPUs, too: a message may wait for long until it is
-    # taken, and NCCL's would hold up the GPU until then. All ranks of both roles are in it: the
-    # name that torch gives to a later group within a role depends on how many a rank is in
-    for a in ranks:
-        for b in ranks:
-            if a != b:
-                ways[a, b] = dist.new_group([*ranks[a], *ranks[b]], wait, "gloo")
-    name = torch.tensor(list(os.urandom(8)), device=wire())  # of this run, in the store
-    parallel.broadcast(name)
-    default = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(bytes(name.tolist()).hex(), default)
+    # Of gloo on GPUs, too: a message may wait for long until it is taken, and NCCL's would hold up
+    # the GPU until then
+    way = dist.new_group(timeout=wait, backend="gloo")
+    store = dist.PrefixStore("roles", dist.distributed_c10d._get_default_store())
     parallel.group, parallel.first = groups[role], ranks[role][0]
     parallel.others = f"the other ranks that {role}"
-    leads, heard = rank == parallel.first, set()
-    threading.Thread(target=watch_store, args=[heard, signalled], daemon=True).start()
+    leads = rank == parallel.first
+    threading.Thread(target=watch_store, args=[signalled], daemon=True).start()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,22 +123,17 @@ def post(to, said, body=()):
     """On the first rank: send a text and bytes to another role. Returns [(work, buffer), ...]."""
     text = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
     buffers = [torch.tensor([len(text), len(body)]), text] + [body] * (len(body) > 0)
-    return [(with_role(to, dist.isend, t, ranks[to][0], ways[role, to]), t) for t in buffers]
+    return [(with_role(to, dist.isend, t, ranks[to][0], way), t) for t in buffers]
 
 
-def receive(source, label):
-    """A collective of this role: ({name: tensor}, what was said) of a message, see receive_each."""
+def receive(source, label, use=None):
+    """
+    A collective of this role: ({name: tensor}, what was said) of a message of another role. label:
+    what is due; None: anything. use: a function of (name, tensor), which takes each as it comes;
+    then none are returned. Raises Stop in the words of a role that has failed, and Ended where the
+    trainers have left.
+    """
     tensors = {}
-    said = receive_each(source, label, tensors.__setitem__)
-    return tensors, said
-
-
-def receive_each(source, label, use):
-    """
-    A collective of this role: call use(name, tensor) for each tensor that another role has sent,
-    and return what was said with them. label: what is due; None: anything. Raises Stop in the words
-    of a role that has failed, and Ended where the trainers have left.
-    """
     while True:
         text, size = take(source, 2, torch.int64).tolist()
         said = json.loads(bytes(take(source, text).tolist()))
@@ -160,8 +146,9 @@ def receive_each(source, label, use):
             raise Stop(f"{parallel.phase}: the ranks that {source} have sent {said['label']} where "
                        f"those that {role} wait for {list(label)}")
         if "name" not in said:  # that was all
-            return said
-        use(said["name"], body.view(getattr(torch, said["dtype"])).view(said["shape"]))
+            return tensors, said
+        t = body.view(getattr(torch, said["dtype"])).view(said["shape"])
+        (use or tensors.__setitem__)(said["name"], t)
 
 
 def take(source, size, dtype=torch.uint8):
@@ -169,7 +156,7 @@ def take(source, size, dtype=torch.uint8):
     t = torch.empty(size, dtype=dtype)
     if size > 0:
         if leads:
-            work = with_role(source, dist.irecv, t, ranks[source][0], ways[source, role])
+            work = with_role(source, dist.irecv, t, ranks[source][0], way)
             with_role(source, work.wait, wait)
         t = t.to(wire())
         parallel.broadcast(t)
@@ -188,7 +175,7 @@ def with_role(other, operation, *args):
 # the end
 
 
-def watch_store(heard, signalled):
+def watch_store(signalled):
     """
     A thread: tell all ranks "stop" when this one has got a signal, and note in `heard` what they
     tell. The main thread does not ask: on a host whose cable is cut a question to the store returns

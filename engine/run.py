@@ -3,8 +3,9 @@ What a run keeps beside the algorithm, in all four scripts: its folder, the phas
 for how long, requests to stop, the audit, checkpoints, the log, what it prints, and at the end its
 products.
 
-    rank, world_size, device = launch.init(...)         COLLECTIVE
+    placement = build.Placement(...)                    COLLECTIVE: the ranks meet
     ...                                                 the data, the models, the optimizers
+    ranks_agree(config, ...)                            COLLECTIVE
     run = Run(out_dir, max_iters, ...)                  COLLECTIVE: begins, or resumes
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
         ...
@@ -28,13 +29,14 @@ from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
 from engine.disk import sha256
 from engine.optimizers import overflowed
-from engine.placement import held, no_grad_forwards
+from engine.placement import held
+from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
 from engine.together import agree
 from engine.trackers import start_trackers
 from errors import Lost, Stop
-from loss import gap
+from loss import gap, gap_limit
 
 # a run that goes on must have these keys of the engine as they were, and these files
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
@@ -42,15 +44,14 @@ SOURCES = ("ref_path", "judge_path", "judge_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
 
-def ranks_agree(config, files, models, tokenizers):
+def ranks_agree(config, files, models, tokenizers, reward_functions=""):
     """
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, files and
     tokenizers, and those of one role the same weights. files: the data files of keys such as
-    prompts_path, and Python files of rewards; "" is none. models: {name: model}.
+    prompts_path; "" is none. models: {name: model}. reward_functions: the key; its files count too.
     """
-    code = [file for file in files if file.endswith(".py")]
-    contents = {f"the content of {file}": sha256(file) for file in code}
-    contents |= data_hashes(*(file for file in files if file not in code))
+    contents = {f"the content of {file}": sha256(file) for file in files_of(reward_functions)}
+    contents |= data_hashes(*files)
     weights = {f"the weights of {name}": fingerprint(model)
                for name, model in held(models).items() if model.path}  # not a new one
     same = config | contents
@@ -72,13 +73,13 @@ class Run:
     of those that are trained. config: all keys, to be stored. placement: a build.Placement.
     must_match: the script's keys that must be the same when a run resumes; sources: those that name
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
-    run trains on. state: what the loop carries from one iteration to the next beside weights and
-    optimizers, as plain numbers: it is saved with every checkpoint, and self.state is what to go on
-    with. ema: the policy's moving average or None.
+    run trains on. temperature: of the sampling. state: what the loop carries from one iteration to
+    the next beside weights and optimizers, as plain numbers: it is saved with every checkpoint, and
+    self.state is what to go on with. ema: the policy's moving average or None.
     """
 
     def __init__(self, out_dir, max_iters, config, placement, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), state=None, ema=None):
+                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None):
         system, device = placement.system, placement.device
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
@@ -106,6 +107,8 @@ class Run:
         self.training_flops = sum(report.flops_a_token(model, trained=True)
                                   for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
+        # how far log-probs that are equal on paper may be apart, in nats
+        self.gap_limit = gap_limit(system.dtype, temperature)
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
         self.to_save = None  # batches.Batches sets it: a function, which batches to save
         self.times, self.phase = {}, "start"
@@ -204,34 +207,9 @@ class Run:
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
 
-    # what the models read before an update, and checks
+    # checks, and float16
 
-    def read(self, batch, readers, read, minibatches, micro_batches):
-        """
-        A collective: add what models say of each response token to the batch. Every rank reads its
-        share. readers: {name of the column: model}; None, and a column that is there, is left out.
-        read: a function of (model, micro-batch), which returns (b, R). minibatches: rows of the
-        batch; micro_batches: a function of (batch, rows), this rank's micro-batches of them.
-        """
-        readers = {name: model for name, model in readers.items()
-                   if model is not None and name not in batch}
-        # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
-        columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
-        with no_grad_forwards(readers.values(), self.device):
-            for rows in minibatches:
-                for mb in micro_batches(batch, rows):
-                    length = mb["response_mask"].shape[1]
-                    for name, model in readers.items():
-                        columns[name][mb["index"], :length] = read(model, mb)
-        self.leave_if_stop_asked()  # COLLECTIVE
-        self.add_columns(batch, columns)  # COLLECTIVE
-
-    def add_columns(self, batch, columns):
-        """A collective: {name: (B, R)} of this rank's rows, 0 in others, become the batch's."""
-        batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
-        check_finite({name: batch[name] for name in columns}, self.iteration)
-
-    def sampler_gap(self, batch, limit):
+    def sampler_gap(self, batch):
         """
         A collective: how far the sampler's log-probs are from old_logprobs, in nats. Before any
         update of the run the reference's must be the policy's, too, where the two are one model.
@@ -239,34 +217,32 @@ class Run:
         mask, old = batch["response_mask"], batch["old_logprobs"]
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
             worst = gap(batch["ref_logprobs"] - old, mask, self.system.dtype)
-            self.must_agree(worst, limit, "the reference")  # COLLECTIVE
+            self.must_agree(worst, "the reference")  # COLLECTIVE
         worst = gap(batch["sampler_logprobs"] - old, mask, self.system.dtype)
-        return self.must_agree(worst, limit, "the sampler")  # COLLECTIVE
+        in_16_bits = self.system.dtype in ("bfloat16", "float16")
+        if not in_16_bits and self.system.sampler == "own":
+            return self.must_agree(worst, "the sampler")  # COLLECTIVE
+        # Other kernels sample there, and how far their rounding goes depends on how deep the model
+        # is: no limit suits all models. So a large gap is said once, and does not stop the run
+        worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
+        if worst > self.gap_limit and not self.gap_said:
+            errors.warn(f"in {self.system.dtype} the sampler's log-probs differ from those of the "
+                        f"training forward by {worst:.2g} nats a token (rounding is mostly below "
+                        f"{self.gap_limit:g}), so its tokens are a little off-policy; "
+                        "--importance_cap=2 corrects for it")
+            self.gap_said = True
+        check_finite({"the sampler": torch.tensor(worst)}, self.iteration)
+        return worst
 
-    def must_agree(self, gap, limit, what):
+    def must_agree(self, gap, what, checked=True):
         """
         A collective: the largest gap of any rank between log-probs that are equal on paper, in nats
         (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit): before
-        any update the log-probs of `what` must be the policy's. limit None: it is only measured.
-
-        The sampler's gap in 16 bits, or with vLLM, is an exception. Other kernels compute there,
-        and how far their rounding goes depends on how deep the model is: no limit suits all models.
-        So a large gap is said once, and does not stop the run.
+        any update the log-probs of `what` must be the policy's. checked=False: it is only measured.
         """
-        dtype = self.system.dtype
-        others = what == "the sampler" and (
-            dtype in ("bfloat16", "float16") or self.system.sampler == "vllm")
-        if limit is None or others:
-            worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
-            if limit is not None and worst > limit and not self.gap_said and self.rank == 0:
-                errors.warn(f"in {dtype} the sampler's log-probs differ from those of the training "
-                            f"forward by {worst:.2g} nats a token (rounding is mostly below "
-                            f"{limit:g}), so its tokens are a little off-policy; "
-                            "--importance_cap=2 corrects for it")
-                self.gap_said = True
-            check_finite({what: torch.tensor(worst)}, self.iteration)
-            return worst
-        return must_agree(gap, limit, what, self.iteration, self.models)  # COLLECTIVE
+        if not checked:
+            return parallel.all_reduce_max(gap).item()  # COLLECTIVE
+        return must_agree(gap, self.gap_limit, what, self.iteration, self.models)  # COLLECTIVE
 
     @property
     def loss_scale(self):
@@ -281,20 +257,16 @@ class Run:
 
     # what is said and written
 
-    def keep_best(self, score):
+    def log_evaluation(self, batch, rows, reward_names, score):
         """
-        A collective: with the key keep_best, save the policy as out_dir/best_policy if its score on
-        held-out prompts is the best so far.
+        A collective: the figures of an evaluation, which are also printed, with two of its samples;
+        SAMPLES of them go to samples.jsonl. score: what the run maximises, its mean. With the key
+        keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
+        record = report.summarize(batch, "eval", reward_names)
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
-
-    def log_evaluation(self, record, batch, rows, reward_names):
-        """
-        A collective: print the figures of an evaluation and two of its samples, and append
-        SAMPLES of them to samples.jsonl.
-        """
         samples = report.samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES,
                                     reward_names)
         if self.rank == 0:
@@ -302,6 +274,7 @@ class Run:
             print(f"eval {self.iteration}: " + " | ".join(figures))
             report.print_samples(samples[:2])
         write_samples(self.out_dir, samples)  # COLLECTIVE
+        return record
 
     def log(self, record, batch=None, passes=1.0, tokens=0, every=1):
         """
@@ -316,7 +289,9 @@ class Run:
         record = {name: x for name, x in record.items() if x is not None}
         record = {"iteration": self.iteration} | record
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
-        if self.reward_model is not None and batch:
+        if batch:
+            record["objective/texts"] = report.hash_of(batch["tokens"])
+        if batch and self.reward_model is not None:
             record["objective/score_shift"] = self.reward_model.score_shift
         if batch or tokens:
             record["time/iteration"] = sum(self.times.values())

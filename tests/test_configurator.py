@@ -1,18 +1,15 @@
 """configurator.py on a made-up script: what overrides what, every refusal in one line; and the real scripts' configurations."""
 import ast
 import glob
-import math
 import os
-import random
 import re
 import subprocess
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from configurator import RENAMED, check_range, configure, read_arguments, read_keys, run_config_file
+from configurator import RENAMED, check_range, configure, read_arguments, read_keys
 from errors import BadConfig
 
 from conftest import ROOT
@@ -115,7 +112,7 @@ WRONG_ARGUMENTS = [
     ("--flag=true", ["flag", "'true'"]), ("--limit=x", ["limit", "int like", "'x'"]), ("--limit=0", ["limit = 0", "1..1000"]),
     ("--count=0", ["count = 0", "[>= 1]", "how many"]), ("--share=1.001", ["share = 1.001", "[0..1]"]), ("--rate=0", ["rate"]),
     ("--shape=square", ["shape = 'square'", "[flat | round]"]), ("--count", ["--count=3"]), ("--out_dir", ["--out_dir='out/"]),
-    ("--drift=nan", ["drift"]), ("--drift=1e30", ["drift"]), ("--offset=" + "9" * 5000, ["offset"]),
+    ("--drift=nan", ["drift"]), ("--drift=1e30", ["drift"]),
     ("nowhere.py", ["nowhere.py"]), ("count=4", ["count=4", "--key=value"]), ("folder", ["folder"])]
 
 
@@ -129,24 +126,18 @@ def test_a_wrong_argument_is_one_line_that_names_it(toy, arg, words):
 WRONG_FILES = [
     ("cuont = 3\n", ["'count'"]), ("half = 2\n", ["half", "_"]), ("def f():\n    pass\n", ["'f'"]),
     ("count = 2.5", ["count (c.py)", "float 2.5"]), ("out_dir = None", ["out_dir (c.py)", "NoneType"]),
-    ("count = 4\n\nrate = 1.0\ncount = 5\n", ["c.py, line 4", "count", "line 1"]),
     ("count = 4\nrate = = 2\n", ["c.py, line 2"]), ("count = 4\n\nrate = (1\n", ["line 3"]),
     ("count = 4\nrate = 1 / 0\n", ["line 2", "ZeroDivision"]), ("import no_such_module\n", ["line 1", "ModuleNotFound"]),
     ("def _f():\n    return _g()\n\ncount = _f()\n", ["line 2", "NameError"]),
     ("raise ValueError('two\\nlines')\n", ["line 1", "ValueError: two"]), ("rate = float('inf')\n", ["rate"]),
-    ("count = 10 ** 5000\n", ["count"]), ("out_dir = 'a\\0b'\n", ["out_dir"]), ("out_dir = '\\ud800'\n", ["out_dir"]),
-    ("import sys\nsys.setrecursionlimit(60)\nseed = 1 / 0\n", ["line 3"]), ("def _f():\n    return _f()\n_f()\n", ["line 2"]),
-    ("class _E(Exception):\n    def __str__(self):\n        return 1 / 0\nraise _E\n", ["line 4"]),
-    ("count = " + "-" * 100_000 + "1\n", ["c.py"]), ("count = [" + "[]," * 10_000 + "]", ["count"])]
+    ("def _f():\n    return _f()\n_f()\n", ["line 2"])]
 
 
 @pytest.mark.parametrize("text, words", WRONG_FILES, ids=range(len(WRONG_FILES)))
 def test_a_wrong_config_file_is_one_line_that_names_the_line(toy, text, words):
     write("c.py", text)
-    limit = sys.getrecursionlimit()
     message = refused(toy, "c.py")
     assert all(word in message for word in words), message
-    assert sys.getrecursionlimit() == limit
     with open("c.py", "wb") as f:
         f.write(b"count = 4  # \xff\n")
     assert "c.py" in refused(toy, "c.py")
@@ -156,9 +147,6 @@ def test_helpers_and_imports_in_a_file(toy):
     write("c.py", '"""Doc."""\nimport math\nimport os.path as p\n\n_half = 2\n\n\ndef _double(x):\n    return 2 * x\n\n\n'
                   'for _i in range(3):\n    count = _double(_half) + int(math.sqrt(9)) + _i\nout_dir = p.join("a", "b")\n')
     assert toy("c.py") == dict(DEFAULTS, count=9, out_dir=os.path.join("a", "b"))
-    write("c.py", "import sys\nsys.setrecursionlimit(60)\nseed = 2\n")
-    limit = sys.getrecursionlimit()
-    assert run_config_file("c.py") == {"seed": 2} and sys.getrecursionlimit() == limit
 
 
 def test_prints_overrides_on_rank_0_only(toy, monkeypatch, capsys):
@@ -208,35 +196,6 @@ def test_a_wrong_default_in_the_call_and_a_key_in_both_files(toy):
     assert "count" in refused(toy) and "shared.py" in refused(toy)
 
 
-PIECES = ["1", "0", "-", "+", ".", "e", "_", "0x", "1e", "9" * 30, "9" * 5000, "j", "nan", "inf", "None", "True", "False", "'",
-          '"', "\\", "(", ")", "[", "]", "{", "}", ":", ",", " ", "\t", "\n", "\0", "#", "=", "*", "**", "flat", "b'", "f'",
-          "\u0663", "\U0001f600", "\udcff", "{[]:1}", "(" * 300, "-" * 2000, "lambda:0", "...", "is", "or"]
-
-
-@pytest.mark.parametrize("key", OWN)
-def test_fuzz_gives_the_right_type_or_bad_config(toy, key):
-    rng = random.Random(f"fuzz {key}")
-    texts = PIECES + ["".join(rng.choices(PIECES, k=rng.randint(1, 5))) for _ in range(100)]
-    texts += [repr(rng.uniform(-2, 2) * 10 ** rng.randint(-9, 9)) for _ in range(30)]
-    texts += [str(rng.randint(-10, 10) * 10 ** rng.randint(0, 25)) for _ in range(30)] + ["flat", "round"]
-    good = 0
-    for text in texts:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                value = toy(f"--{key}={text}")[key]
-        except BadConfig as e:
-            assert "\n" not in str(e) and len(str(e)) < 300, text
-            continue
-        good += 1
-        assert type(value) is type(OWN[key]), text
-        assert not isinstance(value, float) or math.isfinite(value), text
-        assert not isinstance(value, int) or abs(value) <= 2**62, text
-        assert dict(count=key != "count" or value >= 1, rate=key != "rate" or value > 0, share=key != "share" or 0 <= value <= 1,
-                    shape=key != "shape" or value in ("flat", "round")).get(key, True), text
-    assert good == len(texts) if key == "out_dir" else 2 <= good < len(texts)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the real scripts
 
@@ -263,15 +222,6 @@ def own_keys(name):
     return [key for key in keys_of(name) if re.search(rf"^{key} = ", above, re.MULTILINE)]
 
 
-def loaded(tree):
-    """The names that a syntax tree reads, and the attributes and entries: what is behind a dot or in brackets."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    entries = {(ast.unparse(node.value), node.slice.value) for node in ast.walk(tree)
-               if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)}
-    return names, attributes, entries
-
-
 def test_the_scripts_are_found():
     assert {*TRAINING, "tools/sample.py", "tools/eval.py"} <= set(SCRIPTS) and CONFIGS
 
@@ -284,25 +234,6 @@ def test_every_key_has_a_comment_and_a_default_in_its_range(name):
         check_range(key, default, comment, name)
         if isinstance(default, (int, float)) and not isinstance(default, bool):
             assert re.search(r"\[(>=? \S+|\S+\.\.\S+)\]$", comment), f"{name}: {key} is a number without a range"
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_script_reads_each_of_its_own_keys(name):
-    names, _, _ = loaded(ast.parse(source_of(name)))
-    assert not set(own_keys(name)) - names
-
-
-def test_a_shared_key_is_read_somewhere_and_a_script_s_own_key_nowhere_else():
-    """As system.KEY; and no module takes a script's key out of the stored config, but to compare it with an older one."""
-    own = {key for name in TRAINING for key in own_keys(name)}
-    shared = {key for name in TRAINING for key in keys_of(name)} - own
-    read, attributes = set(), set()
-    for path in set(MODULES) - {"engine/run_folder.py"}:
-        _, of_this, entries = loaded(ast.parse(source_of(path)))
-        attributes |= of_this
-        read |= {(path, key) for owner, key in entries if owner.endswith("config") and path not in TRAINING and key in own}
-    assert len(shared) > 20 and not shared - attributes
-    assert not read
 
 
 @pytest.mark.parametrize("script", TRAINING)
