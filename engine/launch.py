@@ -19,7 +19,7 @@ import torch.distributed as dist
 import errors
 import parallel
 from engine import report, roles, together
-from engine.trackers import finish_trackers
+from engine.run_log import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 

@@ -32,9 +32,8 @@ from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
-from engine.run_log import write_log, write_samples
+from engine.run_log import start_trackers, write_log, write_samples
 from engine.together import agree
-from engine.trackers import start_trackers
 from errors import Lost, Stop
 from loss import gap, gap_limit
 
