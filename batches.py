@@ -315,15 +315,14 @@ class Batches:
 
     def center_scores(self, reward_model, value_model):
         """
-        A collective: give a learned score its zero, where the reward model's config.json has no
-        score_shift. Pairs only say by how much scores differ, so a reward model of others may score
-        15 on average. Then the score -1 of a response that never ends would be by far the worst
-        there is, or the best, and a new value model would begin 15 off.
+        A collective: where the reward model's config.json has no score_shift, it gets the one after
+        which the responses of iteration 0 score 0 on average. Pairs only say by how much scores
+        differ, so a reward model of others may score 15 on average. Then the score -1 of a response
+        that never ends would be by far the worst there is, and a new value model would begin 15
+        off. value_model: one that starts as it and gets the same zero; or None.
 
-        reward_model: or None. value_model: one that starts as it and gets the same zero; or None.
-        They get the score_shift after which the responses of iteration 0 score 0 on average. These
-        are sampled here once for that alone: so an evaluation before iteration 0 has the same zero
-        as all others, and whether there is one changes nothing in the run.
+        The responses are sampled once more for that alone: so an evaluation before iteration 0 has
+        the same zero as all others.
         """
         if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
             return

@@ -222,15 +222,6 @@ def alike_for_equal_texts(scores, batch):
     return scores[first[text]]
 
 
-def punish_missing_eos(scores, finished, penalty):
-    """
-    The scores (B,), in which a response that never ended, finished (B,) is False there, has
-    -penalty in the place of its own score, whatever its text is (N+ detail 23). What a reward model
-    says at another token than EOS means little. A penalty of 0 changes nothing.
-    """
-    return torch.where(finished, scores, -penalty) if penalty > 0 else scores
-
-
 def centering_shift(scores, finished):
     """
     What to add to a reward model's scores (B,) so that these are 0 on average: a number. Only

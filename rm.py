@@ -14,8 +14,6 @@ same order.
 b examples of a micro-batch; k completions of an example, 2 of a pair; T tokens of the longest of
 them. Masks are True where it counts.
 """
-import time
-
 import torch
 
 import parallel
@@ -249,17 +247,13 @@ def evaluate():
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:
-    teacher_size, teacher_seconds = 0, 0.0
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
     for path, groups, held_out in taught:
         model = placement.load(path, "reward", head="scalar",
                                place=Place(placement.places["reward"].stage))
-        teacher_size += sum(p.numel() for p in model.parameters())
         known = known + centred(all_scores(groups, model)) / len(teachers)
         if eval_pairs:
-            began = time.time()
             eval_known = eval_known + centred(all_scores(held_out, model)) / len(teachers)
-            teacher_seconds += time.time() - began
         del model
     if known.std() < 1e-6:  # a rounding
         raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
@@ -329,12 +323,4 @@ mean = all_scores(demonstrations, reward_model).mean().item()
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-if teacher and eval_pairs:
-    began = time.time()
-    all_scores(eval_pairs, reward_model)
-    seconds, size = time.time() - began, sum(p.numel() for p in reward_model.parameters())
-    say(f"{size / 1e6:.2f}M parameters, and the teacher {teacher_size / 1e6:.2f}M: "
-        f"{teacher_size / size:.1f} times smaller; {len(eval_pairs) / seconds:.0f} pairs a "
-        f"second, and the teacher {len(eval_pairs) / teacher_seconds:.0f}: "
-        f"{teacher_seconds / seconds:.1f} times as fast")
 run.finish("ppo.py")  # COLLECTIVE

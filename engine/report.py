@@ -155,12 +155,7 @@ def gpu():
 
 def gpu_in_words():
     """`gpu` as a line for the terminal."""
-    said = gpu()
-    return (f"{said['name']}, torch {said['torch']} with CUDA {said['cuda']}; float32 products "
-            f"{'in TF32' if said['tf32'] else 'without TF32'}, 16-bit products added up in "
-            f"{'16' if said['sums_in_16_bits'] else '32'} bits, attention by "
-            f"{', '.join(said['attention'])} kernels"
-            + ", only kernels that repeat bit for bit" * said["deterministic"])
+    return ", ".join(f"{what} {value}" for what, value in gpu().items())
 
 
 # --------------------------------------------------------------------------------------------------
