@@ -179,8 +179,11 @@ class Batches:
     # ---------------------------------------------------------------------------------------------
     # on the trainers
 
-    def begin(self, run):
-        """A collective: take the batches of the run's checkpoint; let the other roles begin."""
+    def begin(self, run, reward_model, value_model=None):
+        """
+        A collective: take the batches of the run's checkpoint; let the other roles begin. The
+        models, or None: see center_scores.
+        """
         self.run = run
         self.sampled = {}  # iteration: its batch, sampled and not yet scored; see `sample`
         self.version = {}  # iteration: that of the weights that sample its batch
@@ -199,6 +202,7 @@ class Batches:
             roles.send(role, ("begin", 0, 0), start=run.start, kept=kept)
         run.to_save = self.to_save
         self.share_weights(run.start)  # COLLECTIVE
+        self.center_scores(reward_model, value_model)  # COLLECTIVE
 
     def share_weights(self, version):
         """

@@ -180,9 +180,8 @@ run = Run(  # COLLECTIVE
     token_ids=data[0][1], temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(policy.parameters())
-batches.begin(run)  # COLLECTIVE
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average
-batches.center_scores(reward_model, None)  # COLLECTIVE
+batches.begin(run, reward_model)  # COLLECTIVE
 # who reads a batch before the update, and adds which column. With one minibatch, the forward of the
 # first step also gives the old log-probs, and the policy reads nothing before, unless the score
 # needs it

@@ -201,11 +201,9 @@ state = run.state
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
-batches.begin(run)  # COLLECTIVE
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
 # A value model that starts as it has the same zero
-batches.center_scores(  # COLLECTIVE
-    reward_model, value_model if value_init == "reward" else None)
+batches.begin(run, reward_model, value_model if value_init == "reward" else None)  # COLLECTIVE
 # who reads a batch before the update, and adds which column
 readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
