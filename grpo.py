@@ -295,7 +295,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 4) update
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    sums = {}  # of what is measured on the way
+    # (sum, count) of what is measured on the way; it stays 0 where nothing can be learned
+    sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
+                         torch.zeros(2, dtype=torch.float64, device=placement.device))
     sampler_gap, ratio_gap = None, 0.0
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others

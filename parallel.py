@@ -255,8 +255,6 @@ def all_reduce_metrics(metrics):
     of the counts}, in one call. A mean of the ranks' means would be another number where the ranks
     have counted unequally many items.
     """
-    if not metrics:
-        return {}
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
     if dist.is_initialized():

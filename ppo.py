@@ -309,7 +309,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
                                 value_lr_decay)
-    sums = {}  # of what is measured on the way
+    sums = {}  # {metric: (sum, count)} of what is measured on the way
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
     for epoch in range(ppo_epochs):

@@ -99,8 +99,8 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
 
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}, a dict that is empty
-    at first: their sum where the mask (b, R) is True, and how many those are. In the end
+    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}, which may be empty at
+    first: their sum where the mask (b, R) is True, and how many those are. In the end
     parallel.all_reduce_metrics makes the mean over all micro-batches and ranks of it.
     """
     for name, x in tensors.items():
