@@ -11,8 +11,8 @@ from engine import roles
 from engine.adapters import Adapted, fill_adapter, load_adapted
 from engine.four_bits import check_four_bits
 from engine.optimizers import make_optimizer
-from engine.placement import finish_placing, load_placed, shard
-from engine.places import Place, is_sharded, place_of_one, placements, precisions
+from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
+                              placements, precisions, shard)
 from engine.reward_mix import check_rows
 from engine.tensor_parallel import check_split
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
@@ -24,7 +24,7 @@ class Placement:
     """
     Where the models of a run are, and in which precision. What the scripts and tools read of it:
 
-        places     {policy, ref, reward, judge, value: Place}, see engine/places.py
+        places     {policy, ref, reward, judge, value: Place}, see engine/placement.py
         autocast   the context of a run's forwards: torch.autocast in 16 bits, otherwise nothing
         decoding   the dtype of the matrices while the policy decodes; None: that of its weights
 
@@ -40,7 +40,8 @@ class Placement:
         if alone:
             self.places = {trained[0]: place_of_one(trained[0], *keys)}
         else:
-            self.places = placements(trained, *keys, system.share_base, value_init)
+            self.places = placements(trained, *keys, system.share_base, value_init,
+                                     system.ref_path)
             for name, place in self.places.items():
                 place.here = name in self.held_here()
         if system.quantize == "4bit":

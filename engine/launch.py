@@ -55,6 +55,7 @@ def init(device, timeout, deterministic=False, layout=""):
     if ranks:
         with meeting(timeout):
             roles.begin(ranks, rank, timeout, lambda: signalled_at is not None)  # COLLECTIVE
+        errors.leads = roles.leads
     return rank, world_size, device
 
 
@@ -131,8 +132,7 @@ def join(rank, world_size, device, timeout, bound=True):
     except ValueError as e:
         raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them "
                        "with torchrun") from e
-    together.usual_wait, together.starting = wait, True
-    errors.tell_others, errors.torn = together.tell_others, torn
+    together.usual_wait, errors.torn = wait, torn
 
 
 # --------------------------------------------------------------------------------------------------

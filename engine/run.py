@@ -25,8 +25,7 @@ import errors
 import parallel
 from engine import launch, report, roles
 from engine.audit import audit, check_finite, must_agree
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held, no_grad_forwards
 from engine.run_folder import data_hashes, fingerprint, open_run
