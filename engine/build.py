@@ -14,7 +14,6 @@ from engine.optimizers import make_optimizer
 from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
                               placements, precisions, shard)
 from engine.reward_mix import check_rows
-from engine.tensor_parallel import check_split
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
@@ -105,8 +104,9 @@ def load_policy(path, placement):
     ranks that generate it is a copy that gets its weights from those that train.
     """
     system, place = placement.system, placement.places["policy"]
-    if system.generate_tp > 1:
-        check_split(system.generate_tp, system.roles)
+    if system.generate_tp > 1:  # by its name, as the judge
+        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+        tensor_parallel.check_split(system.generate_tp, system.roles)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
     trained = roles.role in ("", "train") or place.lora is not None

@@ -17,6 +17,7 @@ needs.
 """
 import contextlib
 import copy
+import importlib
 import re
 import warnings
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ import torch.nn as nn
 import parallel
 from engine.adapters import Adapted, load_whole
 from engine.four_bits import quantize
-from engine.tensor_parallel import split_copy
 from engine.together import alone
 from errors import BadConfig, BadInput, shorten
 from folders import model_folders
@@ -474,8 +474,9 @@ def decoding_copy(policy, matrices, device, tp=1):
     A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
     have a copy together, see engine/tensor_parallel.py.
     """
-    if tp > 1:
-        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
+    if tp > 1:  # by its name: only runs with generate_tp take that file along
+        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+        yield tensor_parallel.split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
     trunk = trunk_of(policy)
     modules = fsdp_modules(trunk)

@@ -168,7 +168,8 @@ class Run:
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
+        if not self.audit_is_due(self.iteration):  # else these weights have passed it already
+            audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
             self.system.keep_checkpoints, self.ema, self.to_save and self.to_save())
