@@ -289,7 +289,7 @@ def read_config(folder, path, head="lm"):
     if getattr(config, "quantization_config", None):
         raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
     if head == "scalar":
-        check_one_score(config, path)
+        want_one_score(config, path)
     return config
 
 
@@ -299,14 +299,8 @@ def has_experts(config):
     return any(getattr(config.get_text_config(), name, None) for name in names)
 
 
-def check_one_score(config, path):
-    """Raise BadInput where a folder cannot become a model with one score a token."""
-    kind = (config.architectures or ["Model"])[0]
-    if not kind.endswith(("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")):
-        raise BadInput(f"{path}: it is a {shorten(kind)}, and a reward model gives one score")
-    if kind.endswith("ForSequenceClassification") and config.num_labels != 1:
-        raise BadInput(f"{path}: its head gives {config.num_labels} labels: it is a classifier; a "
-                       "reward model gives one score (num_labels = 1). rm.py makes one")
+def want_one_score(config, path):
+    """Make a config one of a model with one score a token. Raises BadInput where there is none."""
     config.num_labels = 1
     if type(config) not in auto_class("scalar")._model_mapping:
         raise BadInput(f"{path}: transformers has no sequence classifier of the family "

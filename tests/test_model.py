@@ -239,7 +239,7 @@ def test_refused(name, tmp_path, monkeypatch):
 
 def test_a_classifier_is_refused(folder_of, tmp_path):
     theirs = make("llama", "scalar")
-    for labels, words in ((2, "gives 2 labels"), (1, None)):
+    for labels, words in ((2, "has the shape"), (1, None)):
         config = type(theirs.config)(**theirs.config.to_dict() | dict(num_labels=labels))
         hf.LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(labels))
         if words:
