@@ -335,7 +335,7 @@ WAYS = {
     "ppo, mixed": ["three, stopped"],
     "ppo, ptx": ["three, stage 3"],
     "ppo, shared, ptx": ["two"],
-    "ppo, uncentered": ["alone, stopped", "generate"],
+    "ppo, uncentered": ["alone, stopped", "three"],
     "ppo, whitened": ["tokens"],
     "ppo, no reference": ["three, stage 3"],
     "ppo, one token": ["alone", "two"],
