@@ -52,18 +52,18 @@ class Place:
 
 
 def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None,
-               ref_path=""):
+               ref_path="", names=None):
     """
-    {name: Place} of policy, ref, reward, judge and, where there is one, value. trained: the names
-    of the trained models, ("policy", "value") or ("policy",). The other arguments are the keys of
-    the run. A key is "" or a list such as "policy=3,ref=0". Raises BadConfig, see `refuse`.
+    {name: Place} of policy, ref, reward, judge and, where there is one, value; or of those `names`.
+    trained: the names of the trained models, ("policy", "value") or ("policy",). The others are the
+    keys of the run: "", or a list such as "policy=3,ref=0". Raises BadConfig, see `refuse`.
 
     A value without a name is for all models, or for all trained ones (lora, optim, and
     offload="optimizer"). Two exceptions: the reference is at the policy's stage, unless the key
     names it; and with value_init="shared" the value model is a head on the policy, with no adapter
     and nothing to offload.
     """
-    names = ("policy", "ref", "reward", "judge", *trained[1:])
+    names = names or ("policy", "ref", "reward", "judge", *trained[1:])
     with_trunk = trained[:1] if value_init == "shared" else trained
     stages = parse("zero_stage", zero_stage, names)
     stages.setdefault("ref", stages.get("policy", "0"))
@@ -72,21 +72,18 @@ def placements(trained, zero_stage, offload, lora, optim, share_base=False, valu
     loras = parse("lora", lora, trained, with_trunk)
     optims = parse("optim", optim, trained)
     places = {name: place_from(name, stages, offloads, loras, optims) for name in names}
-    on_trunk = ["ref"] * bool(places["policy"].lora and not ref_path) + ["reward"] * share_base
+    on_trunk = ["ref"] * bool(places[trained[0]].lora and not ref_path) + ["reward"] * share_base
     for name, place in places.items():
         refuse(name, place, name in trained, on_trunk, share_base, value_init)
     return places
 
 
-def place_of_one(name, zero_stage, offload, lora, optim):
+def place_of_one(name, *keys):
     """
     The Place of the one model of sft.py or rm.py, which is trained. name: what the keys call it,
-    policy or reward. Raises BadConfig.
+    policy or reward. keys: zero_stage, offload, lora, optim. Raises BadConfig.
     """
-    keys = dict(zero_stage=zero_stage, offload=offload, lora=lora, optim=optim)
-    place = place_from(name, *(parse(key, text, [name]) for key, text in keys.items()))
-    refuse(name, place, trained=True)
-    return place
+    return placements((name,), *keys, names=(name,))[name]
 
 
 def place_from(name, stages, offloads, loras, optims):
@@ -126,7 +123,7 @@ def parse(key, text, names, of_all=None):
     return values
 
 
-def refuse(name, place, trained, on_trunk=(), share_base=False, value_init=None):
+def refuse(name, place, trained, on_trunk, share_base, value_init):
     """
     Raise BadConfig where the keys of a model cannot go together. This is the whole table: whether
     it is so, and what is said. name: policy, ref, reward, judge or value. on_trunk: the frozen ones
