@@ -99,9 +99,9 @@ def lost(error, others):
 
 
 def reason(error):
-    """The first line of an error of torch's, without the [file and line] that it begins with."""
+    """The first sentence of an error of torch's, without the [file and line] before it."""
     first_line = str(error).strip().partition("\n")[0]
-    return first_line.rpartition("] ")[2].strip() or type(error).__name__
+    return first_line.rpartition("] ")[2].partition(". ")[0].strip() or type(error).__name__
 
 
 # --------------------------------------------------------------------------------------------------
