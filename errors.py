@@ -26,8 +26,8 @@ class Lost(Stop):
 
 
 # Functions that a run of several ranks puts here, at its start:
-tell_others = None  # () -> the first of the ranks that fail; None once all of them have agreed
 torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
+leads = False  # whether this rank is the first one of its role
 leaving = None  # tells ranks of other roles with which BadInput or Stop this one ends
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
@@ -63,8 +63,6 @@ def report_and_exit(kind, error, trace):
               file=sys.__stderr__, flush=True)
     else:
         time.sleep(1)  # torchrun kills all ranks when one ends: first let the one that speaks end
-    if rank == 0 and tell_others and issubclass(kind, BadInput):
-        tell_others()
     try:
         sys.stdout.flush()
     except OSError:
@@ -77,14 +75,10 @@ def speaks(kind, rank):
     """Whether this rank prints an error of this class, which others may have as well."""
     if rank == 0 or issubclass(kind, Lost):
         return True
-    if not issubclass(kind, BadInput):
-        return not issubclass(kind, Stop)  # a Stop is raised on all ranks
-    if tell_others is None:  # the ranks have not met: the first one of each host
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    first = tell_others()
-    if first is None:  # the set-up is over
-        return not issubclass(kind, BadConfig)
-    return rank == first
+    if issubclass(kind, BadInput):  # hosts may have other files, and roles read other models
+        first = leads or os.environ.get("LOCAL_RANK", "0") == "0"
+        return first and not issubclass(kind, BadConfig)
+    return not issubclass(kind, Stop)  # a Stop is raised on all ranks
 
 
 def is_out_of_memory(kind, message):

@@ -138,22 +138,17 @@ def check_writable(path, key="out", reads=()):
 
 def check_kept(path, key, reads):
     """
-    Raise BadInput if the file or folder that the key names is one of `reads`, the files and folders
-    that are read, which it would replace; or lies in the folder of a model among them; or is the
-    log, the samples or the config.json of any run or model. What is no file or folder here, such as
-    a hub name, is passed over.
+    Raise BadInput if the file that the key names is one of `reads`, the files and folders that are
+    read, which it would replace; or lies in the folder of a model among them; or is the log, the
+    samples or the config.json of any run or model.
     """
     if not os.path.basename(path).removesuffix(".jsonl").removesuffix(".json"):
         raise BadInput(f"{key} names no file: {path!r}; type --{key}=FOLDER/NAME")
+    kept = os.path.isfile(path) and os.path.basename(path) in RUN_FILES
     for source in filter(os.path.exists, reads):
-        same = os.path.exists(path) and os.path.samefile(path, source)
-        model = any(os.path.isfile(os.path.join(source, name)) for name in CONFIGS)
-        inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(source), ""))
-        if same or model and inside:
-            raise BadInput(f"{key} = {path!r} would replace {source!r}, which is read here; choose "
-                           f"another --{key}" if same else
-                           f"{key} = {path!r} lies in the folder of a model that is read here; "
-                           f"choose another --{key}")
-    if os.path.isfile(path) and os.path.basename(path) in RUN_FILES:
-        raise BadInput(f"{key} = {path!r} would replace what a run or a model has there; choose "
-                       f"another --{key}")
+        kept |= os.path.exists(path) and os.path.samefile(path, source)
+        if any(os.path.isfile(os.path.join(source, name)) for name in CONFIGS):
+            kept |= os.path.realpath(path).startswith(os.path.join(os.path.realpath(source), ""))
+    if kept:
+        raise BadInput(f"{key} = {path!r} would replace what is read here, or what a run or a "
+                       f"model has there; choose another --{key}")

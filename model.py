@@ -38,16 +38,18 @@ from errors import BadInput, first_line, shorten
 class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
 
-    def __init__(self, hf, head="lm", path=""):
+    def __init__(self, hf, head="lm", path="", file_dtype=None):
         super().__init__()
         self.hf, self.head, self.path = hf.eval(), head, path
+        self.file_dtype = file_dtype  # of the weights in the file that it was read from
+        if head == "scalar":
+            check_head(hf, path)
         # is added to every scalar: rm.py finds it, and it is saved in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is freshly drawn
         self.__dict__["active"] = None  # whose adapters are in use now: see reading_with
         self.recomputed = []  # layers that the backward pass computes again: see recompute
         self.compiled = None  # the trunk, compiled: see compile_trunk
-        self.file_dtype = None  # of the weights in the file that it was read from
         self.offloaded = False  # True: a frozen model that waits in the CPU's memory
 
     @property
@@ -244,10 +246,8 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
         raise BadInput(f"{path}: no weights as safetensors in this folder, and pickled weights are "
                        "not read; save the model again with transformers' save_pretrained")
-    config = read_config(folder, path)
+    config = read_config(folder, path, head)
     file_dtype, settings = config.dtype, {}
-    if head == "scalar":
-        check_one_score(config, path)
     if dtype == torch.float64 and has_experts(config):
         settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
     try:
@@ -257,12 +257,9 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     except Exception as e:  # of files with numbers and words that make no sense it raises anything
         raise BadInput(f"{path}: transformers cannot load it: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
-    if head == "scalar":
-        check_head(hf, path)
-        if "score.weight" in found["missing_keys"]:
-            draw_score_head(model, seed)
+    model = Model(hf, head, path, file_dtype)
+    if head == "scalar" and "score.weight" in found["missing_keys"]:
+        draw_score_head(model, seed)
     for name, p in model.hf.named_parameters():
         if not p.isfinite().all():
             raise BadInput(f"{path}: tensor {name!r} holds NaN or numbers that are not finite in "
@@ -281,7 +278,7 @@ def auto_class(head):
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-def read_config(folder, path):
+def read_config(folder, path, head="lm"):
     """The config.json of a folder, as transformers reads it. Raises BadInput."""
     from transformers import AutoConfig
 
@@ -291,6 +288,8 @@ def read_config(folder, path):
         raise BadInput(f"{path}: transformers cannot read its config.json: {first_line(e)}") from e
     if getattr(config, "quantization_config", None):
         raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
+    if head == "scalar":
+        want_one_score(config, path)
     return config
 
 
@@ -300,14 +299,8 @@ def has_experts(config):
     return any(getattr(config.get_text_config(), name, None) for name in names)
 
 
-def check_one_score(config, path):
-    """Raise BadInput where a folder cannot become a model with one score a token."""
-    kind = (config.architectures or ["Model"])[0]
-    if not kind.endswith(("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "Model")):
-        raise BadInput(f"{path}: it is a {shorten(kind)}, and a reward model gives one score")
-    if kind.endswith("ForSequenceClassification") and config.num_labels != 1:
-        raise BadInput(f"{path}: its head gives {config.num_labels} labels: it is a classifier; a "
-                       "reward model gives one score (num_labels = 1). rm.py makes one")
+def want_one_score(config, path):
+    """Make a config one of a model with one score a token. Raises BadInput where there is none."""
     config.num_labels = 1
     if type(config) not in auto_class("scalar")._model_mapping:
         raise BadInput(f"{path}: transformers has no sequence classifier of the family "

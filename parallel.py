@@ -98,9 +98,9 @@ def lost(error, others):
 
 
 def reason(error):
-    """The first line of an error of torch's, without the [file and line] that it begins with."""
+    """The first sentence of an error of torch's, without the [file and line] before it."""
     first_line = str(error).strip().partition("\n")[0]
-    return first_line.rpartition("] ")[2].strip() or type(error).__name__
+    return first_line.rpartition("] ")[2].partition(". ")[0].strip() or type(error).__name__
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def my_share(items, together=1):
 PADDING = 256  # a micro-batch costs about as much time as so many tokens, beside its own tokens
 
 
-def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None, padding=PADDING):
+def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None):
     """
     This rank's micro-batches of the rows of all ranks: lists of row numbers. Every rank has as many
     micro-batches, some of them empty, for a forward pass of a sharded model is a collective.
@@ -138,7 +138,7 @@ def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None
     The rows are sorted, the longest first, and dealt to the ranks like cards: so the ranks have
     about as many tokens, and the rows of a micro-batch about the same length. With lengths of
     5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row
-    begins another micro-batch, too, where this one would have more than `padding` tokens of it.
+    begins another micro-batch, too, where this one would have more than PADDING tokens of padding.
     """
     rank, size = whose or rank_and_size()
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -149,17 +149,12 @@ def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None
             tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
             full = tokens > micro_batch_tokens > 0
             full |= len(part) == micro_batch_size and micro_batch_tokens == 0
-            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > padding):
+            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > PADDING):
                 parts.append(part)
                 part = []
             part.append(i)
         dealt.append(parts + [part] if part else parts)
     return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
-
-
-def most_micro_batches(rows, size):
-    """How many micro-batches of this size the rank with the most of so many rows has."""
-    return math.ceil(math.ceil(rows / rank_and_size()[1]) / size)
 
 
 # --------------------------------------------------------------------------------------------------

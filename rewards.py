@@ -145,9 +145,8 @@ def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, coun
     # where each row's score is read, counted from its first token on
     last = last_real(attention_mask) - attention_mask.int().argmax(1)  # (B,)
     lengths = attention_mask.sum(1).tolist()
-    # ranks that go together have agreed on `count`: then padding makes no more passes of them
-    padding = math.inf if count else parallel.PADDING
-    parts = parallel.my_micro_batches(lengths, micro_batch_size, whose=(0, 1), padding=padding)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     for part in parts + [[]] * (count - len(parts)):
         if not part:  # a sharded model: run the forward with the other ranks
             reward_model.scores(tokens.new_zeros(1, 1), tokens.new_zeros(1))
@@ -300,7 +299,8 @@ class Scorer:
         at_once = self.micro_batch_size
         if self.micro_batch_tokens:
             at_once = max(self.micro_batch_tokens // mine["tokens"].shape[1], 1)
-        forwards = parallel.most_micro_batches(rows, at_once)
+        most = math.ceil(rows / parallel.rank_and_size()[1])  # rows of a rank
+        forwards = math.ceil(most / at_once)
         if self.reward_model is not None:
             with self.autocast, no_grad_forwards([self.reward_model], self.device):
                 scores["reward_model"] = score_sequences(

@@ -22,8 +22,7 @@ from data import batch_rows, encode_scored, iterations, micro_batches_of, right_
 from engine import audit, build
 from engine.estimates import agreement, calibration_error, correlation
 from engine.optimizers import step
-from engine.placement import in_memory, no_grad_forwards
-from engine.places import Place
+from engine.placement import Place, in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from errors import BadConfig, BadInput, say

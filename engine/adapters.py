@@ -27,8 +27,8 @@ import torch.nn.functional as F
 
 from errors import BadInput, say, shorten
 from folders import model_folders, read_json, same_folder
-from model import (Model, at_least_float32, auto_class, check_head, check_one_score,
-                   draw_score_head, freeze, has_experts, load_model)
+from model import (Model, at_least_float32, auto_class, check_head, draw_score_head, freeze,
+                   has_experts, load_model, want_one_score)
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: they choose experts
 
@@ -153,7 +153,7 @@ def add_active(active, key, x, y):
 def scalar_shell(base):
     """A sequence classifier of transformers with a new head, on base's trunk, not its own."""
     config = copy.deepcopy(base.hf.config)
-    check_one_score(config, base.path)
+    want_one_score(config, base.path)
     with torch.device("meta"):  # the trunk that is made here gives way to base's
         hf = auto_class("scalar").from_config(config)
     check_head(hf, base.path)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from engine.together import name_ranks
+from engine.together import name_ranks, ranks_where
 from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
 
@@ -48,23 +48,27 @@ def audit(models, frozen, iteration):
     largest, smallest = rows[0], ~rows[1]
     any_infinite, any_changed = rows[2].bool(), rows[3].bool()
 
+    def first(flags):
+        """Number, model and name of the first flagged parameter."""
+        i = int(flags.nonzero()[0])
+        return i, *parameters[i][:2]
+
     differs = largest != smallest  # all ranks have the same checksum where these two are equal
     if differs.any():
-        i = first_true(differs)
+        i, model, name = first(differs)
         odd = outvoted(torch.stack(all_gather(mine[i])).tolist())
-        raise Stop(f"iteration {iteration}: the ranks have drifted apart: {parameters[i][0]}, "
-                   f"parameter {parameters[i][1]}, differs on {name_ranks(odd)} "
-                   f"({int(differs.sum())} parameters in all)")
+        raise Stop(f"iteration {iteration}: the ranks have drifted apart: {model}, parameter "
+                   f"{name}, differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
     if any_infinite.any():  # as after a step with a huge learning rate and finite gradients
-        i = first_true(any_infinite)
-        raise Stop(f"iteration {iteration}: {parameters[i][0]}'s {parameters[i][1]} is not finite"
-                   f"{where(infinite[i], sharded[i])}; the last checkpoint is good. Lower the "
-                   "learning rate, or look at its gradients")
+        i, model, name = first(any_infinite)
+        odd = ranks_where(bool(infinite[i]))
+        raise Stop(f"iteration {iteration}: {model}'s {name} is not finite on {name_ranks(odd)}; "
+                   "the last checkpoint is good. Lower the learning rate, or look at its gradients")
     if any_changed.any():
-        i = first_true(any_changed)
-        raise Stop(f"iteration {iteration}: the frozen {parameters[i][0]} has changed: parameter "
-                   f"{parameters[i][1]} is not what it was at the start"
-                   f"{where(changed[i], sharded[i])}")
+        i, model, name = first(any_changed)
+        odd = ranks_where(bool(changed[i]))
+        raise Stop(f"iteration {iteration}: the frozen {model} has changed: parameter {name} is "
+                   f"not what it was at the start on {name_ranks(odd)}")
 
 
 def checksums(models):
@@ -135,18 +139,6 @@ def outvoted(values):
     common = max(values, key=values.count)
     odd = [rank for rank, value in enumerate(values) if value != common]
     return odd if 2 * len(odd) < len(values) else list(range(len(values)))
-
-
-def where(flag, is_sharded):
-    """A collective: which ranks raise this flag, for a message. A whole parameter is on all."""
-    ranks = torch.stack(all_gather(flag.long())).nonzero().flatten().tolist()
-    everywhere = not is_sharded or len(ranks) == rank_and_size()[1]
-    return " (on all ranks)" if everywhere else f" (on {name_ranks(ranks)})"
-
-
-def first_true(flags):
-    """The index of the first True."""
-    return int(flags.nonzero()[0])
 
 
 # --------------------------------------------------------------------------------------------------

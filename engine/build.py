@@ -11,10 +11,9 @@ from engine import launch, roles
 from engine.adapters import Adapted, fill_adapter, load_adapted
 from engine.four_bits import check_four_bits
 from engine.optimizers import make_optimizer
-from engine.placement import finish_placing, load_placed, shard
-from engine.places import Place, is_sharded, place_of_one, placements, precisions
+from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
+                              placements, precisions, shard)
 from engine.reward_mix import check_rows
-from engine.tensor_parallel import check_split
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
@@ -26,7 +25,7 @@ class Placement:
     this is a collective, where a script joins them (launch.init). What the scripts read of it:
 
         device     this rank's
-        places     {policy, ref, reward, judge, value: Place}, see engine/places.py
+        places     {policy, ref, reward, judge, value: Place}, see engine/placement.py
         autocast   the context of a run's forwards: torch.autocast in 16 bits, otherwise nothing
         decoding   the dtype of the matrices while the policy decodes; None: that of its weights
 
@@ -46,7 +45,8 @@ class Placement:
         if alone:
             self.places = {trained[0]: place_of_one(trained[0], *keys)}
         else:
-            self.places = placements(trained, *keys, system.share_base, value_init)
+            self.places = placements(trained, *keys, system.share_base, value_init,
+                                     system.ref_path)
             for name, place in self.places.items():
                 place.here = name in self.held_here()
         if system.quantize == "4bit":
@@ -110,8 +110,9 @@ def load_policy(path, placement):
     ranks that generate it is a copy that gets its weights from those that train.
     """
     system, place = placement.system, placement.places["policy"]
-    if system.generate_tp > 1:
-        check_split(system.generate_tp, system.roles)
+    if system.generate_tp > 1:  # by its name, as the judge
+        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+        tensor_parallel.check_split(system.generate_tp, system.roles)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
     trained = roles.role in ("", "train") or place.lora is not None

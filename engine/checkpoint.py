@@ -1,5 +1,6 @@
 """
-Checkpoints: what a run saves to go on later, and the finished models that it leaves.
+What a run writes so that a kill at any moment harms nothing: checkpoints, to go on from, and the
+finished models that it leaves.
 
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
@@ -12,32 +13,37 @@ Checkpoints: what a run saves to go on later, and the finished models that it le
         manifest.json              the sha256 of every file, and of the manifest itself
 
 There is no random state to save: prompts and sampling noise are functions of seed and iteration.
-There is no pickle. engine/disk.py makes a checkpoint complete under its name or absent, and the
-older one is deleted only after that. Rank 0 writes whole tensors, in an order that does not depend
-on the ranks, so a run may resume with another ZeRO stage or another number of ranks.
+There is no pickle. A folder gets its name only when everything in it is complete and synced, and
+the older checkpoint is deleted only after that. Rank 0 writes whole tensors, in an order that does
+not depend on the ranks, so a run may resume with another ZeRO stage or number of ranks. A disk that
+is full or fails ends all ranks in one line, see together.alone.
 """
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from functools import partial
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from engine.adapters import Adapted, fill_adapter, save_adapter
-from engine.disk import put_in_place, remove, sha256, sync, write_json, write_tensors
-from engine.model_card import model_card
 from engine.four_bits import in_full
+from engine.model_card import model_card
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, patience, together, whole
-from errors import BadConfig, BadInput, Stop
+from errors import BadConfig, Lost, Stop
 from folders import read_json
 from parallel import rank_and_size
+
+FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
+MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # an answer, not a failing disk
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,7 +82,11 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
             if os.path.exists(file):
                 sync(file)  # the log of these iterations must last as well
-        write_manifest(folder)
+        files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                       for d, _, names in os.walk(folder) for f in names)
+        manifest = {file: sha256(os.path.join(folder, file)) for file in files}
+        manifest["manifest.json"] = hash_of_manifest(manifest)
+        write_json(os.path.join(folder, "manifest.json"), manifest)
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
@@ -84,26 +94,44 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in folders:
             if old not in kept:
-                remove(old)
+                # renamed first, so that a half-deleted folder never has its name
+                shutil.rmtree(aside(old, ".gone-"))
+
+    def is_there():
+        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
 
     # if it is there, the run has resumed from it; only an evaluation may have changed the state
-    if not alone(lambda: damage(final) is None and read_state(final) == state):
+    if not alone(is_there):
         put_in_place(write, final)
     alone(delete_older)
-
-
-def write_manifest(folder):
-    """Write manifest.json: {file: sha256} of every file in the folder, and a hash of itself."""
-    files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names)
-    manifest = {file: sha256(os.path.join(folder, file)) for file in files}
-    manifest |= {"manifest.json": hash_of_manifest(manifest)}
-    write_json(os.path.join(folder, "manifest.json"), manifest)
 
 
 def hash_of_manifest(manifest):
     """sha256 of the manifest's other entries, so that damage to the manifest itself is noticed."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def write_tensors(folder, stem, tensors):
+    """
+    A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
+    FILE_BYTES: stem-00002-of-00031.safetensors and so on. The tensors may be whole, sharded, or
+    Parts; rank 0 puts those of one file together, writes it, and goes on to the next. What is in
+    the files does not depend on the number of ranks.
+    """
+    files, room = [[]], FILE_BYTES
+    for name, t in tensors.items():
+        size = math.prod(t.shape) * t.dtype.itemsize
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    for number, names in enumerate(files, 1):
+        cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = os.path.join(folder, f"{stem}{cut}.safetensors")
+        mine = {name: whole(tensors[name]) for name in names}  # COLLECTIVE
+        alone(partial(save_file, mine, file))
+        del mine  # before the next ones are put together
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,37 +141,25 @@ def hash_of_manifest(manifest):
 def find_checkpoint(out_dir):
     """
     A collective: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
-    ones it skips. (None, None) if the run has no checkpoint.
-
-    Raises BadInput if all its checkpoints are damaged: a run that began anew would delete them.
-    Raises Stop if one cannot be read.
+    ones it skips. (None, None) if the run has no checkpoint. Raises BadInput if all its checkpoints
+    are damaged: a run that began anew would delete them.
     """
-    return alone(partial(newest_good, out_dir))
+    def newest_good():
+        refused = []
+        for folder in reversed(list_checkpoints(out_dir)):
+            reason = damage(folder)
+            if reason is None:
+                for said in refused:
+                    print(f"{said} is refused; an older one is used, and this one stays until the "
+                          "next is saved", flush=True)
+                return folder, read_json(os.path.join(folder, "state.json"))
+            refused.append(f"{folder} ({reason})")
+        if refused:
+            raise BadConfig(f"none of the checkpoints is good: {', '.join(refused)}; restore one "
+                            "from a backup, or start over with another --out_dir")
+        return None, None
 
-
-def newest_good(out_dir):
-    """What find_checkpoint does on rank 0."""
-    refused = []  # (folder, what is wrong)
-    for folder in reversed(list_checkpoints(out_dir)):
-        reason = damage(folder)
-        if reason is None:
-            for bad, why in refused:
-                print(f"{bad} is refused ({why}); an older one is used, and this one stays until "
-                      "the next is saved", flush=True)
-            return folder, read_state(folder)
-        refused.append((folder, reason))
-    if refused:
-        said = ", ".join(f"{os.path.basename(folder)} ({reason})" for folder, reason in refused)
-        raise BadConfig(f"none of the checkpoints in {out_dir} is good: {said}; restore one from a "
-                        "backup, or start over with another --out_dir (or here, after you have "
-                        "deleted them and log.jsonl)")
-    return None, None
-
-
-def read_state(folder):
-    """The numbers in a checkpoint's state.json."""
-    with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-        return json.load(f)
+    return alone(newest_good)
 
 
 def list_checkpoints(out_dir):
@@ -158,36 +174,25 @@ def number_of(folder):
     return int(folder.rpartition("-")[2])
 
 
-MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # an answer, not a failing disk
-
-
 def damage(folder):
     """
     What is wrong with a checkpoint, in a few words; None if every file is, byte for byte, what was
-    saved. Raises Stop if a file cannot be read: a failing disk is no damage.
+    saved.
     """
     try:
         with open(os.path.join(folder, "manifest.json"), "rb") as f:
             text = f.read()
-    except MISSING:
-        return "manifest.json is missing"
-    try:
         manifest = json.loads(text)
         written = json.dumps(manifest, indent=2).encode()
-        good = text == written and manifest.pop("manifest.json") == hash_of_manifest(manifest)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # not what we write
-        good = False
-    if not good:
-        return "its manifest.json is damaged"
-    for name, digest in manifest.items():
-        try:
+        if text != written or manifest.pop("manifest.json") != hash_of_manifest(manifest):
+            return "its manifest.json is damaged"
+        for name, digest in manifest.items():
             if sha256(os.path.join(folder, name)) != digest:
                 return f"{name} is damaged"
-        except MISSING:
-            return f"{name} is missing"
-        except OSError as e:
-            raise Stop(f"{os.path.join(folder, name)} cannot be read ({e.strerror}); nothing was "
-                       "changed. See to the disk, and resume with the same command") from e
+    except MISSING as e:
+        return f"{os.path.relpath(e.filename, folder)} is missing"
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # not what we write
+        return "its manifest.json is damaged"
     return None
 
 
@@ -200,23 +205,22 @@ def load_checkpoint(folder, models, optimizers, average=None):
     A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
     When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
     """
+    def fill():
+        for name, model in models.items():
+            if isinstance(model, Adapted):
+                fill_adapter(model, os.path.join(folder, name))
+            else:
+                refill(model, os.path.join(folder, name))
+            fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
+        saved = read_tensors(folder, "ema") if average else {}
+        if saved:
+            average.fill(saved)
+        elif average:  # the run had no average so far: it begins with the weights of now
+            average.begin()
+
     with patience():
-        together(lambda: fill(folder, models, optimizers, average))
+        together(fill)
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
-
-
-def fill(folder, models, optimizers, average):
-    """What load_checkpoint does on each rank for itself."""
-    for name, model in models.items():
-        if isinstance(model, Adapted):
-            fill_adapter(model, os.path.join(folder, name))
-        else:
-            refill(model, os.path.join(folder, name))
-        use_tensors(folder, f"{name}_optimizer", partial(fill_optimizer, model, optimizers[name]))
-    if average and os.path.exists(files_of(folder, "ema")[0]):
-        use_tensors(folder, "ema", average.fill)
-    elif average:  # the run had no average so far: it begins with the weights of now
-        average.begin()
 
 
 def load_batches(folder):
@@ -224,33 +228,17 @@ def load_batches(folder):
     A collective: {name: tensor} of the batches that save_checkpoint was given; {} where there were
     none.
     """
+    with patience():
+        return together(partial(read_tensors, folder, "batches"))
+
+
+def read_tensors(folder, stem):
+    """{name: tensor} of all that write_tensors has written; {} where there is no such file."""
     tensors = {}
-    if os.path.exists(files_of(folder, "batches")[0]):
-        with patience():
-            together(lambda: use_tensors(folder, "batches", tensors.update))
+    for file in glob.glob(os.path.join(glob.escape(folder), f"{stem}[.-]*safetensors")):
+        with safe_open(file, framework="pt") as f:  # mapped: what is not used is not read
+            tensors |= {key: f.get_tensor(key) for key in f.keys()}
     return tensors
-
-
-def files_of(folder, stem):
-    """The files into which write_tensors has put tensors: stem.safetensors, or several."""
-    pattern = os.path.join(glob.escape(folder), f"{stem}-*-of-*.safetensors")
-    return sorted(glob.glob(pattern)) or [os.path.join(folder, f"{stem}.safetensors")]
-
-
-def use_tensors(folder, stem, use):
-    """Call use({name: tensor}) with all tensors that write_tensors has written. Raises BadInput."""
-    tensors = {}
-    try:
-        for file in files_of(folder, stem):
-            with safe_open(file, framework="pt") as f:  # mapped: what is not used is not read
-                tensors |= {key: f.get_tensor(key) for key in f.keys()}
-        use(tensors)
-    except OSError as e:
-        raise BadInput(f"{file}: cannot be read ({e}); see to the disk, and resume with the same "
-                       "command") from e
-    except (SafetensorError, AttributeError, KeyError) as e:
-        raise BadInput(f"{file}: does not fit what is trained here ({e}); resume with the model "
-                       "and the code that saved it") from e
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,11 +272,9 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     put_in_place(write, final)
     if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
         put_in_place(write_adapter, f"{final}_adapter")
-    if dtype.itemsize == 2 and model.hf.dtype != dtype and rank_and_size()[0] == 0 \
-            and name != "best_policy":
-        steps = f"1/{round(2 / torch.finfo(dtype).eps)}"  # rounding moves a number by up to that
-        print(f"{final} is saved in {in_words(dtype)}: what training has changed by less than "
-              f"about {steps} of a weight is rounded away; checkpoints keep it")
+    if model.hf.dtype != dtype and rank_and_size()[0] == 0 and name != "best_policy":
+        print(f"{final} is saved in {in_words(dtype)}, as the model was that the run began with; "
+              f"checkpoints are in {in_words(model.hf.dtype)}")
 
 
 def saved_dtype(model):
@@ -296,10 +282,8 @@ def saved_dtype(model):
     The torch dtype in which a finished model is saved: 16 bits, if the weights that it was made
     from were saved so, or if all its own are; else at least 32.
     """
-    if model.hf.dtype != torch.float32:  # float64 is a run of a test
-        return model.hf.dtype
-    source = model.file_dtype
-    return source if source in (torch.bfloat16, torch.float16) else torch.float32
+    short = model.file_dtype in (torch.bfloat16, torch.float16)
+    return model.file_dtype if short and model.hf.dtype == torch.float32 else model.hf.dtype
 
 
 def in_words(dtype):
@@ -351,3 +335,88 @@ def named_tensors(model):
     yield from ((name, t) for name, t in hf.state_dict().items()
                 if name not in every and name.rpartition(".")[0] not in every
                 and ".weight.quant_state." not in name)
+
+
+# --------------------------------------------------------------------------------------------------
+# files and folders on a disk that may be full, or may be cut off by a kill
+
+
+def put_in_place(write, final):
+    """
+    A collective: write the folder `final`: first under a temporary name; then every file is synced
+    to disk; then the folder gets its final name, and an older folder of that name is deleted.
+
+    write(folder): a collective that writes what shall be in it. Raises Stop, on all ranks, when the
+    disk is full; the older folder is then still there, and no temporary one is.
+    """
+    parent, name = os.path.split(final)
+    folder = os.path.join(parent, f".tmp-{name}")
+
+    def begin():
+        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed may have left one
+        os.makedirs(folder)
+
+    def end():
+        for d, _, files in os.walk(folder):
+            for f in files:
+                sync(os.path.join(d, f))
+            sync(d)
+        # a folder cannot be renamed onto another one: the older one moves out of the way first
+        old = aside(final, ".old-") if os.path.exists(final) else None
+        os.rename(folder, final)
+        sync(parent or ".")
+        if old:
+            shutil.rmtree(old)
+
+    try:
+        alone(begin)
+        write(folder)
+        alone(end)
+    except Lost:
+        raise
+    except Stop as e:
+        if rank_and_size()[0] == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise Stop(f"{final} cannot be written ({e}); earlier checkpoints and the log are as they "
+                   "were. Make room, and resume with the same command") from e
+
+
+def aside(folder, prefix):
+    """Rename out/name to out/PREFIXname; returns the new path."""
+    path = os.path.join(os.path.dirname(folder), f"{prefix}{os.path.basename(folder)}")
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(folder, path)
+    return path
+
+
+def put_back(parent):
+    """
+    Where put_in_place was killed when the older folder had moved aside and the newer one was not
+    there yet, the older one gets its name again.
+    """
+    for old in os.listdir(parent):
+        name = old.removeprefix(".old-")
+        if name != old and not os.path.exists(os.path.join(parent, name)):
+            os.rename(os.path.join(parent, old), os.path.join(parent, name))
+
+
+def sync(path):
+    """Wait until a file, or a folder's list of names, is on the disk itself (fsync)."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path, value):
+    """Replace a JSON file as a whole: another rank that reads it meanwhile gets the old one."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2)
+    os.replace(path + ".tmp", path)
+
+
+def sha256(path):
+    """The sha256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

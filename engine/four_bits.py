@@ -11,7 +11,7 @@ from errors import BadConfig, BadInput
 
 
 def check_four_bits(system, places):
-    """Raise BadConfig where keys do not go together. places: {name: Place}, see places.py."""
+    """Raise BadConfig where keys do not go together. places: {name: Place}, see placement.py."""
     if not any(place.lora for place in places.values()):
         raise BadConfig("quantize = '4bit' rounds a trunk that stays frozen, and adapters on it "
                         "are trained; type --lora=16, or leave quantize out")

@@ -55,6 +55,7 @@ def init(device, timeout, deterministic=False, layout=""):
     if ranks:
         with meeting(timeout):
             roles.begin(ranks, rank, timeout, lambda: signalled_at is not None)  # COLLECTIVE
+        errors.leads = roles.leads
     return rank, world_size, device
 
 
@@ -68,8 +69,7 @@ def choose_device(device):
         return device
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    if local_ranks > torch.cuda.device_count():
-        # every rank of this machine raises this: a rank that has a GPU would wait for one without
+    if local_ranks > torch.cuda.device_count():  # on every rank of this machine
         raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs for {local_ranks} "
                        "ranks; lower --nproc_per_node")
     torch.cuda.set_device(local_rank)
@@ -131,8 +131,7 @@ def join(rank, world_size, device, timeout, bound=True):
     except ValueError as e:
         raise BadInput(f"WORLD_SIZE is {world_size}, but the ranks cannot meet ({e}); start them "
                        "with torchrun") from e
-    together.usual_wait, together.starting = wait, True
-    errors.tell_others, errors.torn = together.tell_others, torn
+    together.usual_wait, errors.torn = wait, torn
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,18 +144,15 @@ def on_signal(number, frame):
     ends the process at once, unless it is of the same key press (within a second).
     """
     global signalled_at
-    now = time.monotonic()
-    if signalled_at is not None and now - signalled_at > 1:
-        os._exit(128 + number)
     if signalled_at is not None:
+        if time.monotonic() - signalled_at > 1:
+            os._exit(128 + number)
         return
-    signalled_at = now
+    signalled_at = time.monotonic()
     if os.environ.get("RANK", "0") == "0":
-        waits = ""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            waits = "; torchrun waits 30 s for that, or its --shutdown-timeout"
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
-                f"{parallel.phase}){waits}; send it again to stop at once\n")
+                f"{parallel.phase}); send it again to stop at once. torchrun waits 30 s for that, "
+                "or its --shutdown-timeout\n")
         os.write(2, line.encode())  # print is not safe in a signal handler
 
 
@@ -245,6 +241,12 @@ def meeting(timeout):
     where it takes longer than `timeout` seconds: gloo itself would try for five times as long
     (torch 2.13), and nccl's first collective forever.
     """
+    def cannot_meet(error):
+        return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} "
+                    f"({reason(error)}): one has ended, or a host cannot be reached. Between "
+                    "hosts, name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
+                    "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
+
     def give_up():  # in a thread: this process waits in C++
         errors.report_and_exit(Lost, cannot_meet(f"no answer in {timeout} s"), None)
 
@@ -259,14 +261,6 @@ def meeting(timeout):
         raise cannot_meet(e) from e
     finally:
         alarm.cancel()
-
-
-def cannot_meet(error):
-    """The Lost to raise when the group could not be made, with advice on networks."""
-    return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} "
-                f"({reason(error)}): one has ended, or a host cannot be reached. Between hosts, "
-                "name each one's network: GLOO_SOCKET_IFNAME=eth0, or on GPUs "
-                "NCCL_SOCKET_IFNAME=eth0 (`ip addr` lists them)")
 
 
 def torn(error):

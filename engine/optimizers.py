@@ -4,7 +4,7 @@ What surrounds an optimizer's step. In this file, downwards:
     make_optimizer, step              which optimizer a model has, and one step of it
     OffloadedAdamW                    AdamW in the CPU's memory
     optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints
-    overflowed, next_loss_scale       the loss scale of float16
+    overflowed                        the loss scale of float16
     MovingAverage                     the moving average of a model's weights
 """
 import contextlib
@@ -31,7 +31,7 @@ FLOOR = 2.0**20
 
 def make_optimizer(model, place, lr, betas, eps, weight_decay):
     """
-    The optimizer of a model's trained parameters, as its Place says (engine/places.py).
+    The optimizer of a model's trained parameters, as its Place says (engine/placement.py).
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
@@ -113,7 +113,7 @@ def optimizer_tensors(model, optimizer):
     """
     A collective: {"NAME.KEY": tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg".
     Names rather than numbers, and the shapes of whole tensors: so another number of ranks can go
-    on. disk.write_tensors puts together what ranks have of them: tensors, sharded ones, or Parts.
+    on. What ranks have of them, together.whole puts together: tensors, sharded ones, or Parts.
     """
     state, tensors = inner(optimizer).state, {}
     names = [name for name, _ in model.named_parameters()]
@@ -156,37 +156,33 @@ def fill_optimizer(model, optimizer, tensors):
 # --------------------------------------------------------------------------------------------------
 # the loss scale of float16
 
+GROWTH = 200  # steps
+
 
 def overflowed(state, norms, iteration):
     """
     Whether a step in float16 must be skipped, because a gradient norm is not finite. The norms are
-    the same on all ranks, and so is the answer. Updates loss_scale, clean_steps and skipped in the
-    run's state. Raises Stop after 20 skipped steps in a row: the scale is not to blame for them.
+    the same on all ranks, and so is the answer.
+
+    The losses are multiplied by state["loss_scale"], because float16 rounds gradients below 6e-8 to
+    0. It is halved after an overflow, and doubled after GROWTH steps without one (mixed precision,
+    arXiv 1710.03740, section 3.2). Raises Stop after 20 skipped steps in a row: the scale is not to
+    blame for them.
     """
     over = not all(bool(norm.isfinite()) for norm in norms)
     if over and state["skipped"] >= 20:
         raise Stop(f"iteration {iteration}: the gradients are not finite at any scale of the loss, "
                    "20 steps in a row; stopped. Lower the learning rate, or use bfloat16")
-    state["skipped"] = state["skipped"] + 1 if over else 0
-    if over and parallel.rank_and_size()[0] == 0:
-        print(f"iteration {iteration}: a float16 gradient overflowed at loss scale "
-              f"{state['loss_scale']:g}; step skipped")
-    state["loss_scale"], state["clean_steps"] = next_loss_scale(
-        state["loss_scale"], state["clean_steps"], over)
+    scale, clean = state["loss_scale"], state["clean_steps"] + 1
+    if over:
+        if parallel.rank_and_size()[0] == 0:
+            print(f"iteration {iteration}: a float16 gradient overflowed at loss scale {scale:g}; "
+                  "step skipped")
+        scale, clean = max(scale / 2, 1.0), 0
+    elif clean == GROWTH:
+        scale, clean = min(scale * 2, 2.0**24), 0
+    state |= dict(loss_scale=scale, clean_steps=clean, skipped=(state["skipped"] + 1) * over)
     return over
-
-
-def next_loss_scale(scale, clean_steps, overflowed, growth_interval=200):
-    """
-    The losses are multiplied by `scale`, because float16 rounds gradients below 6e-8 to 0. The
-    scale is halved after an overflow, and doubled after growth_interval steps without one (mixed
-    precision, arXiv 1710.03740, section 3.2). Returns the new (scale, clean_steps).
-    """
-    if overflowed:
-        return max(scale / 2, 1.0), 0
-    if clean_steps + 1 == growth_interval:
-        return min(scale * 2, 2.0**24), 0
-    return scale, clean_steps + 1
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,22 +1,26 @@
 """
-Where each model lies, as its Place says (engine/places.py): how much of it on each rank, on the GPU
-or in the CPU's memory, in which precision. In this file, downwards:
+Where each model of a run lies: how much of it on each rank, on the GPU or in the CPU's memory, in
+which precision. In this file, downwards:
 
+    placements, precisions          what the keys say of each model: its Place, and its dtypes
     load_placed, shard, refill      a model from its folder to its place
     sharded, in_memory, held        questions about models in their places
     no_grad_forwards                the block around every forward without a backward pass
     decoding_copy                   the model that the rollout samples from
 
-Stages 2 and 3 of ZeRO are torch's FSDP2 (fully_shard); stage 1, which splits no weights, is its
-ZeroRedundancyOptimizer (engine/optimizers.py).
+The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
+optimizer's states over the ranks (torch's ZeroRedundancyOptimizer, engine/optimizers.py); stage 2
+also the gradients and, between steps, the weights; stage 3 also the weights during a step: a layer
+is gathered while it computes (both are torch's FSDP2, fully_shard). On one rank every stage is 0.
+Only 16 bits, LoRA and Adafactor change what a run computes; all else changes the memory that it
+needs.
 """
 import contextlib
 import copy
-import importlib.util
-import os
-import shutil
-import sys
+import importlib
+import re
 import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -24,14 +28,162 @@ import torch.nn as nn
 import parallel
 from engine.adapters import Adapted, load_whole
 from engine.four_bits import quantize
-from engine.places import is_sharded
-from engine.tensor_parallel import split_copy
 from engine.together import alone
-from errors import BadConfig, BadInput
+from errors import BadConfig, BadInput, shorten
 from folders import model_folders
-from model import (Model, auto_class, check_head, check_one_score, freeze, load_model, probe,
-                   read_config)
+from model import Model, auto_class, freeze, load_model, probe, read_config
 from parallel import fill, is_shard
+
+
+# --------------------------------------------------------------------------------------------------
+# what the keys say
+
+
+@dataclass
+class Place:
+    """How one model is held: what the keys zero_stage, offload, lora and optim say of it."""
+
+    stage: int = 0  # of ZeRO: 0 to 3
+    offload: str = "none"  # what is in the CPU's memory: none, optimizer, or params (weights, too)
+    lora: dict = None  # rank, alpha and targets of an Adapted; None: no adapters
+    optimizer: str = "adamw"
+    four_bits: bool = False  # of the trunk under an adapter
+    here: bool = True  # False: ranks of another role hold it, and this one knows its shapes alone
+
+
+def placements(trained, zero_stage, offload, lora, optim, share_base=False, value_init=None,
+               ref_path="", names=None):
+    """
+    {name: Place} of policy, ref, reward, judge and, where there is one, value; or of those `names`.
+    trained: the names of the trained models, ("policy", "value") or ("policy",). The others are the
+    keys of the run: "", or a list such as "policy=3,ref=0". Raises BadConfig, see `refuse`.
+
+    A value without a name is for all models, or for all trained ones (lora, optim, and
+    offload="optimizer"). Two exceptions: the reference is at the policy's stage, unless the key
+    names it; and with value_init="shared" the value model is a head on the policy, with no adapter
+    and nothing to offload.
+    """
+    names = names or ("policy", "ref", "reward", "judge", *trained[1:])
+    with_trunk = trained[:1] if value_init == "shared" else trained
+    stages = parse("zero_stage", zero_stage, names)
+    stages.setdefault("ref", stages.get("policy", "0"))
+    offloads = parse("offload", offload, names,
+                     with_trunk if offload.strip() == "optimizer" else names)
+    loras = parse("lora", lora, trained, with_trunk)
+    optims = parse("optim", optim, trained)
+    places = {name: place_from(name, stages, offloads, loras, optims) for name in names}
+    on_trunk = ["ref"] * bool(places[trained[0]].lora and not ref_path) + ["reward"] * share_base
+    for name, place in places.items():
+        refuse(name, place, name in trained, on_trunk, share_base, value_init)
+    return places
+
+
+def place_of_one(name, *keys):
+    """
+    The Place of the one model of sft.py or rm.py, which is trained. name: what the keys call it,
+    policy or reward. keys: zero_stage, offload, lora, optim. Raises BadConfig.
+    """
+    return placements((name,), *keys, names=(name,))[name]
+
+
+def place_from(name, stages, offloads, loras, optims):
+    """The Place of a model, from what each key says of all."""
+    lora = None
+    if name in loras:
+        rank, alpha, targets = [*loras[name].split(":"), "", ""][:3]
+        lora = dict(rank=int(rank), alpha=float(alpha or 2 * int(rank)))
+        if targets:
+            lora["targets"] = targets.replace("+", ",")
+    return Place(int(stages.get(name, 0)), offloads.get(name, "none"), lora,
+                 optims.get(name, "adamw"))
+
+
+FORMS = {  # key: (a value as a pattern, and in words)
+    "zero_stage": ("[0-3]", "0, 1, 2 or 3"),
+    "offload": ("none|optimizer|params", "none, optimizer or params"),
+    "lora": (r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5}(\.[0-9]+)?(:[\w.+]*)?)?",
+             "RANK[:ALPHA[:TARGETS]], such as 16:32:q+v"),
+    "optim": ("adamw|adamw8bit|adafactor", "adamw, adamw8bit or adafactor")}
+
+
+def parse(key, text, names, of_all=None):
+    """
+    "policy=3,ref=0" -> {"policy": "3", "ref": "0"}. names: the models that the key may name.
+    of_all: those for which a value without a name is; None: all these. Raises BadConfig.
+    """
+    values = {}
+    for part in text.split(",") if text.strip() else ():
+        name, equals, value = (x.strip() for x in part.rpartition("="))
+        pattern, wanted = FORMS[key]
+        if equals and name not in names or not re.fullmatch(pattern, value):
+            raise BadConfig(f"{key} = {shorten(text)}: cannot read {shorten(part.strip())}; wanted "
+                            "VALUE, or NAME=VALUE for one model, where NAME is one of "
+                            f"{', '.join(names)} and VALUE {wanted}")
+        values |= dict.fromkeys([name] if equals else of_all or names, value)
+    return values
+
+
+def refuse(name, place, trained, on_trunk, share_base, value_init):
+    """
+    Raise BadConfig where the keys of a model cannot go together. This is the whole table: whether
+    it is so, and what is said. name: policy, ref, reward, judge or value. on_trunk: the frozen ones
+    that are the policy's trunk, or stand on it.
+    """
+    is_head = name == "value" and value_init == "shared"  # on the policy
+    moved, most = place.offload != "none", dict(adamw=3, adamw8bit=0, adafactor=1)[place.optimizer]
+    table = [
+        (not trained and place.offload == "optimizer",
+         f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params"),
+        (trained and place.offload == "params" and (place.stage < 2 or place.lora),
+         f"offload: the parameters of {name} are in use all the time unless they are sharded; type "
+         f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer"),
+        (place.stage > most or place.optimizer != "adamw" and moved,
+         f"optim: {place.optimizer} needs whole matrices on the GPU, so {name} can be at stage "
+         f"{most} at most, and not offloaded; change zero_stage or offload, or type --optim=adamw"),
+        (name in on_trunk and moved,
+         f"offload: {name} stands on the policy's trunk and cannot be moved away; leave {name} "
+         "out"),
+        (is_head and (place.lora or moved),
+         "value_init = 'shared': the value model is a head on the policy, with no adapter and "
+         "nothing to offload; leave value out of lora and offload"),
+        (share_base and trained and not is_head and not place.lora,
+         f"share_base: {name} stands on the frozen trunk, so it needs an adapter; type --lora=16"),
+    ]
+    for is_so, message in table:
+        if is_so:
+            raise BadConfig(message)
+
+
+def is_sharded(place, trained):
+    """Whether a model's weights are split over the ranks."""
+    if parallel.rank_and_size()[1] == 1:
+        return False
+    return place.stage >= 2 if trained else place.stage == 3  # frozen: 1 and 2 split nothing of it
+
+
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
+
+
+def precisions(dtype, master_weights, device):
+    """
+    (autocast context, dtype of trained weights, dtype of frozen matrices) of a run.
+
+    In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
+    used. Frozen matrices may therefore be stored rounded: the numbers are the same. Norms and
+    biases are vectors, which autocast does not round. master_weights=False: every weight is
+    bfloat16, and nothing needs a cast. Raises BadConfig.
+    """
+    if not master_weights and dtype != "bfloat16":
+        raise BadConfig("master_weights = False trains 16-bit weights themselves, which only works "
+                        f"in bfloat16, not in {dtype}; type --dtype=bfloat16 or "
+                        "--master_weights=True")
+    if dtype not in SHORT:
+        return contextlib.nullcontext(), getattr(torch, dtype), None
+    if not master_weights:
+        return contextlib.nullcontext(), torch.bfloat16, None
+    # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
+    autocast = torch.autocast(device.type, SHORT[dtype], cache_enabled=False)
+    return autocast, torch.float32, SHORT[dtype]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,17 +234,12 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
 def outline(path, head, dtype):
     """The model of a folder without its weights: shapes and settings, which take no memory."""
     *adapters, folder = model_folders(path)
-    config = read_config(folder, path)
+    config = read_config(folder, path, head)
     kind, file_dtype = (config.architectures or [""])[0], config.dtype
-    if head == "scalar":
-        check_one_score(config, path)
     with torch.device("meta"):
         hf = auto_class(head).from_config(config, dtype=dtype)
-    model = freeze(Model(hf, head, path))
-    model.file_dtype = file_dtype
-    if head == "scalar":
-        check_head(hf, path)
-        model.new_head = not kind.endswith("ForSequenceClassification")
+    model = freeze(Model(hf, head, path, file_dtype))
+    model.new_head = head == "scalar" and not kind.endswith("ForSequenceClassification")
     return model
 
 
@@ -127,11 +274,9 @@ def scalar_head(model):
 def finish_placing(model, device, compiled):
     """What else the keys want of a model that holds its weights."""
     if compiled:
-        check_compiler(device)
         model.compile_trunk()
-    is_offloaded = not sharded(model) and next(model.parameters()).device.type != device.type
-    model.offloaded = is_offloaded  # see on_device
-    if is_offloaded and device.type == "cuda":
+    model.offloaded = not sharded(model) and next(model.parameters()).device.type != device.type
+    if model.offloaded and device.type == "cuda":  # see on_device
         for p in model.parameters():
             p.data = p.data.pin_memory()  # pinned memory copies faster
 
@@ -227,17 +372,6 @@ def refill(model, folder):
     read()
     for p, saved in zip(model.hf.parameters(), whole[0].hf.parameters(), strict=True):
         p.data.copy_(saved)
-
-
-def check_compiler(device):
-    """Raise BadConfig where torch.compile would miss its compiler, in the first forward."""
-    if device.type == "cuda":
-        missing = "the package triton" if importlib.util.find_spec("triton") is None else ""
-    else:
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        missing = "" if shutil.which(compiler) else f"a C++ compiler, {compiler} (or set CXX)"
-    if missing:
-        raise BadConfig(f"compile = True needs {missing}; install it, or leave compile out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,8 +471,9 @@ def decoding_copy(policy, matrices, device, tp=1):
     A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
     have a copy together, see engine/tensor_parallel.py.
     """
-    if tp > 1:
-        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
+    if tp > 1:  # by its name: only runs with generate_tp take that file along
+        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+        yield tensor_parallel.split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
     trunk = trunk_of(policy)
     modules = fsdp_modules(trunk)

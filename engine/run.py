@@ -26,8 +26,7 @@ import errors
 import parallel
 from engine import launch, report, roles
 from engine.audit import audit, check_finite, must_agree
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final
-from engine.disk import sha256
+from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
@@ -171,7 +170,8 @@ class Run:
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
+        if not self.audit_is_due(self.iteration):  # else these weights have passed it already
+            audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
             self.system.keep_checkpoints, self.ema, self.to_save and self.to_save())

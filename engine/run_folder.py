@@ -20,8 +20,7 @@ import time
 from array import array
 
 from engine.audit import checksums
-from engine.checkpoint import find_checkpoint, list_checkpoints
-from engine.disk import put_back, sha256, write_json
+from engine.checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
 from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
@@ -31,6 +30,7 @@ from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
+PRODUCTS = "policy", "value_model", "reward_model"  # what runs leave
 lock_file = None  # open, and so locked, as long as this process lives
 
 
@@ -57,7 +57,8 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
     if folder and state["iteration"] > max_iters:  # the same on all ranks
         raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                         "iterations done; type a larger --max_iters, or another --out_dir")
-    return alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, state))
+    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder))
+    return folder, state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,22 +87,15 @@ def take(out_dir, config, sources, token_ids):
 def check_ours(out_dir):
     """Raise BadInput if out_dir holds files that no run has left there, such as models."""
     file = os.path.join(out_dir, "config.json")
-    if os.path.isfile(file):
-        try:
-            ours = "out_dir" in read_json(file)
-        except BadInput:
-            ours = True  # the file is damaged: check_same_run decides
-        if not ours:
-            raise BadInput(f"{file} is not the configuration of a run, and would be overwritten; "
-                           "choose another --out_dir")
-    elif not list_checkpoints(out_dir):
-        for name in ("policy", "value_model", "reward_model", *LOG_FILES):
-            path = os.path.join(out_dir, name)
-            if name in LOG_FILES and os.path.isfile(path) and os.path.getsize(path) == 0:
-                continue  # of a start that was killed just before it wrote config.json
-            if os.path.exists(path):
-                raise BadInput(f"{out_dir} holds {name!r} but no config.json of the run that left "
-                               "it, and this one would replace it; choose another --out_dir")
+    try:
+        ours = os.path.isfile(file) and "out_dir" in read_json(file) or list_checkpoints(out_dir)
+    except BadInput:
+        ours = True  # the file is damaged: check_same_run decides
+    for path in (os.path.join(out_dir, name) for name in ("config.json", *PRODUCTS, *LOG_FILES)):
+        # an empty log is of a start that was killed just before it wrote config.json
+        if not ours and os.path.exists(path) and os.path.getsize(path) > 0:
+            raise BadInput(f"{path} is there, but no config.json of a run that has left it, and it "
+                           "would be overwritten; choose another --out_dir")
 
 
 def lock(out_dir):
@@ -156,57 +150,46 @@ def read_holder(out_dir):
 # beginning or resuming
 
 
-def begin_or_resume(out_dir, config, must_match, hashes, folder, state):
-    """The rest of open_run, on rank 0, which holds the lock. folder, state: of find_checkpoint."""
-    try:
-        check_same_run(out_dir, folder or out_dir, config, must_match, hashes)
-        if folder:
-            say_changes(read_json(os.path.join(folder, "config.json")), config)
-        for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
-            for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
-                shutil.rmtree(leftover, ignore_errors=True)
-        if not folder:
-            # The old log goes before the new config.json comes: after a kill between the two, the
-            # old log beside the new configuration would look like a log of this run.
-            cut_log(out_dir, 0)
-        computes_on = {"gpu": gpu()} if gpu() else {}
-        write_json(os.path.join(out_dir, "config.json"), config | computes_on | {"sha256": hashes})
-    except OSError as e:
-        raise BadInput(f"out_dir {out_dir!r} cannot be written: {e.strerror}; "
-                       "choose another --out_dir") from e
-    return folder, state
-
-
-def say_changes(before, config):
-    """Print which keys a run that resumes has been given other values of."""
-    changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
-               if key in before and before[key] != value]
-    if changed:
-        print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
-
-
-def check_same_run(out_dir, folder, config, must_match, hashes):
+def begin_or_resume(out_dir, config, must_match, hashes, folder):
     """
-    Raise BadInput if out_dir holds the checkpoints or the log of another run, or a log that goes
-    beyond the first checkpoint while there is no checkpoint.
-
-    folder: where the config.json of the run before is: the newest checkpoint, or else out_dir.
+    The rest of open_run, on rank 0, which holds the lock. folder: of find_checkpoint. Raises
+    BadInput.
     """
-    file, log = os.path.join(folder, "config.json"), read_log(out_dir)
-    if folder == out_dir and not log:
-        return  # no checkpoint and no log: nothing to lose
-    try:
-        before = read_json(file)
-    except BadInput as e:
-        raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
-                       "choose another --out_dir") from e
+    # the newest checkpoint has the config.json of the run before; where there is none, and no log
+    # either, there is nothing to lose
+    if folder or read_log(out_dir):
+        file = os.path.join(folder or out_dir, "config.json")
+        try:
+            before = read_json(file)
+        except BadInput as e:
+            raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
+                           "choose another --out_dir") from e
+        check_same_run(out_dir, before, config, must_match, hashes)
+        changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
+                   if key in before and before[key] != value]
+        if folder and changed:
+            print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
+    for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
+        for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    if not folder:
+        # The old log goes before the new config.json comes: after a kill between the two, the old
+        # log beside the new configuration would look like a log of this run.
+        cut_log(out_dir, 0)
+    computes_on = {"gpu": gpu()} if gpu() else {}
+    write_json(os.path.join(out_dir, "config.json"), config | computes_on | {"sha256": hashes})
 
+
+def check_same_run(out_dir, before, config, must_match, hashes):
+    """
+    Raise BadInput if out_dir holds another run. before: what stands in the config.json of the run
+    that is there.
+    """
     for key in must_match:
         if (before.get(key) or "") != (config[key] or ""):  # a key may be newer than the run
             raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
                            f"{config[key]!r}; choose another --out_dir, or delete the old run")
-
-    known = before["sha256"] if isinstance(before.get("sha256"), dict) else {}
+    known = before.get("sha256") or {}
     for key, sha in hashes.items():
         old = known.get(key, "unknown")
         if key == "token_ids":
@@ -219,15 +202,6 @@ def check_same_run(out_dir, folder, config, must_match, hashes):
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
                            "choose another --out_dir")
-
-    # a run that was killed before its first checkpoint begins again, and writes the same log
-    first = min(before.get("checkpoint_interval") or math.inf, before.get("max_iters", math.inf))
-    last = max((iteration for iteration, _ in log if iteration is not None), default=0)
-    if folder == out_dir and last >= first:
-        raise BadInput(f"{out_dir}/log.jsonl has iteration {last}, and the run had a checkpoint by "
-                       "then, but there is no checkpoint here now; restore it from a backup, or "
-                       "start over with another --out_dir (or here, after you have deleted "
-                       "log.jsonl)")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """
 What the ranks do in step beside the algorithm. Three ways to call a function, for work that can
-fail on one rank while the others wait; and, at the end of the set-up, agree: are all ranks there,
-with the same code, settings and files?
+fail on one rank while the others wait; and, at the end of the set-up, agree: have all ranks the
+same code, settings and files?
 
     from_rank(f)    rank 0 alone calls f, all ranks get the result
     alone(f)        the same for work at the disk, which may take hours
@@ -28,7 +28,6 @@ from parallel import all_gather, broadcast, collective, gather, is_shard, rank_a
 
 PATIENCE = 6 * 3600  # seconds that the ranks wait for each other while some work at the disk
 usual_wait = None  # how long a collective waits otherwise; set by launch.init
-starting = False  # True from launch.init to agree: a rank that fails meanwhile tells the others
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,17 +194,11 @@ def name_ranks(numbers):
 
 def agree(settings):
     """
-    A collective, at the end of every rank's set-up: are all ranks ready, and do all start from the
-    same? settings: {what: its value or hash}, from the configuration to the models' checksums; the
-    code itself is added here. Raises BadConfig, on all ranks, if one of them could not come this
-    far (see tell_others) or has other settings than rank 0. Where ranks have roles, it is called
-    within parallel.everyone().
+    A collective, at the end of every rank's set-up: do all ranks start from the same? settings:
+    {what: its value or hash}, from the configuration to the models' checksums; the code itself is
+    added here. Raises BadConfig, on all ranks, if one of them has other settings than rank 0. Where
+    ranks have roles, it is called within parallel.everyone().
     """
-    global starting
-    failed = ranks_where(False)  # another rank answers this in tell_others
-    starting = False
-    if failed:
-        raise BadConfig(f"{name_ranks(failed)} could not start, for the reason that it gave")
     mine = {what: hash_of(json.dumps(value)) for what, value in (own_code() | settings).items()}
     wanted = from_rank(lambda: mine)
     others = ranks_where(mine != wanted)
@@ -214,23 +207,6 @@ def agree(settings):
                                       if mine.get(what) != wanted.get(what)), others[0])
         raise BadConfig(f"{name_ranks(others)} differs from rank 0 in {what}; give all ranks the "
                         "same files and settings")
-
-
-def tell_others():
-    """
-    A collective while the ranks set up: errors.py calls this as this rank leaves with a BadInput.
-    The other ranks wait in agree, or are leaving themselves: this answers agree's first question.
-    Returns the first rank that leaves; None if the set-up is over.
-    """
-    global starting
-    if not starting:
-        return None
-    starting = False
-    with parallel.everyone():
-        try:
-            return ranks_where(True)[0]
-        except Stop:  # the others have left without an answer
-            return rank_and_size()[0]
 
 
 def hash_of(text):

@@ -395,7 +395,7 @@ NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head
 
 def command(world, script, keys):
     """The arguments of a case's run."""
-    given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=60)
+    given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=300)
     files = FILES[script] | keys.get("files", {})
     given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in files.items()}
     if "mix" in keys:

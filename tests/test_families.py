@@ -38,6 +38,10 @@ FAMILIES = {  # name in the table: model_type, sizes
 }
 
 
+# in each run of the suite, and all others with pytest -m campaign
+OFTEN = ("Pythia (GPT-NeoX)", "Llama with yarn", "Qwen3", "Gemma 3, text", "OPT", "Mixtral", "DeepSeek-V3", "Cohere", "Mamba")
+
+
 def make(world, name):
     """Save a random policy of a family in world.root/name."""
     from engine.checkpoint import save_model
@@ -87,20 +91,22 @@ def row(folder, outcomes, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A function: name of a family -> (folder, outcomes) of five families, this one among them, run when first asked."""
-    names, done = list(FAMILIES), {}
+    """A function: name of a family -> (folder, outcomes) of some families, this one among them, run when first asked."""
+    groups, done = [OFTEN[:5], OFTEN[5:]], {}
+    groups += [(name,) for name in FAMILIES if name not in OFTEN]
 
     def of(name):
-        number = names.index(name) // 5
-        if number not in done:
+        group = next(group for group in groups if name in group)
+        if group not in done:
             folder = str(tmp_path_factory.mktemp("families"))
-            done[number] = folder, run_some(folder, names[5 * number:5 * number + 5])
-        return done[number]
+            done[group] = folder, run_some(folder, group)
+        return done[group]
 
     return of
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [
+    name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in FAMILIES])
 def test_a_family_does_what_the_docs_say_and_transformers_loads_what_is_saved(runs, name):
     from transformers import AutoModelForCausalLM
 

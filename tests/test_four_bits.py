@@ -6,7 +6,7 @@ import torch
 
 from engine.four_bits import check_four_bits, in_full, quantize
 from engine.optimizers import fill_optimizer, make_optimizer, optimizer_tensors
-from engine.places import Place, placements
+from engine.placement import Place, placements
 from errors import BadConfig, BadInput
 from model import freeze, from_scratch, probe
 

@@ -252,8 +252,7 @@ def test_an_overflow_in_float16_skips_the_step(runs):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from engine.placement import load_placed, on_device
-    from engine.places import Place
+    from engine.placement import Place, load_placed, on_device
 
     model = load_placed(world.reward, Place(offload="params"), torch.device(DEVICE), "scalar")
     assert all(p.is_pinned() for p in model.parameters())

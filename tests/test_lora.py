@@ -10,7 +10,7 @@ import torch
 from engine.adapters import Adapted, fill_adapter, load_adapted, load_whole, save_adapter
 from engine.checkpoint import save_final
 from engine.optimizers import make_optimizer, step
-from engine.places import Place
+from engine.placement import Place
 from engine.tokenizers import load_tokenizer, write_byte_tokenizer
 from errors import BadInput
 from model import freeze, from_scratch, load_model

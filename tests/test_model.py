@@ -13,8 +13,8 @@ from model import Model, freeze, from_scratch, load_model, probe
 
 from families import NO_CLASSIFIER, VARIANTS, make, padded
 
-FAMILIES = ["gpt2", "gpt_neox", "llama3-gqa-tied", "gemma2", "cohere", "granite", "mixtral"]
-WIDE = ("gpt2", "gpt_neox")  # of these transformers computes everything in float64, if it is asked to
+FAMILIES = ["gpt2", "llama3-gqa-tied", "gemma2", "cohere", "mixtral"]
+WIDE = ("gpt2",)  # of these transformers computes everything in float64, if it is asked to
 LENGTHS = [9, 12, 1, 5]
 families = pytest.mark.parametrize("variant", FAMILIES)
 
@@ -66,7 +66,7 @@ def test_logprobs_and_entropies_are_those_of_each_text_alone(variant, folder_of)
     theirs = hf.AutoModelForCausalLM.from_pretrained(folder_of(variant), dtype=dtype).eval().requires_grad_(False)
     tokens, chosen = some_rows()
     tokens = tokens.clamp(max=89)  # the ids from 90 on are padding of the vocabulary below
-    for temperature, vocab_size, chunk in ((1.0, None, 0), (0.6, 90, 0), (0.6, 90, 4), (1.7, 97, 1), (1.0, 90, 1000)):
+    for temperature, vocab_size, chunk in ((1.7, 97, 1), (0.6, 90, 4), (1.0, None, 0)):
         want = alone(theirs, tokens, chosen, temperature, vocab_size)
         got = model.logprobs(tokens, chosen, temperature, vocab_size, chunk, entropy=True)
         for a, b in zip(got, want, strict=True):
@@ -239,7 +239,7 @@ def test_refused(name, tmp_path, monkeypatch):
 
 def test_a_classifier_is_refused(folder_of, tmp_path):
     theirs = make("llama", "scalar")
-    for labels, words in ((2, "gives 2 labels"), (1, None)):
+    for labels, words in ((2, "has the shape"), (1, None)):
         config = type(theirs.config)(**theirs.config.to_dict() | dict(num_labels=labels))
         hf.LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(labels))
         if words:
@@ -286,9 +286,9 @@ def test_a_new_head_is_drawn_from_the_seed(folder_of):
 # the probe
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_probe_accepts(variant, folder_of):
-    probe(load_model(folder_of(variant)))
+def test_the_probe_accepts(folder_of):
+    for variant in VARIANTS:
+        probe(load_model(folder_of(variant)))
 
 
 def test_the_probe_refuses():

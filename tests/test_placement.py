@@ -9,8 +9,10 @@ import torch
 
 from engine import placement
 from engine.adapters import Adapted
-from engine.placement import no_grad_forwards
-from model import from_scratch
+from engine.placement import Place, load_placed, no_grad_forwards
+from model import from_scratch, load_model
+
+import tiny
 
 TINY = dict(model_type="llama", vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=12, max_position_embeddings=16)
@@ -50,3 +52,11 @@ def test_what_is_held():
     assert placement.in_memory(policy=one, value=head) == {"policy": one, "value": head}
     assert placement.in_memory(value=head) == {"value": head, "value's trunk": one}
     assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}
+
+
+def test_a_frozen_head_is_not_rounded(tmp_path):
+    """Where frozen matrices are stored in 16 bits, the scalar head is not."""
+    world = tiny.build(str(tmp_path))
+    model = load_placed(world.reward, Place(), torch.device("cpu"), "scalar", matrices=torch.bfloat16)
+    assert model.hf.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
+    assert torch.equal(model.hf.score.weight, load_model(world.reward, "scalar").hf.score.weight)

@@ -41,7 +41,6 @@ STARTS = {  # name -> (what the two ranks have at that path, key, what is said)
     "other prompts": (("rl_train", "rl_val"), "prompts_path",
                       r"rank 1 differs from rank 0 in the content of /proc/self/fd/99/rows.jsonl;"),
     "other weights": (("policy", "other_policy"), "policy_path", r"rank 1 differs from rank 0 in the weights of policy;"),
-    "no prompts on rank 1": (("rl_train", None), "prompts_path", "rank 1 could not start"),
     "no prompts at all": ((None, None), "prompts_path", "/proc/self/fd/99/rows.jsonl: no such file"),
 }
 
@@ -87,8 +86,6 @@ def starts(world, tmp_path_factory):
     cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
     args = world.sft("deep/er/out")
     cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "run_folder.open_run = elsewhere"))]
-    mine = dict(reward_functions=world.rule("letters"), value_init="policy")
-    cases["its own mistake"] = [one_run("ppo.py", world.ppo("out", **mine), world.ppo("out", reward_timeout=70, **mine))]
     late = "import time; import torch.distributed as dist; dist.init_process_group = lambda **_: time.sleep(60)"
     cases["nobody comes"] = [one_run("sft.py", *[(world.sft("out", timeout=2), late)] * 2)]
     return folder, forked(folder, cases, at_once=4)
@@ -97,13 +94,10 @@ def starts(world, tmp_path_factory):
 @pytest.mark.parametrize("name", STARTS)
 def test_ranks_start_from_the_same_or_not_at_all(starts, name):
     folder, results = starts
-    result, (contents, _, pattern) = results[name][0], STARTS[name]
+    result, (_, _, pattern) = results[name][0], STARTS[name]
     assert result["codes"] == [2, 2], result
     assert is_one_line(result["stderr"][0], pattern), result
-    if contents[0] is not None and contents[1] is None:  # the one that failed says why
-        assert is_one_line(result["stderr"][1], "/proc/self/fd/99", where=" (rank 1)"), result
-    else:
-        assert result["stderr"][1] == "", result
+    assert result["stderr"][1] == "", result
     assert max(result["seconds"]) < 20 and not os.path.exists(f"{folder}/{name}/out")
 
 
@@ -120,14 +114,6 @@ def test_an_out_dir_that_is_not_shared_is_found_at_the_start(starts):
     assert result["codes"] == [2, 2] and result["stderr"][1] == "", result
     assert is_one_line(result["stderr"][0], "rank 1 does not see .*out_dir 'deep/er/out'.* --out_dir", "sft.py"), result
     assert os.listdir(f"{starts[0]}/another disk/deep/er/out") == [".lock"] and not os.listdir(f"{starts[0]}/another disk/there")
-
-
-def test_a_rank_with_a_mistake_of_its_own_is_heard(starts):
-    """Of a config that is wrong, one rank is enough to say so, but not of one that is wrong on that rank only."""
-    result = starts[1]["its own mistake"][0]
-    assert result["codes"] == [2, 2], result
-    assert is_one_line(result["stderr"][0], "rank 1 could not start, for the reason that it gave"), result
-    assert is_one_line(result["stderr"][1], "reward_timeout = 70 must be below", where=" (rank 1)"), result
 
 
 def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
@@ -168,7 +154,7 @@ def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
 AT = tiny.NOW + tiny.ONCE + tiny.ends(6) + """
 import threading
 import data, loss, parallel, rewards, rollout
-from engine import disk, optimizers, run_folder
+from engine import optimizers, run_folder
 def fail():
     raise KeyError("a bug")
 
@@ -183,7 +169,7 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
 }
 NUDGE = """
 import torch
-from engine import disk, optimizers, run_folder
+from engine import optimizers, run_folder
 take = optimizers.step
 def step(optimizer, lr):
     take(optimizer, lr)
@@ -194,13 +180,13 @@ optimizers.step = step
 """
 SLOW_READ = """
 from engine import checkpoint
-use_tensors = checkpoint.use_tensors
-def slow(folder, stem, use):
+read_tensors = checkpoint.read_tensors
+def slow(folder, stem):
     if stem in ("value_model_optimizer", "batches"):
         print("slow", stem)
         time.sleep(5)  # longer than the timeout of 3 s
-    use_tensors(folder, stem, use)
-checkpoint.use_tensors = slow
+    return read_tensors(folder, stem)
+checkpoint.read_tensors = slow
 """
 SLOW = "f = rollout.sample\ndef slow(*args):\n    time.sleep(1)\n    return f(*args)\nrollout.sample = slow\n"
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)

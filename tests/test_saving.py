@@ -15,7 +15,7 @@ from engine.tokenizers import load_tokenizer, write_byte_tokenizer
 from model import load_model
 
 import tiny
-from families import VARIANTS, make, padded
+from families import make, padded
 from tiny import forked, one_run, read_weights
 
 DIES_SLOWLY = """
@@ -77,7 +77,7 @@ def test_models_are_saved_as_their_source_was(runs):
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "gemma2", "mixtral"])
 @torch.no_grad()
 def test_what_is_saved_transformers_loads(variant, head, tmp_path):
     """Weights that were trained, in the names and with the settings of the folder that they came from; and we load it again."""
@@ -107,12 +107,12 @@ def test_what_is_saved_transformers_loads(variant, head, tmp_path):
 SAVE = """
 import json, os, sys
 import torch
-from engine import checkpoint, disk, launch, optimizers, placement, places
+from engine import checkpoint, launch, optimizers, placement
 from engine.tokenizers import load_tokenizer
 path, out, goes_on, keys = json.loads(sys.argv[1])
-disk.FILE_BYTES = 3000
+checkpoint.FILE_BYTES = 3000
 rank, ranks, device = launch.init("cpu", 60)
-place = places.Place(**keys)
+place = placement.Place(**keys)
 dtype = torch.bfloat16 if keys["optimizer"] == "bf16" else torch.float32
 place.optimizer = "adamw"
 model = placement.load_placed(path, place, device, dtype=dtype, trained=True)
@@ -146,7 +146,7 @@ KINDS = {"stage 1": dict(stage=1, optimizer="adamw"), "16 bits": dict(stage=2, o
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """A folder with one named "KIND RANKS" for each of KINDS on 1, 2 and 3 ranks, saved, loaded on other ranks, saved again."""
+    """A folder with one named "KIND RANKS" for each of KINDS, saved by 1 and by 3 ranks, and loaded and saved again by 2."""
     folder = str(tmp_path_factory.mktemp("side"))
     world = tiny.build(f"{folder}/world")
     tiny.add_qwen(world)
@@ -154,10 +154,9 @@ def parts(tmp_path_factory):
         f.write(SAVE)
     cases = {}
     for kind, keys in KINDS.items():
-        for ranks in (1, 2, 3):
-            goes_on = [(ranks, False), (ranks % 3 + 1, True)][:1 + (ranks > 1)]
+        for ranks, goes_on in ((1, []), (3, [(2, True)])):
             cases[f"{kind} {ranks}"] = [one_run(f"{folder}/save.py", *[[json.dumps([world.qwen, "out", on, keys])]] * n)
-                                        for n, on in goes_on]
+                                        for n, on in [(ranks, False), *goes_on]]
     results = forked(folder, cases, at_once=3)
     for name, each in results.items():
         for result in each:
@@ -176,16 +175,14 @@ def test_what_several_ranks_hold_is_saved_as_of_one(parts, kind):
     one = {name: every_file(f"{parts}/{kind} 1/out/{name}") for name in ("checkpoint-000001", "policy")}
     assert sum(bool(re.search(r"policy_optimizer-\d+-of-\d+.safetensors$", f)) for f in one["checkpoint-000001"]) > 2
     assert {"model.safetensors", "README.md"} <= one["policy"].keys()
-    for ranks in (2, 3):
-        out = f"{parts}/{kind} {ranks}/out"
-        left = {"checkpoint-000001", "checkpoint-000002", "config.json", "log.jsonl", "policy"}
-        assert set(os.listdir(out)) == left
-        for name, files in one.items():
-            assert every_file(f"{out}/{name}") == files, (name, ranks)
-        first, again = one["checkpoint-000001"], every_file(f"{out}/checkpoint-000002")
-        assert again.keys() == first.keys()
-        different = {name for name in first if first[name] != again[name]}
-        assert different == {"manifest.json", "state.json"}  # the iteration; so its hash
+    out = f"{parts}/{kind} 3/out"
+    assert set(os.listdir(out)) == {"checkpoint-000001", "checkpoint-000002", "config.json", "log.jsonl", "policy"}
+    for name, files in one.items():
+        assert every_file(f"{out}/{name}") == files, name
+    first, again = one["checkpoint-000001"], every_file(f"{out}/checkpoint-000002")
+    assert again.keys() == first.keys()
+    different = {name for name in first if first[name] != again[name]}
+    assert different == {"manifest.json", "state.json"}  # the iteration; so its hash
 
 
 def tiny_tokenizer(folder):

@@ -1,5 +1,5 @@
 """
-Where models lie (engine/places.py, placement.py, optimizers.py): what a run needs, and nothing that it computes. One rank's
+Where models lie (engine/placement.py, optimizers.py): what a run needs, and nothing that it computes. One rank's
 plain run is what all others must be, in float64, however shards, ranks, adapters, offload, an average and recomputation
 are crossed; and runs that are stopped go on elsewhere. placement.on_device needs a second device: tests/test_gpu.py has it.
 """
@@ -12,15 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import optimizers
-from engine import places as places_room
+from engine import optimizers, placement
 from errors import BadConfig, Stop
 from model import load_model
 
 import tiny
 from tiny import forked, in_a_row, one_run
 
-P = places_room.Place
+P = placement.Place
 
 # what a watched run leaves beside its product: each rank's dtypes and checksums of its models, before the first step
 WATCH = """
@@ -104,47 +103,29 @@ def succeeded(outcomes):
 
 PLAIN = {  # the runs of one rank with which the others are compared: script, keys
     "ppo": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1)),
-    "uneven": ("ppo.py", dict(batch_size=5, num_minibatches=5, ppo_epochs=1, eval_size=1, grad_clip=0.3, max_iters=1)),
-    "two rows": ("ppo.py", dict(batch_size=2, num_minibatches=2, eval_size=1, max_iters=1)),
-    "shared": ("ppo.py", dict(value_init="shared")),
+    "two rows": ("ppo.py", dict(batch_size=2, num_minibatches=2, eval_size=1, max_iters=1, grad_clip=0.3)),
     "lora": ("ppo.py", dict(lora="4", ema_decay=0.7)),
-    "head": ("ppo.py", dict(lora="policy=4:8:attn.c_attn", value_init="shared")),
     "one trunk": ("ppo.py", dict(lora="4", share_base=True)),
-    "one trunk, shared": ("ppo.py", dict(lora="policy=4", share_base=True, value_init="shared")),
-    "adafactor": ("ppo.py", dict(lora="4", optim="adafactor")),
+    "one trunk, shared": ("ppo.py", dict(lora="policy=4:8:attn.c_attn", share_base=True, value_init="shared")),
+    "adafactor": ("ppo.py", dict(lora="4", optim="adafactor", max_iters=1)),
     "grpo": ("grpo.py", dict(odd=True, ema_decay=0.5, eval_size=1)),  # tied; layers' norms of 2 numbers for 3 ranks
-    "grpo, lora": ("grpo.py", dict(lora="2:4", num_minibatches=1)),
-    "sft": ("sft.py", dict()),
     "rm": ("rm.py", dict(lora="4")),
 }
 ALL_AWAY = "policy=params,value=params,ref=params,reward=params"
-CROSSED = [  # of which plain run, ranks, keys
+CROSSED = [  # of which plain run, ranks, keys; by_hand.py has plain stages 1, 2 and 3
     ("ppo", 3, dict(zero_stage="1", offload="optimizer", gradient_checkpointing=True)),
-    ("ppo", 2, dict(zero_stage="2", offload="ref=params,reward=params", head_chunk=5, micro_batch_size=64)),
     ("ppo", 2, dict(zero_stage="3", offload=ALL_AWAY, gradient_checkpointing=True, head_chunk=5, micro_batch_tokens=40)),
-    ("uneven", 2, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)),
-    ("two rows", 3, dict(zero_stage="3")),
-    ("shared", 2, dict(zero_stage="3", gradient_checkpointing=True)),
-    ("lora", 2, dict(zero_stage="1", offload="reward=params")),
-    ("lora", 3, dict(zero_stage="2", head_chunk=4)),
-    ("lora", 2, dict(zero_stage="3", gradient_checkpointing=True, head_chunk=3)),
-    ("lora", 1, dict(offload="optimizer", gradient_checkpointing=True, micro_batch_tokens=40)),
-    ("head", 3, dict(zero_stage="3", gradient_checkpointing=True)),
+    ("two rows", 3, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)),
+    ("lora", 3, dict(zero_stage="2", offload="reward=params", head_chunk=4)),
     ("one trunk", 2, dict(zero_stage="3", gradient_checkpointing=True)),
-    ("one trunk", 3, dict(offload="optimizer")),
-    ("one trunk, shared", 2, dict(zero_stage="2")),
+    ("one trunk, shared", 3, dict(zero_stage="2")),
     ("adafactor", 2, dict(zero_stage="1")),
     ("grpo", 3, dict(zero_stage="3")),
-    ("grpo, lora", 3, dict(zero_stage="3")),
-    ("sft", 2, dict(zero_stage="3", gradient_checkpointing=True)),
-    ("rm", 2, dict(zero_stage="2")),
+    ("rm", 2, dict(zero_stage="2", offload="optimizer")),
 ]
 GOES_ON = [  # of which plain run; ranks and keys until SIGTERM in iteration 1, and from there on
     ("ppo", (2, dict(zero_stage="3", offload="policy=optimizer,value=params")), (3, dict(zero_stage="2"))),
-    ("ppo", (2, {}), (2, dict(zero_stage="3"))),
-    ("shared", (2, dict(zero_stage="policy=3")), (2, dict(zero_stage="1"))),
     ("lora", (2, dict(zero_stage="3")), (1, {})),
-    ("one trunk", (1, {}), (2, dict(zero_stage="3"))),
 ]
 
 
@@ -163,7 +144,8 @@ def group(world, tmp_path_factory):
     def of(name):
         if name not in done:
             script, plain = PLAIN[name]
-            plain = dict(dtype="float64", sync_check_interval=1) | plain | (dict(eval_interval=1) if script == "ppo.py" else {})
+            plain = dict(dtype="float64", sync_check_interval=1, max_iters=2) | plain
+            plain |= dict(eval_interval=1) if script == "ppo.py" else {}
             jobs = {"plain": run(world, script, **plain)}
             going_on = [case for case in GOES_ON if case[0] == name]
             for i, (_, (ranks, keys), _) in enumerate(going_on):
@@ -210,11 +192,9 @@ def test_those_runs_moved_and_the_average_lags_behind(group, world):
 # 16 bits: the reference is the policy, to the bit, until the first step
 
 SHORT = {
-    "bfloat16": dict(dtype="bfloat16"),
     "bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=5),
-    "bfloat16, one trunk": dict(dtype="bfloat16", lora="4", share_base=True, zero_stage="3", gradient_checkpointing=True),
     "pure, sharded": dict(dtype="bfloat16", master_weights=False, zero_stage="3"),
-    "float16, lora, sharded": dict(dtype="float16", lora="4", zero_stage="3"),
+    "float16, one trunk, lora": dict(dtype="float16", lora="4", share_base=True, zero_stage="3", gradient_checkpointing=True),
 }
 
 
@@ -260,9 +240,9 @@ parallel.all_reduce_metrics = after
 """
 STOPPED = {  # name -> (code on rank 1, keys, what rank 0 says)
     "a bit of ref_policy": (FLIP, dict(zero_stage="ref=3"), "iteration 2: the frozen ref_policy has changed: parameter "
-                            rf"{re.escape(MATRIX)} is not what it was at the start \(on rank 1\)"),
+                            rf"{re.escape(MATRIX)} is not what it was at the start on rank 1"),
     "a NaN in the policy": (POISON, dict(zero_stage="policy=3"), rf"iteration 2: policy's {re.escape(MATRIX)} is not finite "
-                            r"\(on rank 1\); the last checkpoint"),
+                            "on rank 1; the last checkpoint"),
 }
 SKIPS = {  # name -> (the step, counted from 1, in which rank 1 overflows, keys)
     "the only step, of a shard": (1, dict(max_iters=1, num_minibatches=1, zero_stage="3")),
@@ -321,11 +301,13 @@ def test_checksums_of_shards_add_up(stopped, world):
 # float16's scale of the loss
 
 
-def test_next_loss_scale_by_hand():
+def test_the_loss_scale_by_hand():
     for scale, clean, over, want in ((65536.0, 7, True, (32768.0, 0)), (65536.0, 7, False, (65536.0, 8)),
                                      (65536.0, 199, False, (131072.0, 0)), (1.5, 0, True, (1.0, 0)),
                                      (2.0**24, 199, False, (2.0**24, 0)), (2.0**23, 199, False, (2.0**24, 0))):
-        assert optimizers.next_loss_scale(scale, clean, over) == want
+        state = dict(loss_scale=scale, clean_steps=clean, skipped=0)
+        assert optimizers.overflowed(state, [torch.tensor(torch.inf if over else 1.0)], 0) == over
+        assert (state["loss_scale"], state["clean_steps"]) == want
 
 
 def test_twenty_overflows_are_skipped_and_one_more_stops():
@@ -361,7 +343,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stopped, world, name):
 # an optimizer without a run
 
 
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_adafactors_learning_rate_is_not_relative_to_the_weights(size):
     """
     Adafactor, 1804.04235, algorithms 4 and 5 without the relative step of section 8, in a loop:
@@ -413,20 +395,25 @@ PLACES = [  # zero_stage, offload, lora, optimizer -> places that are not as usu
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    assert places_room.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+    assert placement.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
 
 
 CONFLICTS = [  # as above -> the key that is named; the last six of them parse
     (("4", "", "", "adamw"), "zero_stage"), (("critic=3", "", "", "adamw"), "zero_stage"),
-    (("", "params=policy", "", "adamw"), "offload"), (("", "", "4:0", "adamw"), "lora"), (("", "", "", "ref=adamw"), "optim"),
+    (("", "params=policy", "", "adamw"), "offload"), (("", "", "4:0", "adamw"), "lora"),
     (("", "ref=optimizer", "", "adamw"), "offload"), (("policy=2", "", "", "adafactor"), "optim"),
     (("3", "value=params", "value=4", "adamw"), "offload"), (("", "", "value=4", "adamw", False, "shared"), "value_init"),
-    (("", "", "", "adamw", True, "policy"), "share_base"), (("", "reward=params", "4", "adamw", True, "policy"), "offload")]
+    (("", "", "", "adamw", True, "policy"), "share_base"), (("", "ref=params", "4", "adamw"), "offload")]
 
 
 @pytest.mark.parametrize("keys, named", CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
-        places_room.placements(("policy", "value"), *keys)
+        placement.placements(("policy", "value"), *keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message
+
+
+def test_a_reference_of_its_own_can_be_moved_beside_lora():
+    keys = dict(zero_stage="", offload="ref=params", lora="4", optim="adamw")
+    assert placement.placements(("policy",), **keys, ref_path="another")["ref"].offload == "params"

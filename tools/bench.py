@@ -32,8 +32,7 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import decoding_copy, load_placed  # noqa: E402
-from engine.places import Place, precisions  # noqa: E402
+from engine.placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
 from errors import BadConfig, Stop  # noqa: E402
 from model import from_scratch  # noqa: E402
 from rollout import generate  # noqa: E402

@@ -25,8 +25,8 @@ import parallel
 from decoding_cache import SPARE, decoding_cache
 from engine.adapters import Adapted
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
-from engine.placement import decoding_copy, in_memory, no_grad_forwards, settle, shard
-from engine.places import is_sharded, place_of_one, placements, precisions
+from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, place_of_one,
+                              placements, precisions, settle, shard)
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
@@ -93,7 +93,8 @@ def places_of(script, config):
         name = dict(sft="policy", rm="reward_model")[script]
         return {name: place_of_one(PLACES[name], *keys)}
     trained = ("policy", "value") if script == "ppo" else ("policy",)
-    found = placements(trained, *keys, config["share_base"], config.get("value_init"))
+    found = placements(trained, *keys, config["share_base"], config.get("value_init"),
+                       config["ref_path"])
     return {name: found[short] for name, short in PLACES.items() if short in found}
 
 

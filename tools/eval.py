@@ -29,13 +29,12 @@ from types import SimpleNamespace  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
+from engine.checkpoint import write_json  # noqa: E402
 from engine.curves import short_names  # noqa: E402
-from engine.disk import write_json  # noqa: E402
 from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
 from engine.judging import Judge  # noqa: E402
-from engine.placement import in_memory, load_placed, outline  # noqa: E402
-from engine.places import Place, precisions  # noqa: E402
+from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, warn  # noqa: E402
 from folders import check_writable  # noqa: E402

@@ -25,8 +25,7 @@ from data import encode_for_all  # noqa: E402
 from engine.estimates import kl_of_best_of  # noqa: E402
 from engine.judging import Judge  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
-from engine.placement import load_placed  # noqa: E402
-from engine.places import Place, precisions  # noqa: E402
+from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
