@@ -17,12 +17,12 @@ from tokenizers import Tokenizer as Backend
 
 import errors
 from data import encode_for_all, encode_prompts
-from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+from engine.tokenizers import load_tokenizer
 from errors import BadConfig, BadInput, Stop, one_line
 from rows import prompt_row, read_rows
 
 import tiny
-from tiny import byte_tokenizer, forked, jsonl, one_run
+from tiny import byte_tokenizer, forked, jsonl, one_run, write_byte_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the table

@@ -3,9 +3,10 @@ The dry run of tools/memory.py: the models of a run, built of fake tensors, whic
 memory, and one step through them.
 
     hf_config, layers_of, cut       the config of a model, and of one with fewer layers
-    places_of, paths_of             which models a run holds, and how
-    build, equip                    the models; their gradients, optimizer states and average
+    places_of, paths_of, build      the models that a run holds
+    equip                           their gradients, optimizer states and average
     fake_tensors, step_through      the step, and what is alive at its peaks
+    BITSANDBYTES                    matrices in 4 bits and states in 8, of fake tensors
 """
 import contextlib
 import copy
@@ -18,15 +19,18 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
 from decoding_cache import SPARE, decoding_cache
+from engine import four_bits, optimizers
 from engine.adapters import Adapted
+from engine.build import Placement
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
 from engine.placement import decoding_copy, in_memory, no_grad_forwards, settle, shard
-from engine.places import is_sharded, place_of_one, placements, precisions
+from engine.places import is_sharded
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
@@ -36,6 +40,7 @@ from rollout import sample
 COLUMNS = "weights", "gradients", "optimizer", "average"
 PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
               judge="judge")  # the models, and their names in zero_stage and offload
+TRAINED = dict(ppo=("policy", "value"), grpo=("policy",), sft=("policy",), rm=("reward",))
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
 
 
@@ -84,17 +89,12 @@ def cut(config, layers):
 
 
 def places_of(script, config):
-    """{model's name: Place}. Raises BadConfig."""
-    keys = [config[key] for key in ("zero_stage", "offload", "lora", "optim")]
-    if config["quantize"] == "4bit" or "adamw8bit" in config["optim"]:
-        raise BadConfig("bitsandbytes has no fake tensors, so quantize = '4bit' and adamw8bit are "
-                        "not counted here; config/one_card.py shows how to by hand")
-    if script in ("sft", "rm"):
-        name = dict(sft="policy", rm="reward_model")[script]
-        return {name: place_of_one(PLACES[name], *keys)}
-    trained = ("policy", "value") if script == "ppo" else ("policy",)
-    found = placements(trained, *keys, config["share_base"], config.get("value_init"))
-    return {name: found[short] for name, short in PLACES.items() if short in found}
+    """(the run's Placement, {model's name: Place}). Raises BadConfig."""
+    with mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES):
+        placement = Placement(SimpleNamespace(**config), CPU, 0, TRAINED[script],
+                              config.get("value_init"), alone=script in ("sft", "rm"))
+    found = placement.places
+    return placement, {name: found[short] for name, short in PLACES.items() if short in found}
 
 
 def paths_of(script, config):
@@ -117,12 +117,12 @@ def paths_of(script, config):
     return paths
 
 
-def build(script, config, places, paths, dry_run, mesh):
+def build(script, config, placement, places, paths, dry_run, mesh):
     """
     {name: Model}: the models as rank 0 holds them, with fake weights, all on one device: what is
     offloaded is subtracted later. dry_run: which of the numbers of layers_of they have.
     """
-    _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
+    dtype, matrices = placement.dtype, placement.decoding
     trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
     def load(name, head):
@@ -137,6 +137,8 @@ def build(script, config, places, paths, dry_run, mesh):
         settle(model, whole, matrices, config["gradient_checkpointing"] and learns)
         if is_sharded(place, whole):
             shard(model, place, CPU, matrices if whole else None, mesh)
+        if adapted and place.four_bits:
+            four_bits.quantize(model, CPU, matrices or dtype)
         return Adapted(model, head, **place.lora) if adapted else model
 
     if script == "rm":
@@ -169,7 +171,7 @@ def equip(models, config, places):
     Give the models what they have once a first step is done: gradients, optimizers, an average.
     Returns the optimizers, and {name: {column: bytes}}.
     """
-    optimizers, rows = [], {}
+    made, rows = [], {}
     for name, model in in_memory(**models).items():
         trained = [p for p in model.parameters() if p.requires_grad]
         rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
@@ -184,11 +186,74 @@ def equip(models, config, places):
         states = [t for state in inner(optimizer).state.values() for t in state.values()]
         rows[name] |= dict(gradients=size_of(p.grad for p in trained),
                            optimizer=size_of(filter(torch.is_tensor, states)))
-        optimizers.append(optimizer)
+        made.append(optimizer)
         if name == "policy" and config.get("ema_decay", 0) > 0:
             optimizer.average = MovingAverage(model, config["ema_decay"])
             rows[name]["average"] = size_of(optimizer.average.averages)
-    return optimizers, rows
+    return made, rows
+
+
+# --------------------------------------------------------------------------------------------------
+# bitsandbytes has no fake tensors. What it holds and what it allocates is written down here
+
+
+class RoundedBack(torch.autograd.Function):
+    """x (., in) W^T: W, (out, in), is made of its 4 bits for a product, and then forgotten."""
+
+    @staticmethod
+    def forward(ctx, x, n_in, n_out):
+        ctx.sizes = n_in, n_out
+        return x @ x.new_empty(n_out, n_in).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        n_in, n_out = ctx.sizes
+        return grad @ grad.new_empty(n_out, n_in), None, None
+
+
+class Linear4bit(nn.Linear):
+    """A linear map whose weight is in 4 bits: as many bytes as Params4bit says."""
+
+    def __init__(self, n_in, n_out, bias, compute_dtype, quant_type, device):
+        super().__init__(n_in, n_out, bias, device)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, x):
+        y = RoundedBack.apply(x.to(self.compute_dtype), self.in_features, self.out_features)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+
+
+def Params4bit(data, requires_grad, quant_type, module):
+    """
+    The bytes of a matrix: half a byte a number; a scale of one byte for each 64 numbers; for each
+    256 scales one in 32 bits; the tables of 16 and 256 levels, and the mean of the scales.
+    """
+    scales = math.ceil(data.numel() / 64)
+    held = math.ceil(data.numel() / 2) + scales + 4 * (math.ceil(scales / 256) + 16 + 256 + 1)
+    return nn.Parameter(torch.empty(held, dtype=torch.uint8), requires_grad)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """
+    AdamW with two states of a byte a number, each with a scale in 32 bits for 256 numbers; small
+    parameters have both states in 32 bits. A step takes no memory besides.
+    """
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.numel() < 4096:
+                made = [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)]
+            else:
+                made = [torch.zeros_like(p, dtype=torch.uint8) for _ in range(2)]
+                made += [torch.zeros(math.ceil(p.numel() / 256)) for _ in range(2)]
+            self.state[p] = self.state[p] or dict(enumerate(made))
+
+
+BITSANDBYTES = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit),
+                               nn=SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,17 +307,22 @@ def fake_tensors():
     # the kernels for groups of experts refuse fake tensors: their substitute has the same shapes
     with (mock.patch.object(masking_utils, "is_tracing", is_mask),
           mock.patch.object(moe, "_can_use_grouped_mm", lambda *args: False),
+          mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES),
+          mock.patch.object(optimizers, "bitsandbytes", lambda key: BITSANDBYTES),
           contextlib.redirect_stdout(None),  # builders say what they do
           FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker):
         yield tracker
 
 
-def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
-    """One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update."""
-    autocast, _, matrices = precisions(config["dtype"], config["master_weights"], CPU)
-    peaks, entropy = {}, config.get("entropy_coef", 0) > 0
+def step_through(config, placement, models, made, n, distinct, b, P, R, tracker):
+    """
+    One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update. made:
+    the optimizers.
+    """
+    autocast, peaks, entropy = placement.autocast, {}, config.get("entropy_coef", 0) > 0
     if n:
-        with torch.no_grad(), autocast, decoding_copy(models["policy"], matrices, CPU) as decoder:
+        copied = decoding_copy(models["policy"], placement.decoding, CPU)
+        with torch.no_grad(), autocast, copied as decoder:
             decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
     chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
@@ -278,7 +348,7 @@ def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
             with tracker.peak(peaks, "update", name):
                 read(name, model).sum().backward()
     with tracker.peak(peaks, "update", "step"):
-        for optimizer in optimizers:
+        for optimizer in made:
             step(optimizer, 1e-6)
     return peaks
 

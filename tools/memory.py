@@ -137,14 +137,15 @@ def predict(script, config, ranks, rollout=True):
     rollout: whether that phase is wanted, too.
     """
     mesh = mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers, which fake tensors lack
-    places, paths = places_of(script, config), paths_of(script, config)
+    (placement, places), paths = places_of(script, config), paths_of(script, config)
     n, *sizes = sizes_of(script, config, ranks)
     found = []
     for dry_run in range(2):
         with fake_tensors() as tracker:
-            models = build(script, config, places, paths, dry_run, mesh)
+            models = build(script, config, placement, places, paths, dry_run, mesh)
             optimizers, rows = equip(models, config, places)
-            peaks = step_through(config, models, optimizers, n * rollout, *sizes, tracker)
+            peaks = step_through(config, placement, models, optimizers, n * rollout, *sizes,
+                                 tracker)
             found.append((rows, peaks))
     (rows_0, peaks_0), (rows_1, peaks_1) = found
 
