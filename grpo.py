@@ -151,7 +151,7 @@ judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
 # token ids of the prompts: all are checked now, not when their turn comes
-prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer, judge,
+prompts = [encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
                           system.max_prompt_tokens, system.too_long)
            for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 data = list(zip((train_rows, eval_rows), prompts, strict=True))  # of training, and held-out

@@ -218,6 +218,9 @@ class Linear4bit(nn.Linear):
         super().__init__(n_in, n_out, bias, device)
         self.compute_dtype = compute_dtype
 
+    def to(self, device):
+        return self  # it is there
+
     def forward(self, x):
         y = RoundedBack.apply(x.to(self.compute_dtype), self.in_features, self.out_features)
         return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
