@@ -61,8 +61,10 @@ HUB = {  # name, split and options: (rows, the first row of our file, what is sa
         [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}], {"prompt": [S, U], "completion": [A]}, "", "id"),
     "alpaca:train": ([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is"}],
                      {"prompt": [user("Add.\n\n1 2")], "completion": [assistant("3")]}, "", "text"),
-    "full-hh-rlhf:train": ([{"prompt": "\n\nHuman: u\n\nAssistant:", "response": " a", "chosen": " a", "rejected": " b"}],
-                           {"prompt": [U], "chosen": [A], "rejected": [B]}, "", "response"),
+    "MATH:algebra:train": ([{"problem": "p", "level": "Level 1", "solution": "So $\\boxed{\\frac{1}{2}}$."}],
+                           {"prompt": "p", "answer": "\\frac{1}{2}"}, "", "level"),
+    "tulu-3-sft-mixture:train": ([{"id": "x", "messages": [U, A, U, B], "source": "y"}],
+                                 {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
     "kto-mix-14k:train": ([{"prompt": [U], "completion": [A], "label": True}], None, "no row is left for .*: field 'label'", ""),
 }
 

@@ -19,7 +19,8 @@ they may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py a
 How it counts: the models are built as the run builds them, but of fake tensors, which have shapes
 and no memory. One step goes through them, by the functions that the scripts call, while torch's
 MemTracker adds up what is alive. That is done with a few layers, and with a period of layers more;
-what a period adds is multiplied by the number of periods.
+what a period adds is multiplied by the number of periods. What bitsandbytes would hold (matrices in
+4 bits, states in 8) is counted by its formats, and it need not be installed.
 
 What is not in it: a GPU also needs room for its context, for the workspaces of its libraries and
 for gaps between tensors, 2 GB or more. Kernels are those of a CPU, and nothing is compiled. What
@@ -61,21 +62,18 @@ def keys_of(script):
 def read_run(argv):
     """
     (script, its configuration with these arguments, in which the tool's own options are, too). The
-    script has all keys that are given; of several such scripts it is the one in the name of the
-    config file, or else the first that would take them. Raises BadConfig.
+    script is the first that has all keys that are given; one in the name of the config file comes
+    before others. Raises BadConfig.
     """
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
     given = given.union(*map(run_config_file, files))
     fits = [script for script in SCRIPTS if given <= keys_of(script).keys()] or ["ppo"]
     words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
-    for script in sorted(fits, key=lambda script: script not in words):
-        keys = keys_of(script) | OPTIONS
-        config = {name: key.default for name, key in keys.items()}
-        config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
-        # rules alone: ppo.py would ask for a value_init, and grpo.py takes them as they are
-        if config.get("value_init") != "reward" or "reward_model" in config["reward_functions"]:
-            break
+    script = min(fits, key=lambda script: script not in words)
+    keys = keys_of(script) | OPTIONS
+    config = {name: key.default for name, key in keys.items()}
+    config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
