@@ -55,11 +55,12 @@ def hf_config(path):
 
 
 @functools.cache
-def layers_of(path):
+def layers_of(path, sharded=False):
     """
     (layers in the first dry run, in the second one, in the model of a path). The first two differ
     by a period, after which layers have the same shapes and the same kind of attention; a model
-    without one has all its layers in both.
+    without one has all its layers in both. sharded: FSDP has two layers gathered at a time, and so
+    takes one more to be like many.
     """
     config = hf_config(path)
     with torch.device("meta"):
@@ -69,7 +70,7 @@ def layers_of(path):
              for kind, layer in zip(kinds, layers, strict=True)]
     whole = len(kinds)
     period = next((n for n in range(1, whole // 2 + 1) if kinds[n:] == kinds[:-n]), whole)
-    few = period * math.ceil(3 / period)  # FSDP has two layers gathered at a time
+    few = period * math.ceil((3 if sharded else 2) / period)
     return (few, few + period, whole) if few + period <= whole else (whole, whole, whole)
 
 
@@ -127,7 +128,7 @@ def build(script, config, placement, places, paths, dry_run, mesh):
 
     def load(name, head):
         place, learns = replace(places[name], offload="none"), name in trained
-        settings = cut(hf_config(paths[name]), layers_of(paths[name])[dry_run])
+        settings = cut(hf_config(paths[name]), layers_of(paths[name], bool(mesh))[dry_run])
         if head == "scalar":
             settings.num_labels = 1
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
@@ -357,23 +358,30 @@ def step_through(config, placement, models, made, n, distinct, b, P, R, tracker)
 
 
 def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
-    """A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples."""
-    def next_logits(rows, tokens, cache, past):
+    """
+    A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples the last
+    token.
+    """
+    def next_logits(rows, tokens, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
         positions = mask.long().cumsum(1)[:, -tokens:]
         tokens = torch.zeros(rows, tokens, dtype=torch.int64)
         return decoder.next_logits(tokens, cache, mask, positions)
 
+    def append(tokens):
+        """The cache with so many tokens more, which no model has read."""
+        for layer in cache.layers if tokens > 0 else ():
+            layer.update(*(t.new_empty(*t.shape[:2], tokens, t.shape[-1])
+                           for t in (layer.keys, layer.values)))
+
+    cache = decoding_cache(decoder.hf.config)
     with tracker.peak(peaks, "rollout", "prompts"):
-        cache = decoding_cache(decoder.hf.config)
-        next_logits(distinct, P, cache, 0)
+        next_logits(distinct, P, 0)
         cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
     # the last token is sampled, and not read. The cache has grown last at token number `grown`
-    cache, last = decoding_cache(decoder.hf.config), P + R - 1
-    grown = P + (R - 1) // (SPARE + 1) * (SPARE + 1)
-    next_logits(n, min(grown, last - 1), cache, 0)
-    if last - 1 > grown:
-        next_logits(n, last - 1 - grown, cache, grown)
+    last, grown = P + R - 1, P + (R - 1) // (SPARE + 1) * (SPARE + 1)
+    append(min(grown, last - 1) - P)
+    append(last - 1 - grown)
     with tracker.peak(peaks, "rollout", "responses"):
-        logits = next_logits(n, 1, cache, last - 1)
+        logits = next_logits(n, 1, last - 1)
         sample(logits, torch.zeros(n, dtype=torch.float64), temperature)

@@ -149,7 +149,7 @@ def predict(script, config, ranks, rollout=True):
 
     def extended(first, second, name):
         """What is `first` and `second` in the two dry runs, with all layers of a model."""
-        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))))
+        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))), bool(mesh))
         return first + (second - first) * (whole - few) / max(more - few, 1)
 
     rows = {name: {c: round(extended(row[c], rows_1[name][c], name)) for c in COLUMNS}
