@@ -12,10 +12,11 @@ from tiny import arguments, build, forked, jsonl, one_run
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=8,
              num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=32, max_position_embeddings=64,
              tie_word_embeddings=False, bos_token_id=None, eos_token_id=2)
-# a run under MemTracker, which writes the peak of each phase of its last iteration to peaks-RANK.json
+# a run whose last iteration is under MemTracker, which writes the peak of each of its phases to peaks-RANK.json
 TRACKED = """
-import json, os
+import gc, json, os
 from unittest import mock
+import torch
 import engine.run
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -25,17 +26,20 @@ class Tracker(MemTracker):
         self._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail where a module is called twice
 
 tracker, peaks, enter = Tracker(), {}, engine.run.Run.enter
-tracker.__enter__()
 
 def entered(self, phase):
-    if not peaks:
-        tracker.track_external(*self.models.values())
-    peaks[self.phase] = max(tracker._peak_mem.values(), default=0) / 2**20
+    ended = self.phase
+    enter(self, phase)
+    if phase == "log" and not tracker._WINFO:  # the first iteration is done: weights, gradients and states are there
+        gc.collect()
+        tracker.track_external(*(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_meta))
+        tracker.__enter__()
+        return
+    peaks[ended] = max(tracker._peak_mem.values(), default=0) / 2**20
     tracker._peak_mem.clear()
     if phase == "log":
         with open("peaks-" + os.environ.get("RANK", "0") + ".json", "w") as f:
             json.dump(peaks, f)
-    enter(self, phase)
 
 engine.run.Run.enter = entered
 """
@@ -91,7 +95,7 @@ SETTINGS = {  # (script, ranks, keys)
 def keys_of(world, script, more):
     keys = dict(policy_path=f"{world.root}/llama", reward_path=f"{world.root}/scores",
                 prompts_path=f"{world.root}/prompts.jsonl", reward_timeout=30,
-                max_prompt_tokens=8, max_new_tokens=12, batch_size=16, micro_batch_size=4, num_minibatches=1, max_iters=2,
+                max_prompt_tokens=8, max_new_tokens=12, batch_size=8, micro_batch_size=4, num_minibatches=1, max_iters=2,
                 kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu", learning_rate=1e-5)
     if script == "ppo":
         keys |= dict(ppo_epochs=1, missing_eos_penalty=0)
@@ -173,14 +177,14 @@ def test_the_command(folders, tmp_path):
     """What users type, on models of which only config.json is here, and what they mistype."""
     config, small = os.path.join(ROOT, "config/llama_8b.py"), ["--max_prompt_tokens=8", "--max_new_tokens=8", "--batch_size=64"]
     sft = [f"--init_from={tmp_path}/policy", "--max_tokens=8", "--batch_size=8", "--micro_batch_size=1", "--val_path="]
-    calls = {"all": [config, *folders, *small, "--world-size=8", "--compare"],
-             "large": [*sft, "--gpu-gb=80"], "small": [*sft, "--gpu-gb=0.0001"],
+    calls = {"all": [config, *folders, *small, "--compare"],
+             "large": [*sft, "--zero_stage=3", "--world-size=4", "--gpu-gb=80"], "small": [*sft, "--gpu-gb=0.0001"],
              "key": [config, "--lorra=3"], "size": [config, "--world-size=x"], "roles": [config, "--roles=train=1,score=1"],
              "tp": [os.path.join(ROOT, "config/llama_70b_grpo.py")], "lora": [config, *folders, "--share_base=True"]}
     got = forked(str(tmp_path), {name: [one_run("tools/memory.py", argv)] for name, argv in calls.items()})
     said = {name: run["stdout"][0] + run["stderr"][0] for name, (run,) in got.items()}
     assert {name for name, (run,) in got.items() if run["codes"] == [0]} == {"all", "large", "small"}, said
-    assert "largest micro_batch_size that fits is 8\n" in said["large"] and "fits is none\n" in said["small"]
+    assert "largest micro_batch_size that fits is 2\n" in said["large"] and "fits is none\n" in said["small"]
     assert re.search(r"GiB +PPO +PPO \+ LoRA +one trunk +GRPO", said["all"])
     for name, words in dict(key=("lorra", "lora"), size=("world_size", "int"), roles=("roles",), tp=("generate_tp",),
                             lora=("share_base",)).items():
