@@ -248,12 +248,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def step(self):
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.numel() < 4096:
-                made = [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)]
-            else:
-                made = [torch.zeros_like(p, dtype=torch.uint8) for _ in range(2)]
-                made += [torch.zeros(math.ceil(p.numel() / 256)) for _ in range(2)]
-            self.state[p] = self.state[p] or dict(enumerate(made))
+            small, state = p.numel() < 4096, self.state[p]
+            for number in (1, 2) if not state else ():
+                dtype = torch.float32 if small else torch.uint8
+                state[f"state{number}"] = torch.zeros_like(p, dtype=dtype)
+                if not small:
+                    state[f"absmax{number}"] = torch.zeros(math.ceil(p.numel() / 256))
 
 
 BITSANDBYTES = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit),
