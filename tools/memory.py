@@ -83,7 +83,7 @@ def read_run(argv):
 def variants(config):
     """{column: (script, configuration)} for --compare. Keys that a script has not are left out."""
     given = {k: v for k, v in config.items()
-             if k not in ("lora", "share_base", "value_init", "reward_functions")}
+             if k not in ("lora", "quantize", "share_base", "value_init", "reward_functions")}
     given["kl_coef"] = config["kl_coef"] or 0.05
 
     def of(script, **more):
@@ -94,7 +94,8 @@ def variants(config):
     if "reward_model" not in config["reward_functions"]:  # then it is as large as the policy
         ppo["reward_path"] = config["policy_path"]
     # what stands on the policy's trunk cannot be offloaded
-    lora = dict(lora=config["lora"].split(",")[0].rpartition("=")[2] or "16", offload="")
+    lora = dict(lora=config["lora"].split(",")[0].rpartition("=")[2] or "16", offload="",
+                quantize=config["quantize"])
     without_value = {key: ",".join(x for x in config[key].split(",") if "value" not in x)
                      for key in ("zero_stage", "offload")}
     return {"PPO": of("ppo", **ppo),
