@@ -32,8 +32,8 @@ from rows import where_is
 @contextlib.contextmanager
 def naming(path, number):
     """
-    A context: a BadInput that is raised within it, by a chat template for example, is raised again
-    with the file and the number of the row in front.
+    A context: a BadInput that is raised in it, as by a chat template, gets the file and the number
+    of the row in front.
     """
     try:
         yield
@@ -48,17 +48,15 @@ def at_row(rows, path):
 
 def say_special_tokens(rows, fields, tokenizer, path):
     """
-    Print one line on rank 0 if strings in these fields of the rows contain special tokens, such as
-    "<|im_start|>". In strings they are encoded as plain text, letter by letter. Somebody who has
-    written out a chat template by hand should know that.
+    Print one line on rank 0 if strings in these fields contain special tokens, such as
+    "<|im_start|>": somebody may have written out a chat template by hand.
     """
     strings = (row[field] for row in rows for field in fields if isinstance(row[field], str))
     counts = collections.Counter(s for text in strings for s in tokenizer.specials if s in text)
     if counts:
         said = ", ".join(f"{s!r} ({n} times)" for s, n in counts.most_common(3))
         warn(f"{path}: special tokens in strings are encoded as plain text, letter by letter: "
-             f"{said}; for a chat, write a list of {{\"role\", \"content\"}} messages instead (EOS "
-             "is added by itself)")
+             f"{said}; for a chat, write a list of {{\"role\", \"content\"}} messages instead")
 
 
 def rows_that_fit(rows, path, lengths, limit, whose, too_long):
@@ -109,36 +107,22 @@ def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
             for ids in found]
 
 
-def encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer=None,
-                   judge=None, max_prompt_tokens=0, too_long="error"):
+def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, max_prompt_tokens=0,
+                   too_long="error"):
     """
     encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model,
-    and the prompt into max_prompt_tokens, if that is not 0. models: {name: model}.
-
-    reward_tokenizer: the reward model's. One with another vocabulary reads the text in its own
-    tokens, and the prompt must fit there, too; how many of its tokens a response will have is not
-    known yet: max_new_tokens of them must fit. The question to the judge must fit, too, if there is
-    one. Raises BadInput.
+    and the prompt into max_prompt_tokens, if that is not 0. The question to the judge must fit,
+    too, if there is one. models: {name: model}. Raises BadInput.
     """
     if judge:
         judge.check_rows(rows, path, max_new_tokens, too_long == "drop")
     say_special_tokens(rows, ["prompt"], tokenizer, path)
-    contexts = {name: model.max_positions for name, model in models.items() if name != "judge"}
-    longest = min(contexts.values()) - max_new_tokens
+    context = min(model.max_positions for name, model in models.items() if name != "judge")
+    longest, whose = context - max_new_tokens, "the smallest context, less max_new_tokens,"
     if longest < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"smallest context of the models, {min(contexts.values())}; type a "
-                       "smaller --max_new_tokens")
-    if reward_tokenizer and reward_tokenizer.vocabulary != tokenizer.vocabulary:
-        read = [contexts.pop(name) for name in list(contexts) if name.startswith("reward_model")]
-        prompts = [row["prompt"] for row in rows]
-        asked = reward_tokenizer.encode_scored(prompts, [""] * len(rows), at=at_row(rows, path))
-        whose = "the room beside max_new_tokens in the reward model's context, in its own tokens,"
-        kept = rows_that_fit(rows, path, list(map(len, asked)), min(read) - max_new_tokens, whose,
-                             "drop" if too_long == "drop" else "error")
-        keep(rows, kept)
-        longest = min(contexts.values()) - max_new_tokens
-    whose = "the room beside max_new_tokens in the smallest context of the models"
+                       f"smallest context of the models, {context}; type a smaller "
+                       "--max_new_tokens")
     if 0 < max_prompt_tokens < longest:
         longest, whose = max_prompt_tokens, "max_prompt_tokens"
     return encode_prompts(rows, path, tokenizer, longest, whose, too_long)

@@ -153,8 +153,8 @@ models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_mod
                    value_model=value_model, judge=judge and judge.model)
 # (rows, token ids of their prompts), to train on and held out; all are checked now, not when their
 # turn comes
-data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, reward_tokenizer,
-                              judge, system.max_prompt_tokens, system.too_long))
+data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
+                              system.max_prompt_tokens, system.too_long))
         for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
 ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)

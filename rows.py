@@ -354,10 +354,9 @@ def preference_row(row):
             continue
         try:
             made[name] = float(row[name])  # CSV has text
-            good = 0 <= made[name] <= largest
         except (ValueError, TypeError):
-            good = False
-        if not good:
+            made[name] = math.nan
+        if not 0 <= made[name] <= largest:
             raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
                            f"{shorten(row[name])}")
     return made
@@ -436,8 +435,8 @@ def text_or_messages(value, field):
     """
     if isinstance(value, str):
         if re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value):
-            raise BadInput(f"field {field!r} is a list of messages that is written as a string, as "
-                           "tables have it; write JSONL with the list itself")
+            raise BadInput(f"field {field!r} is a list of messages, written as a string; write "
+                           "JSONL with the list itself")
         check_text(value, f"field {field!r}", may_be_empty=field == "completion")
         return value
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
@@ -454,9 +453,8 @@ def text_or_messages(value, field):
         if isinstance(message.get("content"), list):
             raise BadInput(f"{where}: the content is a list of parts; images are not read, only "
                            "a string is")
-        if "content" not in message:
-            raise BadInput(f"{where} has no 'content', but {', '.join(map(repr, message))}")
-        check_text(message["content"], where, field == "completion" or role == "system")
+        check_text(message.get("content"), f"{where}: the content",
+                   may_be_empty=field == "completion" or role == "system")
     return messages
 
 

@@ -290,13 +290,11 @@ def kind_of(row):
     return "sft" if told else "prompts"
 
 
-def converted(args, names, kept, left):
+def converted(args, names, left):
     """(name, row or what is wrong with it), one by one. left: a set, to which columns are added."""
     fields, kind = parse_fields(args.fields), args.kind
     for source, _ in sources_of(args.source):
         for _, row in raw_rows(source):
-            if args.limit and sum(kept.values()) >= args.limit:
-                return
             name = names[0]
             try:
                 row = rename(row, fields)
@@ -321,25 +319,22 @@ def main():
     parser.add_argument("--kind", choices=SHAPES, help="what the rows are (default: as they look)")
     parser.add_argument("--fields", default="", help="their names for ours: question>prompt,a.b>c")
     parser.add_argument("--chat", action="store_true", help="strings become chat messages")
-    parser.add_argument("--limit", type=int, default=0, help="at most so many rows, 0 = all")
     parser.add_argument("--val", type=float, default=0.0, help="share of held-out rows, 0 = none")
     args = parser.parse_args()
-    check_range("limit", args.limit, 0, 10**12)
     check_range("val", args.val, 0, 0.9)
     if not args.out.endswith(".jsonl"):
         stop(f"--out={args.out} must end with .jsonl")
     folder, file = os.path.split(args.out)
     name = file.removesuffix(".jsonl")
     names = [name, f"{name}_val"] if args.val else [name, name]
-    kept, left = collections.Counter(), set()
+    left = set()
     try:
         sources = [source for source, _ in sources_of(args.source)]
         for name in names:
             check_kept(os.path.join(folder, f"{name}.jsonl"), "out", sources)
     except BadInput as e:
         stop(str(e))
-    rows = converted(args, names, kept, left)
-    write_rows(folder or ".", list(dict.fromkeys(names)), rows, kept)
+    write_rows(folder or ".", list(dict.fromkeys(names)), converted(args, names, left))
     if left:
         print(f"left out: the columns {', '.join(sorted(left))}")
 

@@ -22,7 +22,7 @@ from rows import Rows, prompt_row, ptx_row, read_rows
 class Placement:
     """
     Where the models of a run are, and in which precision. To know it the ranks must meet first: so
-    this is a collective, where a script joins them (launch.init). What the scripts read of it:
+    this is a collective, where a script joins them (launch.init). What is read of it:
 
         device     this rank's
         places     {policy, ref, reward, judge, value: Place}, see engine/placement.py
@@ -31,13 +31,15 @@ class Placement:
 
     system: the keys of engine/keys.py. seed: of new heads and adapters. trained: the names of the
     trained models. value_init: ppo.py's. alone: there is one model, which is trained, as in sft.py.
+    device: of a tool, which is no rank of a run.
     """
 
-    def __init__(self, system, seed, trained=(), value_init=None, alone=False):
-        """A collective."""
-        layout = "" if alone else system.roles
-        _, _, device = launch.init(
-            system.device_type, system.timeout, system.deterministic, layout)
+    def __init__(self, system, seed, trained=(), value_init=None, alone=False, device=None):
+        """A collective, unless a device is given."""
+        if device is None:
+            layout = "" if alone else system.roles
+            _, _, device = launch.init(
+                system.device_type, system.timeout, system.deterministic, layout)
         self.system, self.device, self.seed = system, device, seed
         self.autocast, self.dtype, self.decoding = precisions(
             system.dtype, system.master_weights, device)

@@ -1,9 +1,9 @@
 """
 The frozen trunk under an adapter in 4 bits, the key quantize = "4bit" (QLoRA, arXiv 2305.14314).
 The optional package bitsandbytes does it: each matrix of the layers is held as 16 levels (NF4) with
-a scale for each 64 numbers, 4.5 bits a number, and is rounded back whenever it is used. Embeddings,
-head and norms stay as they are. The policy's trunk is its reference, too, so both are the rounded
-model.
+a scale of 8 bits for each 64 numbers, 4.13 bits a number, and is rounded back whenever it is used.
+Embeddings, head and norms stay as they are. The policy's trunk is its reference, too, so both are
+the rounded model.
 """
 import torch.nn as nn
 
@@ -50,6 +50,8 @@ def quantize(model, device, dtype):
                 small.weight = package.nn.Params4bit(
                     linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
                 small.bias, found = linear.bias, True
+                # autocast's maps give 16 bits; bitsandbytes' give what they get: the cache, too
+                small.register_forward_pre_hook(lambda linear, inputs: (inputs[0].to(dtype),))
                 setattr(parent, name, small.to(device))
     if not found:
         raise BadInput(f"{model.path}: its layers have no maps of torch's class Linear, so nothing "

@@ -23,7 +23,10 @@ from folders import CONFIGS, model_folders, read_json, read_text
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
-LONGEST = 4 * 10**6  # characters that a chat template may write of one chat
+
+
+# --------------------------------------------------------------------------------------------------
+# loading
 
 
 def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="", stop_strings=""):
@@ -36,11 +39,8 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers import AutoTokenizer  # it takes seconds, which --help does not need
 
-    # a template is a program of somebody's: its loops shall end before the memory does
-    ImmutableSandboxedEnvironment.concat = staticmethod(bounded)
     files = set(os.listdir(path)) if os.path.isdir(path) else set()
     no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
     folders = [path] if no_model else model_folders(path, weights=False)
@@ -50,7 +50,6 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "files there, or make it with the prepare.py of its data")
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        lead = hf("")["input_ids"]  # [BOS] if it puts one before text, else []
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
                        "or download it again") from e
@@ -61,19 +60,17 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     name = f"the chat template of {folder}"
     if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
-    tokenizer = Tokenizer(hf, name, [i for i in lead if i == hf.bos_token_id])
-    tokenizer.set_up_chats(parse_template_kwargs(template_kwargs), system_prompt)
+    tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
     for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
         settings = read_json(file)
-        ids = settings.get("eos_token_id")
-        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < tokenizer.vocab_size]
-        if wrong:
-            raise BadInput(f"{file}: eos_token_id = {shorten(wrong[0])} is no token of the "
-                           f"tokenizer beside it, which has {tokenizer.vocab_size}; do they belong "
-                           "together?")
-        tokenizer.eos_ids.update(ids)
+        ends = settings.get("eos_token_id")
+        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+        if not ends.issubset(range(tokenizer.vocab_size)):
+            raise BadInput(f"{file}: eos_token_id = {shorten(sorted(ends, key=str))} is no token "
+                           f"of the tokenizer beside it, which has {tokenizer.vocab_size}; do they "
+                           "belong together?")
+        tokenizer.eos_ids |= ends
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
@@ -82,18 +79,6 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
 def files_in(folder, names):
     """The paths of those of these files that are in a folder."""
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
-
-
-def bounded(parts):
-    """The text that a chat template writes part by part. Raises BadInput where it does not end."""
-    kept, length = [], 0
-    for part in parts:
-        kept.append(part)
-        length += len(part)
-        if length > LONGEST:
-            raise BadInput(f"it writes more than {LONGEST:,} characters; give another one with "
-                           "--chat_template=FILE")
-    return "".join(kept)
 
 
 class Tokenizer:
@@ -110,28 +95,23 @@ class Tokenizer:
         generation_config   of the model beside it: how its makers sample from it
     """
 
-    def __init__(self, hf, name="the chat template", bos_ids=()):
-        self.hf, self.name, self.bos_ids = hf, name, list(bos_ids)
+    def __init__(self, hf, name="the chat template", kwargs=None, system_prompt=""):
+        """kwargs, system_prompt: see load_tokenizer. Raises BadInput where they do not fit."""
+        self.hf, self.name, self.kwargs, self.system_prompt = hf, name, kwargs or {}, system_prompt
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
-        self.eos_ids, self.skipped_id = {self.eos_id}, None
+        self.bos_ids = [i for i in hf("")["input_ids"] if i == hf.bos_token_id]
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
-        self.stop_strings, self.generation_config = [], {}
-
-    def set_up_chats(self, kwargs, system_prompt):
-        """Take the settings of a run for its chats. Raises BadInput where they do not fit."""
-        hf = self.hf
+        self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
         self.template = hf.get_chat_template() if hf.chat_template else None
-        self.kwargs, self.system_prompt = kwargs, system_prompt
         text = self.template or ""
-        for key, value in (("template_kwargs", kwargs), ("system_prompt", system_prompt)):
-            if value and not text:
-                raise BadInput(f"{key} is given, but the tokenizer has no chat template; give one "
-                               "with --chat_template=FILE, or leave it out")
-        for name in kwargs:
-            if not re.search(rf"\b{name}\b", text):
-                raise BadInput(f"template_kwargs: {self.name} has no variable {name!r}")
+        if system_prompt and not text:
+            raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
+                           "one with --chat_template=FILE, or leave it out")
+        for variable in self.kwargs:
+            if not re.search(rf"\b{variable}\b", text):
+                raise BadInput(f"template_kwargs: {name} has no variable {variable!r}")
         # Tokens that a template writes, such as <|im_end|>, are special where their author has not
         # said so, too: or who types one into a message would end a turn. Others that it writes,
         # such as <think>, are tokens in a message as well.
@@ -141,10 +121,10 @@ class Tokenizer:
         hf.chat_control_tokens = []  # beside the special ones
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.turn_ends = self.find_turn_ends()
-        self.eos_ids |= self.turn_ends
-        if "strftime_now" in text and "date_string" not in kwargs:
-            warn(f"{self.name} writes today's date, so a run that goes on tomorrow would read "
-                 "other prompts; fix it, as in --template_kwargs=\"date_string='26 Jul 2024'\"")
+        self.eos_ids = {self.eos_id} | self.turn_ends
+        if "strftime_now" in text and "date_string" not in self.kwargs:
+            warn(f"{name} writes today's date, so a run that goes on tomorrow would read other "
+                 "prompts; fix it, as in --template_kwargs=\"date_string='26 Jul 2024'\"")
 
     def find_turn_ends(self):
         """
@@ -445,36 +425,10 @@ def parse_stop_strings(text):
     if not text.startswith("["):
         return [text] if text else []
     try:  # in a config file, the line breaks of "['\n']" are there already
-        strings = ast.literal_eval(text.replace("\n", "\\n").replace("\r", "\\r"))
-    except (ValueError, TypeError, SyntaxError):
-        strings = None
-    if not isinstance(strings, list) or not all(s and isinstance(s, str) for s in strings):
+        strings = ast.literal_eval(text.replace("\n", "\\n"))
+    except (ValueError, SyntaxError):
+        strings = [None]
+    if not all(s and isinstance(s, str) for s in strings):
         raise BadConfig(f"stop_strings = {shorten(text)}: wanted one text, or a list of texts in "
                         "quotes, such as --stop_strings=\"['Q:', '\\n\\n']\"")
     return strings
-
-
-# --------------------------------------------------------------------------------------------------
-# the built-in tokenizer
-
-
-def write_byte_tokenizer(folder, markers=()):
-    """
-    Write tokenizer.json and tokenizer_config.json of a tokenizer with a token a byte, then markers
-    (such as <think>, which text may contain), <eos> and <pad>. Nothing is to be downloaded for it.
-    """
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    names = {shown: byte for byte, shown in bytes_to_unicode().items()}  # as GPT-2 writes bytes
-    backend = Backend(models.BPE(vocab=names, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(s, normalized=False) for s in markers])
-    backend.add_special_tokens(["<eos>", "<pad>"])
-    os.makedirs(folder, exist_ok=True)
-    backend.save(os.path.join(folder, "tokenizer.json"))
-    with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-        json.dump(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<eos>",
-                       pad_token="<pad>", clean_up_tokenization_spaces=False), f, indent=2)

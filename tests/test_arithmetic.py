@@ -17,7 +17,7 @@ from conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, "data", "arithmetic", "prepare.py")
 PROMPT = re.compile(r"([1-9]\d\d)\+([1-9]\d\d)=")
-HOW = dict(capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=ROOT))
+HOW = dict(capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.path.join(ROOT, "data")))
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
 
 

@@ -27,8 +27,7 @@ import transformers
 import by_hand
 import tiny
 from by_hand import ENDS, EOS, MARKERS, PAD, VOCABULARY
-from engine.tokenizers import write_byte_tokenizer
-from tiny import forked, in_a_row, one_run
+from tiny import forked, in_a_row, one_run, write_byte_tokenizer
 
 TOLERANCE = 1e-9
 LLAMA = 1e-6  # transformers' RMSNorm and rotary tables compute in float32, also in a float64 model

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.four_bits import check_four_bits, in_full, quantize
+from engine.four_bits import bitsandbytes, check_four_bits, in_full, quantize
 from engine.optimizers import fill_optimizer, make_optimizer, optimizer_tensors
 from engine.placement import Place, placements
 from errors import BadConfig, BadInput
 from model import freeze, from_scratch, probe
+from tools import dry_run
 
 import tiny
 from tiny import measured
@@ -50,6 +51,10 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
     linear = small.layers()[0].mlp.up_proj
     x = torch.randn(3, 64)
     torch.testing.assert_close(linear(x), x @ in_full(linear.weight).T)
+    with torch.autocast("cpu", torch.bfloat16):  # a map gives what autocast's do, or keys and values would have 32 bits
+        rounded = freeze(llama())
+        quantize(rounded, torch.device("cpu"), torch.bfloat16)
+        assert rounded.layers()[0].mlp.up_proj(x).dtype == torch.bfloat16
 
 
 def test_a_model_without_linear_maps_is_refused():
@@ -69,6 +74,31 @@ def test_keys_that_do_not_go_together(said, keys):
         check_four_bits(system, placements(("policy",), system.zero_stage, "", system.lora, "adamw"))
     with pytest.raises(BadConfig, match="adamw8bit"):
         placements(("policy",), "", "optimizer", "", "adamw8bit")
+
+
+@needs_four_bits
+def test_what_is_counted_is_what_is_held():
+    """tools/memory.py counts without bitsandbytes: matrices of even and odd sizes, states of small and large parameters."""
+    def held(tensors):
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    for shape in (64, 64), (63, 129), (300, 517):
+        linear = torch.nn.Linear(*shape[::-1], bias=False)
+        settings = dict(requires_grad=False, quant_type="nf4", module=linear)
+        real = bitsandbytes("here").nn.Params4bit(linear.weight.data, **settings).to("cpu")
+        state = real.quant_state
+        tensors = real.data, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code
+        assert dry_run.Params4bit(linear.weight, **settings).numel() == held(tensors)
+        parameters = [torch.nn.Parameter(torch.randn(shape)), torch.nn.Parameter(torch.randn(7))]
+        sizes = []
+        for package in bitsandbytes("here"), dry_run.BITSANDBYTES:
+            optimizer = package.optim.AdamW8bit(parameters, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+            sizes.append(held(t for states in optimizer.state.values() for key, t in states.items()
+                              if torch.is_tensor(t) and "qmap" not in str(key)))  # all parameters share the two tables
+        assert sizes[0] == sizes[1]
 
 
 @needs_four_bits

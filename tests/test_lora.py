@@ -11,7 +11,7 @@ from engine.adapters import Adapted, fill_adapter, load_adapted, load_whole, sav
 from engine.checkpoint import save_final
 from engine.optimizers import make_optimizer, step
 from engine.placement import Place
-from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from model import freeze, from_scratch, load_model
 
@@ -27,7 +27,7 @@ CHOSEN = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    write_byte_tokenizer(tmp_path, tiny.MARKERS)
+    tiny.write_byte_tokenizer(tmp_path, tiny.MARKERS)
     return load_tokenizer(str(tmp_path))
 
 

@@ -12,10 +12,11 @@ from tiny import arguments, build, forked, jsonl, one_run
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=8,
              num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=32, max_position_embeddings=64,
              tie_word_embeddings=False, bos_token_id=None, eos_token_id=2)
-# a run under MemTracker, which writes the peak of each phase of its last iteration to peaks-RANK.json
+# a run whose last iteration is under MemTracker, which writes the peak of each of its phases to peaks-RANK.json
 TRACKED = """
-import json, os
+import gc, json, os
 from unittest import mock
+import torch
 import engine.run
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -25,17 +26,20 @@ class Tracker(MemTracker):
         self._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail where a module is called twice
 
 tracker, peaks, enter = Tracker(), {}, engine.run.Run.enter
-tracker.__enter__()
 
 def entered(self, phase):
-    if not peaks:
-        tracker.track_external(*self.models.values())
-    peaks[self.phase] = max(tracker._peak_mem.values(), default=0) / 2**20
+    ended = self.phase
+    enter(self, phase)
+    if phase == "log" and not tracker._WINFO:  # the first iteration is done: weights, gradients and states are there
+        gc.collect()
+        tracker.track_external(*(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_meta))
+        tracker.__enter__()
+        return
+    peaks[ended] = max(tracker._peak_mem.values(), default=0) / 2**20
     tracker._peak_mem.clear()
     if phase == "log":
         with open("peaks-" + os.environ.get("RANK", "0") + ".json", "w") as f:
             json.dump(peaks, f)
-    enter(self, phase)
 
 engine.run.Run.enter = entered
 """
@@ -62,7 +66,7 @@ def world(tmp_path_factory):
     world = build(folder)
     tokenizer = load_tokenizer(world.tokenizer)
     settings = {k: v for k, v in LLAMA.items() if k != "architectures"} | dict(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        hidden_size=64, intermediate_size=160, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
     policy = from_scratch(settings, seed=1)
     save_model(f"{folder}/llama", policy, tokenizer)
@@ -74,16 +78,17 @@ def world(tmp_path_factory):
     return world
 
 
-SETTINGS = {  # (script, ranks, keys)
+SETTINGS = {  # (script, ranks, keys); those behind the line are the campaign's
+    "bf16": ("ppo", 1, dict(dtype="bfloat16", ema_decay=0.9)),
+    "one trunk": ("ppo", 1, dict(lora=4, share_base=True, value_init="policy", reward_path="{}/adapter")),
+    "stage 3": ("ppo", 2, dict(zero_stage="policy=3,value=1")),
+    "grpo": ("grpo", 1, dict()),
+    # ----
     "ppo": ("ppo", 1, dict()),
     "checkpointing": ("ppo", 1, dict(micro_batch_size=8, gradient_checkpointing=True)),
     "chunks": ("ppo", 1, dict(head_chunk=16, entropy_coef=0.01)),
-    "bf16": ("ppo", 1, dict(dtype="bfloat16", ema_decay=0.9)),
     "lora": ("ppo", 1, dict(lora=4, dtype="bfloat16")),
-    "one trunk": ("ppo", 1, dict(lora=4, share_base=True, value_init="policy", reward_path="{}/adapter")),
     "shared": ("ppo", 1, dict(value_init="shared", optim="adafactor")),
-    "stage 3": ("ppo", 2, dict(zero_stage="policy=3,value=1")),
-    "grpo": ("grpo", 1, dict()),
     "grpo, stage 3, bf16": ("grpo", 2, dict(zero_stage=3, dtype="bfloat16")),
 }
 
@@ -91,7 +96,7 @@ SETTINGS = {  # (script, ranks, keys)
 def keys_of(world, script, more):
     keys = dict(policy_path=f"{world.root}/llama", reward_path=f"{world.root}/scores",
                 prompts_path=f"{world.root}/prompts.jsonl", reward_timeout=30,
-                max_prompt_tokens=8, max_new_tokens=24, batch_size=16, micro_batch_size=4, num_minibatches=1, max_iters=2,
+                max_prompt_tokens=8, max_new_tokens=12, batch_size=8, micro_batch_size=4, num_minibatches=1, max_iters=2,
                 kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu", learning_rate=1e-5)
     if script == "ppo":
         keys |= dict(ppo_epochs=1, missing_eos_penalty=0)
@@ -102,27 +107,21 @@ def keys_of(world, script, more):
     return {k: v.format(world.root) if isinstance(v, str) else v for k, v in keys.items()}
 
 
-def test_peaks(world, tmp_path):
-    """Ten runs, as MemTracker sees them and as they are predicted."""
-    cases = {}
-    for name, (script, ranks, more) in SETTINGS.items():
-        keys = keys_of(world, script, more)
-        run = [(arguments(keys | dict(out_dir="out")), TRACKED)] * ranks
-        tool = [*arguments(keys), f"--world-size={ranks}"]
-        cases[name] = [one_run(f"{script}.py", *run), one_run("tools/memory.py", tool)]
-    results, wrong = forked(str(tmp_path), cases), []
-    for name, (run, tool) in results.items():
-        assert set(run["codes"] + tool["codes"]) == {0}, (name, run["stderr"], tool["stderr"])
-        with open(tmp_path / name / "peaks-0.json", encoding="utf-8") as f:
-            took = json.load(f)
-        _, said = read_table(tool["stdout"][0])
-        took["reading"] = took["score"]
-        for phase in ("rollout", "update"):
-            if abs(said[phase] / took[phase] - 1) > 0.05:
-                wrong.append((name, phase, said[phase], took[phase]))
-        if max(said, key=said.get) != max(said, key=took.get):
-            wrong.append((name, said, took))
-    assert not wrong
+@pytest.mark.parametrize("name", [*SETTINGS][:4] + [pytest.param(name, marks=pytest.mark.campaign) for name in [*SETTINGS][4:]])
+def test_peaks(name, world, tmp_path):
+    """A run as MemTracker sees it, and as it is predicted."""
+    script, ranks, more = SETTINGS[name]
+    keys = keys_of(world, script, more)
+    run, tool = forked(str(tmp_path), {"it": [
+        one_run(f"{script}.py", *[(arguments(keys | dict(out_dir="out")), TRACKED)] * ranks),
+        one_run("tools/memory.py", [*arguments(keys), f"--world-size={ranks}"])]})["it"]
+    assert set(run["codes"] + tool["codes"]) == {0}, (run["stderr"], tool["stderr"])
+    with open(tmp_path / "it" / "peaks-0.json", encoding="utf-8") as f:
+        took = json.load(f)
+    took["reading"] = took["score"]
+    _, said = read_table(tool["stdout"][0])
+    assert said == {phase: pytest.approx(took[phase], rel=0.05 if phase != "reading" else 1) for phase in said}
+    assert max(said, key=said.get) == max(said, key=took.get)
 
 
 @pytest.fixture
@@ -160,18 +159,11 @@ def test_rows_by_hand(folders):
     assert short["reward_model"]["weights"] == 0
 
 
-def test_rules_alone_are_grpos():
-    """A config of keys that both scripts have: ppo.py would refuse rules without a value_init."""
-    keys = ["--reward_functions=accuracy"]
-    assert memory.read_run(keys)[0] == "grpo" and memory.read_run([])[0] == "ppo"
-    assert memory.read_run([*keys, "--value_init=policy"])[0] == "ppo"
-
-
 def test_period(tmp_path):
     """The layers of gemma3 repeat after six, those of a Llama after one; without a period all of them count."""
     keys = {k: v for k, v in LLAMA.items() if k not in ("architectures", "model_type")}
     for number, (kinds, wanted) in enumerate([
-            (["sliding_attention"] * 5 + ["full_attention"], (6, 12, 14)), (["full_attention"], (3, 4, 14)),
+            (["sliding_attention"] * 5 + ["full_attention"], (6, 12, 14)), (["full_attention"], (2, 3, 14)),
             (["full_attention"] * 9 + ["sliding_attention"], (14, 14, 14))]):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -185,18 +177,29 @@ def test_period(tmp_path):
 def test_the_command(folders, tmp_path):
     """What users type, on models of which only config.json is here, and what they mistype."""
     config, small = os.path.join(ROOT, "config/llama_8b.py"), ["--max_prompt_tokens=8", "--max_new_tokens=8", "--batch_size=64"]
-    calls = {"one": [config, *folders, *small, "--world-size=8", "--gpu-gb=80"],
-             "small": [config, *folders, *small, "--gpu-gb=0.0001"],
-             "all": [config, *folders, *small, "--compare"],
-             "sft": [f"--init_from={tmp_path}/policy", "--max_tokens=8", "--batch_size=2", "--val_path="],
+    sft = [f"--init_from={tmp_path}/policy", "--max_tokens=8", "--batch_size=8", "--micro_batch_size=1", "--val_path="]
+    calls = {"all": [config, *folders, *small, "--compare"],
+             "large": [*sft, "--zero_stage=3", "--world-size=4", "--gpu-gb=80"], "small": [*sft, "--gpu-gb=0.0001"],
              "key": [config, "--lorra=3"], "size": [config, "--world-size=x"], "roles": [config, "--roles=train=1,score=1"],
-             "lora": [config, *folders, "--share_base=True"]}
+             "tp": [os.path.join(ROOT, "config/llama_70b_grpo.py")], "lora": [config, *folders, "--share_base=True"]}
     got = forked(str(tmp_path), {name: [one_run("tools/memory.py", argv)] for name, argv in calls.items()})
     said = {name: run["stdout"][0] + run["stderr"][0] for name, (run,) in got.items()}
-    assert {name for name, (run,) in got.items() if run["codes"] == [0]} == {"one", "small", "all", "sft"}, said
-    assert "largest micro_batch_size that fits is 2\n" in said["one"]  # 64 / 4 minibatches / 8 ranks
-    assert "fits is none\n" in said["small"]
+    assert {name for name, (run,) in got.items() if run["codes"] == [0]} == {"all", "large", "small"}, said
+    assert "largest micro_batch_size that fits is 2\n" in said["large"] and "fits is none\n" in said["small"]
     assert re.search(r"GiB +PPO +PPO \+ LoRA +one trunk +GRPO", said["all"])
-    for name, words in dict(key=("lorra", "lora"), size=("world_size", "int"), roles=("roles",), lora=("share_base",)).items():
+    for name, words in dict(key=("lorra", "lora"), size=("world_size", "int"), roles=("roles",), tp=("generate_tp",),
+                            lora=("share_base",)).items():
         assert got[name][0]["codes"] == [2] and got[name][0]["stderr"][0].count("\n") == 1
         assert all(word in got[name][0]["stderr"][0] for word in words), said[name]
+
+
+def test_one_card(tmp_path, capsys):
+    """The table of docs/memory.md: GRPO on Llama 3.1 8B in 4 bits."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=131072)))
+    memory.show(*memory.predict(*memory.read_run([os.path.join(ROOT, "config/one_card.py"), f"--policy_path={tmp_path}"]), 1))
+    with open(os.path.join(ROOT, "docs", "memory.md"), encoding="utf-8") as f:
+        page = f.read()
+    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(f"    {line}".rstrip() for line in said) in page, "\n".join(said)

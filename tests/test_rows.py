@@ -91,7 +91,7 @@ BAD = [  # (kind, row or line, what the message must name beside the file and th
     (prompt_row, '{"prompt": "a"', "not JSON"), (prompt_row, '{"a":' * 200_000, "not JSON"),
     (prompt_row, b'{"prompt": "\xff"}', "UTF-8"), (prompt_row, {"Prompt": "a"}, "'prompt'.*'Prompt'"),
     (prompt_row, {"prompt": [U, S]}, "'prompt', message 2"), (prompt_row, {"prompt": "a\ud83d"}, "'prompt'"),
-    (prompt_row, {"prompt": [{"role": "user", "contents": "a"}]}, "'prompt', message 1 has no 'content', but 'role', 'contents'"),
+    (prompt_row, {"prompt": [{"role": "user", "contents": "a"}]}, "'prompt', message 1: the content"),
     (prompt_row, {"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "images"),
     (sft_row, {"prompt": [U], "completion": [A | {"tool_calls": [{"name": "f"}]}]}, "'completion', message 1.*tool"),
     # what would be learned as something else

@@ -11,12 +11,12 @@ import yaml
 
 from engine.checkpoint import save_final, save_model
 from engine.model_card import model_card, public
-from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+from engine.tokenizers import load_tokenizer
 from model import load_model
 
 import tiny
 from families import make, padded
-from tiny import forked, one_run, read_weights
+from tiny import forked, one_run, read_weights, write_byte_tokenizer
 
 DIES_SLOWLY = """
 import os, time

@@ -272,7 +272,6 @@ TEMPLATES = {
     "thinks": HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
     "counts": "{{ messages | length }}" + HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}"
               "{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "endless": "{% for i in range(100000) %}{% for j in range(10000) %}abcdefgh{% endfor %}{% endfor %}",
 }
 
 
@@ -294,14 +293,6 @@ def test_odd_templates(folders, tmp_path):
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
         encoded(off, [user("a")], several)
-
-
-def test_a_template_without_end(folders, tmp_path):
-    """Loops of 8 * 10^9 characters are left after a few millions, in one line."""
-    ours = with_template(folders["qwen2.5"], tmp_path, TEMPLATES["endless"])
-    with pytest.raises(BadInput, match="my.jinja") as caught:
-        opened(ours, [user("a")])
-    assert "\n" not in str(caught.value)
 
 
 def test_errors_name_file_and_row(tokenizers):
@@ -353,7 +344,7 @@ def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
         assert opened(ours, [system("x"), user("a")]) == opened(plain, [system("x"), user("a")])
         assert encoded(ours, "a", "b") == encoded(plain, "a", "b") and ours.fingerprint != plain.fingerprint
     for key in ("system_prompt", "template_kwargs"):
-        with pytest.raises(BadInput, match=f"^{key} "):
+        with pytest.raises(BadInput, match=f"^{key}"):
             load_tokenizer(folders["pythia"], **{key: "a=1"})
 
 

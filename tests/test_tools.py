@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from conftest import ROOT
-from engine.tokenizers import write_byte_tokenizer
 from errors import BadConfig
-from tiny import arguments, forked, in_a_row, one_run
+from tiny import arguments, forked, in_a_row, one_run, write_byte_tokenizer
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 

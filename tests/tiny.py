@@ -11,6 +11,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.append(os.path.join(ROOT, "data"))
+
+from byte_tokenizer import write_byte_tokenizer  # noqa: E402
+
 MARKERS = ["<think>", "</think>"]
 
 
@@ -158,7 +162,7 @@ class World:
 
 def byte_tokenizer(markers=MARKERS):
     """The built-in tokenizer with these markers."""
-    from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+    from engine.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(folder, markers)
@@ -174,7 +178,7 @@ def build(folder):
     import torch
 
     from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer, write_byte_tokenizer
+    from engine.tokenizers import load_tokenizer
     from model import from_scratch
 
     tokenizers = {}

@@ -3,9 +3,10 @@ The dry run of tools/memory.py: the models of a run, built of fake tensors, whic
 memory, and one step through them.
 
     hf_config, layers_of, cut       the config of a model, and of one with fewer layers
-    places_of, paths_of             which models a run holds, and how
-    build, equip                    the models; their gradients, optimizer states and average
+    places_of, paths_of, build      the models that a run holds
+    equip                           their gradients, optimizer states and average
     fake_tensors, step_through      the step, and what is alive at its peaks
+    BITSANDBYTES                    matrices in 4 bits and states in 8, of fake tensors
 """
 import contextlib
 import copy
@@ -18,15 +19,18 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
 from decoding_cache import SPARE, decoding_cache
+from engine import four_bits, optimizers
 from engine.adapters import Adapted
+from engine.build import Placement
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
-from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, place_of_one,
-                              placements, precisions, settle, shard)
+from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, settle,
+                              shard)
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
@@ -36,6 +40,7 @@ from rollout import sample
 COLUMNS = "weights", "gradients", "optimizer", "average"
 PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
               judge="judge")  # the models, and their names in zero_stage and offload
+TRAINED = dict(ppo=("policy", "value"), grpo=("policy",), sft=("policy",), rm=("reward",))
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
 
 
@@ -50,11 +55,12 @@ def hf_config(path):
 
 
 @functools.cache
-def layers_of(path):
+def layers_of(path, sharded=False):
     """
     (layers in the first dry run, in the second one, in the model of a path). The first two differ
     by a period, after which layers have the same shapes and the same kind of attention; a model
-    without one has all its layers in both.
+    without one has all its layers in both. sharded: FSDP has two layers gathered at a time, and so
+    takes one more to be like many.
     """
     config = hf_config(path)
     with torch.device("meta"):
@@ -64,7 +70,7 @@ def layers_of(path):
              for kind, layer in zip(kinds, layers, strict=True)]
     whole = len(kinds)
     period = next((n for n in range(1, whole // 2 + 1) if kinds[n:] == kinds[:-n]), whole)
-    few = period * math.ceil(3 / period)  # FSDP has two layers gathered at a time
+    few = period * math.ceil((3 if sharded else 2) / period)
     return (few, few + period, whole) if few + period <= whole else (whole, whole, whole)
 
 
@@ -84,18 +90,12 @@ def cut(config, layers):
 
 
 def places_of(script, config):
-    """{model's name: Place}. Raises BadConfig."""
-    keys = [config[key] for key in ("zero_stage", "offload", "lora", "optim")]
-    if config["quantize"] == "4bit" or "adamw8bit" in config["optim"]:
-        raise BadConfig("bitsandbytes has no fake tensors, so quantize = '4bit' and adamw8bit are "
-                        "not counted here; config/one_card.py shows how to by hand")
-    if script in ("sft", "rm"):
-        name = dict(sft="policy", rm="reward_model")[script]
-        return {name: place_of_one(PLACES[name], *keys)}
-    trained = ("policy", "value") if script == "ppo" else ("policy",)
-    found = placements(trained, *keys, config["share_base"], config.get("value_init"),
-                       config["ref_path"])
-    return {name: found[short] for name, short in PLACES.items() if short in found}
+    """(the run's Placement, {model's name: Place}). Raises BadConfig."""
+    with mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES):
+        placement = Placement(SimpleNamespace(**config), 0, TRAINED[script],
+                              config.get("value_init"), script in ("sft", "rm"), CPU)
+    found = placement.places
+    return placement, {name: found[short] for name, short in PLACES.items() if short in found}
 
 
 def paths_of(script, config):
@@ -118,17 +118,17 @@ def paths_of(script, config):
     return paths
 
 
-def build(script, config, places, paths, dry_run, mesh):
+def build(script, config, placement, places, paths, dry_run, mesh):
     """
     {name: Model}: the models as rank 0 holds them, with fake weights, all on one device: what is
     offloaded is subtracted later. dry_run: which of the numbers of layers_of they have.
     """
-    _, dtype, matrices = precisions(config["dtype"], config["master_weights"], CPU)
+    dtype, matrices = placement.dtype, placement.decoding
     trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
     def load(name, head):
         place, learns = replace(places[name], offload="none"), name in trained
-        settings = cut(hf_config(paths[name]), layers_of(paths[name])[dry_run])
+        settings = cut(hf_config(paths[name]), layers_of(paths[name], bool(mesh))[dry_run])
         if head == "scalar":
             settings.num_labels = 1
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
@@ -138,6 +138,8 @@ def build(script, config, places, paths, dry_run, mesh):
         settle(model, whole, matrices, config["gradient_checkpointing"] and learns)
         if is_sharded(place, whole):
             shard(model, place, CPU, matrices if whole else None, mesh)
+        if adapted and place.four_bits:
+            four_bits.quantize(model, CPU, matrices or dtype)
         return Adapted(model, head, **place.lora) if adapted else model
 
     if script == "rm":
@@ -170,7 +172,7 @@ def equip(models, config, places):
     Give the models what they have once a first step is done: gradients, optimizers, an average.
     Returns the optimizers, and {name: {column: bytes}}.
     """
-    optimizers, rows = [], {}
+    made, rows = [], {}
     for name, model in in_memory(**models).items():
         trained = [p for p in model.parameters() if p.requires_grad]
         rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
@@ -185,11 +187,77 @@ def equip(models, config, places):
         states = [t for state in inner(optimizer).state.values() for t in state.values()]
         rows[name] |= dict(gradients=size_of(p.grad for p in trained),
                            optimizer=size_of(filter(torch.is_tensor, states)))
-        optimizers.append(optimizer)
+        made.append(optimizer)
         if name == "policy" and config.get("ema_decay", 0) > 0:
             optimizer.average = MovingAverage(model, config["ema_decay"])
             rows[name]["average"] = size_of(optimizer.average.averages)
-    return optimizers, rows
+    return made, rows
+
+
+# --------------------------------------------------------------------------------------------------
+# bitsandbytes has no fake tensors. What it holds and what it allocates is written down here
+
+
+class RoundedBack(torch.autograd.Function):
+    """x (., in) W^T: W, (out, in), is made of its 4 bits for a product, and then forgotten."""
+
+    @staticmethod
+    def forward(ctx, x, n_in, n_out):
+        ctx.sizes = n_in, n_out
+        return x @ x.new_empty(n_out, n_in).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        n_in, n_out = ctx.sizes
+        return grad @ grad.new_empty(n_out, n_in), None, None
+
+
+class Linear4bit(nn.Linear):
+    """A linear map whose weight is in 4 bits: as many bytes as Params4bit says."""
+
+    def __init__(self, n_in, n_out, bias, compute_dtype, quant_type, device):
+        super().__init__(n_in, n_out, bias, device)
+        self.compute_dtype = compute_dtype
+
+    def to(self, device):
+        return self  # it is there
+
+    def forward(self, x):
+        y = RoundedBack.apply(x.to(self.compute_dtype), self.in_features, self.out_features)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+
+
+def Params4bit(data, requires_grad, quant_type, module):
+    """
+    The bytes of a matrix: half a byte a number; a scale of one byte for each 64 numbers; for each
+    256 scales one in 32 bits; the tables of 16 and 256 levels, and the mean of the scales.
+    """
+    scales = math.ceil(data.numel() / 64)
+    held = math.ceil(data.numel() / 2) + scales + 4 * (math.ceil(scales / 256) + 16 + 256 + 1)
+    return nn.Parameter(torch.empty(held, dtype=torch.uint8), requires_grad)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """
+    AdamW with two states of a byte a number, each with a scale in 32 bits for 256 numbers; small
+    parameters have both states in 32 bits. A step takes no memory besides.
+    """
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            small, state = p.numel() < 4096, self.state[p]
+            for number in (1, 2) if not state else ():
+                dtype = torch.float32 if small else torch.uint8
+                state[f"state{number}"] = torch.zeros_like(p, dtype=dtype)
+                if not small:
+                    state[f"absmax{number}"] = torch.zeros(math.ceil(p.numel() / 256))
+
+
+BITSANDBYTES = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit),
+                               nn=SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,17 +311,22 @@ def fake_tensors():
     # the kernels for groups of experts refuse fake tensors: their substitute has the same shapes
     with (mock.patch.object(masking_utils, "is_tracing", is_mask),
           mock.patch.object(moe, "_can_use_grouped_mm", lambda *args: False),
+          mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES),
+          mock.patch.object(optimizers, "bitsandbytes", lambda key: BITSANDBYTES),
           contextlib.redirect_stdout(None),  # builders say what they do
           FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker):
         yield tracker
 
 
-def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
-    """One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update."""
-    autocast, _, matrices = precisions(config["dtype"], config["master_weights"], CPU)
-    peaks, entropy = {}, config.get("entropy_coef", 0) > 0
+def step_through(config, placement, models, made, n, distinct, b, P, R, tracker):
+    """
+    One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update. made:
+    the optimizers.
+    """
+    autocast, peaks, entropy = placement.autocast, {}, config.get("entropy_coef", 0) > 0
     if n:
-        with torch.no_grad(), autocast, decoding_copy(models["policy"], matrices, CPU) as decoder:
+        copied = decoding_copy(models["policy"], placement.decoding, CPU)
+        with torch.no_grad(), autocast, copied as decoder:
             decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
     chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
@@ -279,29 +352,36 @@ def step_through(config, models, optimizers, n, distinct, b, P, R, tracker):
             with tracker.peak(peaks, "update", name):
                 read(name, model).sum().backward()
     with tracker.peak(peaks, "update", "step"):
-        for optimizer in optimizers:
+        for optimizer in made:
             step(optimizer, 1e-6)
     return peaks
 
 
 def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
-    """A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples."""
-    def next_logits(rows, tokens, cache, past):
+    """
+    A rollout of n rows: it reads the distinct prompts, of unequal lengths, and samples the last
+    token.
+    """
+    def next_logits(rows, tokens, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
         positions = mask.long().cumsum(1)[:, -tokens:]
         tokens = torch.zeros(rows, tokens, dtype=torch.int64)
         return decoder.next_logits(tokens, cache, mask, positions)
 
+    def append(tokens):
+        """The cache with so many tokens more, which no model has read."""
+        for layer in cache.layers if tokens > 0 else ():
+            layer.update(*(t.new_empty(*t.shape[:2], tokens, t.shape[-1])
+                           for t in (layer.keys, layer.values)))
+
+    cache = decoding_cache(decoder.hf.config)
     with tracker.peak(peaks, "rollout", "prompts"):
-        cache = decoding_cache(decoder.hf.config)
-        next_logits(distinct, P, cache, 0)
+        next_logits(distinct, P, 0)
         cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
     # the last token is sampled, and not read. The cache has grown last at token number `grown`
-    cache, last = decoding_cache(decoder.hf.config), P + R - 1
-    grown = P + (R - 1) // (SPARE + 1) * (SPARE + 1)
-    next_logits(n, min(grown, last - 1), cache, 0)
-    if last - 1 > grown:
-        next_logits(n, last - 1 - grown, cache, grown)
+    last, grown = P + R - 1, P + (R - 1) // (SPARE + 1) * (SPARE + 1)
+    append(min(grown, last - 1) - P)
+    append(last - 1 - grown)
     with tracker.peak(peaks, "rollout", "responses"):
-        logits = next_logits(n, 1, cache, last - 1)
+        logits = next_logits(n, 1, last - 1)
         sample(logits, torch.zeros(n, dtype=torch.float64), temperature)

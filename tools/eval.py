@@ -151,7 +151,7 @@ for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
     check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
-    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
+    ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
     del policy, models  # before the next one is loaded
 together.agree(config | {"the prompts": rows})

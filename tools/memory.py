@@ -19,7 +19,8 @@ they may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py a
 How it counts: the models are built as the run builds them, but of fake tensors, which have shapes
 and no memory. One step goes through them, by the functions that the scripts call, while torch's
 MemTracker adds up what is alive. That is done with a few layers, and with a period of layers more;
-what a period adds is multiplied by the number of periods.
+what a period adds is multiplied by the number of periods. What bitsandbytes would hold (matrices in
+4 bits, states in 8) is counted by its formats, and it need not be installed.
 
 What is not in it: a GPU also needs room for its context, for the workspaces of its libraries and
 for gaps between tensors, 2 GB or more. Kernels are those of a CPU, and nothing is compiled. What
@@ -61,21 +62,18 @@ def keys_of(script):
 def read_run(argv):
     """
     (script, its configuration with these arguments, in which the tool's own options are, too). The
-    script has all keys that are given; of several such scripts it is the one in the name of the
-    config file, or else the first that would take them. Raises BadConfig.
+    script is the first that has all keys that are given; one in the name of the config file comes
+    before others. Raises BadConfig.
     """
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
     given = given.union(*map(run_config_file, files))
     fits = [script for script in SCRIPTS if given <= keys_of(script).keys()] or ["ppo"]
     words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
-    for script in sorted(fits, key=lambda script: script not in words):
-        keys = keys_of(script) | OPTIONS
-        config = {name: key.default for name, key in keys.items()}
-        config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
-        # rules alone: ppo.py would ask for a value_init, and grpo.py takes them as they are
-        if config.get("value_init") != "reward" or "reward_model" in config["reward_functions"]:
-            break
+    script = min(fits, key=lambda script: script not in words)
+    keys = keys_of(script) | OPTIONS
+    config = {name: key.default for name, key in keys.items()}
+    config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
@@ -85,7 +83,7 @@ def read_run(argv):
 def variants(config):
     """{column: (script, configuration)} for --compare. Keys that a script has not are left out."""
     given = {k: v for k, v in config.items()
-             if k not in ("lora", "share_base", "value_init", "reward_functions")}
+             if k not in ("lora", "quantize", "share_base", "value_init", "reward_functions")}
     given["kl_coef"] = config["kl_coef"] or 0.05
 
     def of(script, **more):
@@ -96,7 +94,8 @@ def variants(config):
     if "reward_model" not in config["reward_functions"]:  # then it is as large as the policy
         ppo["reward_path"] = config["policy_path"]
     # what stands on the policy's trunk cannot be offloaded
-    lora = dict(lora=config["lora"].split(",")[0].rpartition("=")[2] or "16", offload="")
+    lora = dict(lora=config["lora"].split(",")[0].rpartition("=")[2] or "16", offload="",
+                quantize=config["quantize"])
     without_value = {key: ",".join(x for x in config[key].split(",") if "value" not in x)
                      for key in ("zero_stage", "offload")}
     return {"PPO": of("ppo", **ppo),
@@ -137,20 +136,21 @@ def predict(script, config, ranks, rollout=True):
     rollout: whether that phase is wanted, too.
     """
     mesh = mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers, which fake tensors lack
-    places, paths = places_of(script, config), paths_of(script, config)
+    (placement, places), paths = places_of(script, config), paths_of(script, config)
     n, *sizes = sizes_of(script, config, ranks)
     found = []
     for dry_run in range(2):
         with fake_tensors() as tracker:
-            models = build(script, config, places, paths, dry_run, mesh)
+            models = build(script, config, placement, places, paths, dry_run, mesh)
             optimizers, rows = equip(models, config, places)
-            peaks = step_through(config, models, optimizers, n * rollout, *sizes, tracker)
+            peaks = step_through(config, placement, models, optimizers, n * rollout, *sizes,
+                                 tracker)
             found.append((rows, peaks))
     (rows_0, peaks_0), (rows_1, peaks_1) = found
 
     def extended(first, second, name):
         """What is `first` and `second` in the two dry runs, with all layers of a model."""
-        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))))
+        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))), bool(mesh))
         return first + (second - first) * (whole - few) / max(more - few, 1)
 
     rows = {name: {c: round(extended(row[c], rows_1[name][c], name)) for c in COLUMNS}

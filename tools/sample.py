@@ -101,7 +101,7 @@ def answer(rows, path, first=0):
     Print `samples` responses to the prompt of each row, batch by batch. path: where the rows are
     from, for errors. first: the number of the first prompt; seed and number decide the noise.
     """
-    ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, scorer_tokenizer)
+    ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer)
     if judge:
         judge.check_rows(rows, path, max_new_tokens)
     each, waiting = samples * best_of, []  # responses to a prompt; those that wait for others

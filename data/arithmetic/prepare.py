@@ -22,10 +22,10 @@ import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+# Python looks for modules in this file's folder; this one is in the folder above it.
+sys.path.insert(0, os.path.dirname(HERE))
 
-from engine.tokenizers import write_byte_tokenizer  # noqa: E402
+from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 
 DIGITS = 3
 THINKS = 0.3  # share of the demonstrations that think

@@ -29,8 +29,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
+from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from convert import check_range, parser_of, stop, write_rows  # noqa: E402
-from engine.tokenizers import write_byte_tokenizer  # noqa: E402
 
 # Shares of the demonstrations: right; a mistake in the first step; another operation in the second
 # step; a number too small by one; a number too large by one
