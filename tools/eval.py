@@ -23,7 +23,6 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 
 import json  # noqa: E402
 import math  # noqa: E402
-import time  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
@@ -66,7 +65,6 @@ chat_template = ""  # a Jinja file in the place of the tokenizers' own chat temp
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
 # judging
-k = ""  # of pass@k, majority@k and best@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
@@ -92,10 +90,8 @@ modes = [("greedy", 0.0, 1)] if greedy else []  # (name, temperature, responses 
 modes += [("sampled", temperature, samples)] if samples else []
 if not modes:
     raise BadConfig("greedy = False and samples = 0 leave nothing to do; type --samples=4")
-ks = [int(word) if word.isdecimal() else 0 for word in k.replace(" ", "").split(",") if word]
-ks = ks or [2**i for i in range(samples.bit_length())]
-if samples and not all(1 <= x <= samples for x in ks):
-    raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}, such as 1,4")
+# of pass@k, majority@k and best@k: 1, 2, 4, ... and all samples
+ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples else []
 
 terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
 for name, key, path in (("reward_model", "reward_path", reward_path),
@@ -105,9 +101,6 @@ for name, key, path in (("reward_model", "reward_path", reward_path),
     if not path and name in [term[1] for term in terms]:
         raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
 rewards = [name for _, name, _ in terms]
-if "scores" in rewards:
-    raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
-                    "them; rename yours")
 # the scores that are measured; the last is the weighted sum of several rewards
 known = list(dict.fromkeys(["accuracy", *rewards, *["scores"] * (len(terms) > 1)]))
 if right_by not in known:
@@ -115,8 +108,6 @@ if right_by not in known:
                     "what --reward_functions adds")
 by = known[-1] if terms else right_by  # who wins, and which of k samples is the best
 
-if not prompts_path:
-    raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
 rows = build.read_prompts(prompts_path, terms, fields)[:limit or None]
 out = out.removesuffix(".jsonl").removesuffix(".json")
 read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
@@ -144,17 +135,14 @@ if judge_path:
     check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
 
-# all policies are checked before the first one answers: several are loaded for that alone, for an
-# error of the last one would otherwise come hours later
-checked = []  # (name, path, its tokenizer, that of the reward model, ids of the prompts)
+checked = []  # (name, path, tokenizer, that of the reward model, ids of the prompts) of each policy
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
-    policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
+    policy = outline(path, "lm", weights_dtype)
     check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer, reward_tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
-    del policy, models  # before the next one is loaded
 together.agree(config | {"the prompts": rows})
 
 # --------------------------------------------------------------------------------------------------
@@ -173,7 +161,6 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
-        began = said = time.time()
         for first in range(0, len(batches), world_size):
             # every rank goes through as many batches, for scoring may be a collective; the last
             # ones of some ranks are empty
@@ -209,12 +196,9 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                     finished=bool(batch["finished"][j]),
                     length=int(batch["response_mask"][j].sum()),
                     scores={key: x[j] for key, x in columns.items() if math.isfinite(x[j])}))
-            done = min((first + world_size) * batch_size, len(picks))
-            if rank == 0 and (time.time() - said > 5 or done == len(picks)):
-                said = time.time()
-                left = (said - began) / done * (len(picks) - done)
-                print(f"{name}, {mode}: {done} of {len(picks)} responses, eta {left:.0f}s",
-                      flush=True)
+            if rank == 0:
+                done = min((first + world_size) * batch_size, len(picks))
+                print(f"{name}, {mode}: {done} of {len(picks)} responses", flush=True)
     del policy  # before the next one is loaded
 
 # everyone's responses, in one order
