@@ -30,7 +30,7 @@ from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.disk import write_json  # noqa: E402
-from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
+from engine.estimates import (best_of_k, bootstrap, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
 from engine.judging import Judge  # noqa: E402
 from engine.placement import in_memory, load_placed, outline  # noqa: E402
@@ -108,6 +108,8 @@ if right_by not in known:
                     "what --reward_functions adds")
 by = known[-1] if terms else right_by  # who wins, and which of k samples is the best
 
+if not prompts_path:
+    raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
 rows = build.read_prompts(prompts_path, terms, fields)[:limit or None]
 out = out.removesuffix(".jsonl").removesuffix(".json")
 read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
@@ -220,32 +222,38 @@ def scores_of(prompt, name):
     return [record["scores"][name] for record in prompt if name in record["scores"]]
 
 
+def scored(prompts, name):
+    """The prompts whose responses all have a score of that name."""
+    return [prompt for prompt in prompts if len(scores_of(prompt, name)) == len(prompt)]
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
 figures = {name: {} for name in names}  # policy -> "mode metric" -> (mean, error)
 for (name, mode), prompts in by_prompt.items():
     numbers = {}  # metric -> one number a prompt
     for score in known:
-        each = [scores_of(prompt, score) for prompt in prompts]
         # a reward may be called as another figure is: the rule length is not the length in tokens
         metric = score if score in ("accuracy", "scores") else f"reward/{score}"
-        numbers[metric] = [sum(values) / len(values) for values in each if values]
-    judged = [prompt for prompt in prompts if len(scores_of(prompt, right_by)) == len(prompt)]
-    right = [[float(value == 1.0) for value in scores_of(prompt, right_by)] for prompt in judged]
+        each = [scores_of(prompt, score) for prompt in prompts]
+        numbers[metric] = [mean(values) for values in each if values]
     for x in ks if mode == "sampled" else ():
-        numbers[f"pass@{x}"] = [pass_at_k(samples, int(sum(values)), x) for values in right]
-    for x in ks if mode == "sampled" and right_by == "accuracy" else ():
-        numbers[f"majority@{x}"] = [
-            majority_at_k([record["answer"] for record in prompt], values, x)
-            for prompt, values in zip(judged, right, strict=True)]
-    # the best of k samples by the reward: its own score, and what else is measured of it
-    ranked = [prompt for prompt in prompts if len(scores_of(prompt, by)) == len(prompt)]
-    for x in ks if mode == "sampled" and terms else ():
-        for score in known:
-            both = [(scores_of(prompt, by), scores_of(prompt, score)) for prompt in ranked]
-            numbers[f"best@{x} {score}"] = [best_of_k(ranks, values, x) for ranks, values in both
-                                            if len(values) == len(ranks)]
-        numbers[f"best@{x} kl bound"] = [kl_of_best_of(x)]
-    numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
-    numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
+        numbers[f"pass@{x}"], numbers[f"majority@{x}"] = [], []
+        for prompt in scored(prompts, right_by):
+            right = [float(value == 1.0) for value in scores_of(prompt, right_by)]
+            numbers[f"pass@{x}"].append(pass_at_k(samples, int(sum(right)), x))
+            if right_by == "accuracy":
+                answers = [record["answer"] for record in prompt]
+                numbers[f"majority@{x}"].append(majority_at_k(answers, right, x))
+        # the best of k samples by the reward: its own score, and what else is measured of it
+        for score in known if terms else ():
+            numbers[f"best@{x} {score}"] = [
+                best_of_k(scores_of(prompt, by), scores_of(prompt, score), x)
+                for prompt in scored(scored(prompts, by), score)]
+    numbers["length"] = [mean([record["length"] for record in prompt]) for prompt in prompts]
+    numbers["finished"] = [mean([record["finished"] for record in prompt]) for prompt in prompts]
     figures[name] |= {f"{mode} {metric}": mean_and_error(values)
                       for metric, values in numbers.items() if values}
 
@@ -258,7 +266,7 @@ for other in names[1:]:
     if values:
         low, high = bootstrap(values)
         duels.append(dict(policy=names[0], against=other, by=by, responses=last, low=low, high=high,
-                          prompts=len(values), win_rate=sum(values) / len(values)))
+                          prompts=len(values), win_rate=mean(values)))
 
 # --------------------------------------------------------------------------------------------------
 # what is printed and written, by rank 0
@@ -269,8 +277,8 @@ def write():
     with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-    listed = {name: {metric: dict(mean=mean, error=None if math.isnan(error) else error)
-                     for metric, (mean, error) in its.items()}
+    listed = {name: {metric: dict(mean=middle, error=None if math.isnan(error) else error)
+                     for metric, (middle, error) in its.items()}
               for name, its in figures.items()}
     write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
                                    win_rates=duels))
@@ -283,9 +291,9 @@ if rank == 0:
     for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
         cells, digits = [], 1 if metric.endswith("length") else 3
         for name in names:
-            mean, error = figures[name].get(metric, (math.nan, math.nan))
-            cells.append(f"{mean:.{digits}f}"
-                         + ("" if math.isnan(error) else f" ±{error:.{digits}f}"))
+            middle, error = figures[name].get(metric, (math.nan, math.nan))
+            more = "" if math.isnan(error) else f" ±{error:.{digits}f}"
+            cells.append(f"{middle:.{digits}f}{more}")
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
     for duel in duels:
         print(f"{duel['policy']} wins {duel['win_rate']:.1%} against {duel['against']} "
