@@ -54,6 +54,8 @@ def runs(world, tmp_path_factory):
         jobs[name] = [one_run("data/label.py", keys_of(world, **keys))]
     jobs["two"] = [one_run("data/label.py", *[keys_of(world)] * 2)]
     jobs["chain"].append(one_run("rm.py", world.rm("rm", train_path=labels, val_path=labels, max_iters=1)))
+    tiny.jsonl(f"{folder}/alike.jsonl", [dict(prompt="1+1=", chosen="2", rejected=text) for text in "2312"])
+    jobs["alike"] = [one_run("rm.py", world.rm("rm", train_path="../alike.jsonl", max_iters=1))]
     return folder, forked(folder, jobs)
 
 
@@ -144,6 +146,11 @@ def test_the_same_command_writes_the_same(runs):
 
 def test_rm_reads_them(runs):
     assert [result["codes"] for result in runs[1]["chain"]] == [[0], [0]], runs[1]["chain"]
+
+
+def test_pairs_of_one_text_are_counted(runs):
+    result, = runs[1]["alike"]
+    assert result["codes"] == [0] and "warning: in 2 pairs " in result["stdout"][0], result
 
 
 REFUSED = {
