@@ -208,6 +208,12 @@ def check_key(key, keys, where, more=""):
         hint = f"it is called {RENAMED[key]!r} here"
     if key in GONE:
         hint = f"it is gone: {GONE[key]}"
+    here = os.path.dirname(os.path.abspath(__file__))
+    for script in ("ppo.py", "grpo.py", "sft.py", "rm.py"):
+        file = os.path.join(here, script)
+        if os.path.exists(file) and key in read_lines(file)[0]:  # the config of another script
+            hint = f"it is a key of {script}; type python {script} {where}"
+            break
     raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
 
 

@@ -25,7 +25,7 @@ from engine.optimizers import step
 from engine.placement import Place, in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
-from errors import BadConfig, BadInput, say
+from errors import BadConfig, BadInput, say, warn
 from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
@@ -145,6 +145,9 @@ run = Run(  # COLLECTIVE
 gradients = parallel.flatten_gradients(reward_model.parameters())
 say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
     f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+alike = sum(k == 2 and row["chosen"] == row["rejected"] for row in train_rows)
+if alike:
+    warn(f"in {alike} pairs chosen and rejected are one text: they teach nothing")
 
 # -------------------------------------------------------------------------------------------------
 # scores and evaluation

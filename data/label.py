@@ -156,8 +156,10 @@ for first in range(0, len(rows), at_once):
             counts["too little confidence"] += 1
         else:
             chosen, rejected = (one, other) if margin > 0 else (other, one)
-            kept.append(dict(prompt=row["prompt"], chosen=chosen, rejected=rejected,
-                             confidence=confidence))
+            pair = dict(chosen=chosen, rejected=rejected)
+            if isinstance(row["prompt"], list):  # a chat
+                pair = {name: [dict(role="assistant", content=text)] for name, text in pair.items()}
+            kept.append(dict(prompt=row["prompt"], **pair, confidence=confidence))
             right = accuracy(dict(rows=[row, row], completions=[chosen, rejected])).tolist()
             unlike += [right[0]] if sorted(right) == [0.0, 1.0] else []
     print(f"{len(kept)} pairs of {numbers[-1] + 1} prompts", flush=True)

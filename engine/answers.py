@@ -6,8 +6,8 @@ no text raises an exception.
 
 same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874): it undoes what is
 only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
-lists, sets, matrices and quotients part by part. An answer that is none of these is compared as
-text. There is no algebra: x + 1 and 1 + x are two answers, and so are \sqrt{8} and 2\sqrt{2}.
+lists and sets part by part. An answer that is none of these is compared as text. There is no
+algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward `math`.
 
     "1,000"  and "1000"           the same: one number, and so are "033" and "33"
     "0.5"    and "\frac12"        the same: one number
@@ -179,7 +179,7 @@ def same_answer(given, truth):
     other word behind a number makes another answer of it: 12 million is not 12.
 
     Tuples, intervals and bare lists are compared element by element, in order, and by their
-    brackets; sets and unions in any order; matrices cell by cell; a/b is \frac{a}{b}.
+    brackets; sets in any order.
 
     Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
     """
@@ -272,8 +272,8 @@ def read_answer(text):
 
 def value_of(text, deep=3):
     """
-    The value of plain text without name and unit: a Fraction; (kind, values ...) of a list, a set,
-    a matrix or a quotient; or the text itself. deep: how many of these may be inside each other.
+    The value of plain text without name and unit: a Fraction; (kind, values ...) of a list or a
+    set; or the text itself. deep: how many of these may be inside each other.
     """
     text = text.strip()
     number = read_number(text)
@@ -285,9 +285,7 @@ def value_of(text, deep=3):
     values = [value_of(part, deep - 1) for part in parts]
     if len(values) == 1 and kind in ("()", "group"):
         return values[0]
-    if kind == "/" and all(isinstance(value, Fraction) for value in values) and values[1]:
-        return values[0] / values[1]
-    return kind, *(sorted(values, key=repr) if kind in ("{}", r"\cup") else values)
+    return kind, *(sorted(values, key=repr) if kind == "{}" else values)
 
 
 def squeeze(text):
@@ -340,48 +338,15 @@ def split_parts(text):
 
         "(1, 2]"  ->  ("(]", ["1", " 2"])
         "1, 2"    ->  ("", ["1", " 2"])
-        "a/b"     ->  ("/", ["a", "b"])
         "{5}"     ->  ("group", ["5"])
-        a matrix  ->  ("matrix [2, 2]", its cells, row by row), for two rows of two cells
         "x"       ->  ("", []), as for all that has no parts
     """
     if len(parts := split_at(",", text)) > 1:
         return "", parts
-    unions = re.split(r"\\cup(?![a-zA-Z])", text)
-    if len(unions) > 1 and all(split_at(",", part) for part in unions):
-        return r"\cup", unions
-    if match := re.fullmatch(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", text):
-        rows = [row.split("&") for row in match[2].strip().removesuffix("¶").split("¶")]
-        # parentheses and brackets around a matrix mean the same; bars and braces do not
-        kind = match[1] if match[1][0] in "vBV" else "matrix"
-        return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
     if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
         if parts := split_at(",", text[1:-1]):
             kind = (text[0] + text[-1]).replace("⦃", "{").replace("⦄", "}")
             return "group" if len(parts) == 1 and "{}" == text[0] + text[-1] else kind, parts
-    return split_quotient(text)
-
-
-# a/b is read as \frac{a}{b} only where no other reading is possible: b is a single factor (1/2x
-# could be x/2), and a is a product without functions (\sin x/2 could be \sin(x/2)).
-FACTOR = rf"(?:[0-9.]+|[A-Za-z]|\\(?:{GREEK})|\\sqrt{GROUP}|\((?:[^()]|\([^()]*\))*\))"
-DIVISOR = re.compile(rf"{FACTOR}(?:\^(?:[0-9]+|[A-Za-z]|{GROUP}))?")
-FUNCTION = re.compile(rf"\\(?!(?:frac|sqrt|{GREEK})(?![A-Za-z]))")
-
-
-def split_quotient(text):
-    r"""
-    "\frac{a+b}{c}", "(a+b)/c" -> ("/", [the two parts]); "a+b/c", "a/bc", "\sin a/b" -> ("", []).
-    """
-    if match := re.fullmatch(rf"([+-]?) ?\\frac({GROUP})({GROUP})", text):
-        sign, over, under = match[1], match[2][1:-1].strip(), match[3][1:-1]
-        is_sum = len(split_at("+-", over)) > 1  # -\frac{a+b}{c}: the sign is that of all of a+b
-        return "/", [f"-({over})" if sign == "-" and is_sum else sign + over, under]
-    parts = [part.strip() for part in split_at("/", text)]
-    if len(parts) == 2 and DIVISOR.fullmatch(parts[1]):
-        product = re.sub("^[+-] ?", "", parts[0])
-        if product and len(split_at("+-=<>", product)) == 1 and not FUNCTION.search(product):
-            return "/", parts
     return "", []
 
 

@@ -94,19 +94,12 @@ class Judge:
         if len(set(words)) < max(len(words), 2):
             raise BadInput(f"{self.name}: wanted two different answers or more in its first line, "
                            f"as 'answers: A B', found {shorten(' '.join(words))}")
-        if not text:
-            raise BadInput(f"{self.name} is empty; write the question to the judge, with "
-                           f"{{prompt}} and {{{self.responses[0]}}} in it")
         fields = {named for _, named in FIELD.findall(text)} - {""}
         known = (*KNOWN, *self.responses)
         for field in sorted(fields - set(known)):
             raise BadInput(f"{self.name} has the unknown field {{{field}}}; there are "
                            f"{', '.join(f'{{{x}}}' for x in known)}, and {{{{{field}}}}} writes "
                            "the braces themselves")
-        blank = re.search(rf"\{{ *({'|'.join(known)}) *\}}", FIELD.sub("", text))
-        if blank:
-            raise BadInput(f"{self.name} has {blank[0]}, with blanks, which is no field; write "
-                           f"{{{blank[1]}}}")
         for field in self.responses:
             if field not in fields:
                 raise BadInput(f"{self.name} has no {{{field}}}, so the judge would not see what "

@@ -72,6 +72,7 @@ TABLE = {
     "patience": ("grpo.py", dict(reward_timeout=60), ["reward_timeout = 60", "timeout = 60"]),
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
     "another script's model": ("sft.py", dict(zero_stage="reward=3"), ["zero_stage = 'reward=3'", "policy"]),
+    "another script's key": ("grpo.py", dict(ppo_epochs=2), ["'ppo_epochs'", "python ppo.py --ppo_epochs=2"]),
     "a key of old": ("rm.py", dict(zero=3), ["'zero'", "'zero_stage'"]),
     # tools
     "sample row": ("tools/sample.py", dict(policy_path="POLICY", prompts="CHAT.JSONL"), ["chat.jsonl", "row 4"]),

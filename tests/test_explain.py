@@ -94,20 +94,16 @@ def explained(world, runs):
         ppo=dict(run=f"{runs}/ppo/cut", prompt=next_prompt(world, PPO)[0], seed=SEED),
         grpo=dict(run=f"{runs}/grpo/cut", prompt=next_prompt(world, GRPO)[0], seed=SEED),
         ppo_over=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="deep/ppo.png"),
-        ppo_other_seed=dict(run=f"{runs}/ppo/out", prompt="12+34=", seed=2),
         grpo_over=dict(run=f"{runs}/grpo/out", prompt="12+34=", out="grpo.png"),
         gspo=dict(run=f"{runs}/gspo/out", prompt="12+34=", seed=3),
         cispo=dict(run=f"{runs}/cispo/out", prompt="12+34=", seed=3),
         answered=dict(run=f"{runs}/rules/out", prompt="12+34=", answer="46"),
         of_the_data=dict(run=f"{runs}/rules/out", prompt=read_rows(world.rl_val)[0]["prompt"]),
         unanswered=dict(run=f"{runs}/rules/out", prompt="12+34="),
-        nowhere=dict(run=f"{runs}/none", prompt="12+34="),
         no_checkpoint=dict(run=world.policy, prompt="12+34="),
         supervised=dict(run=f"{runs}/sft/out", prompt="12+34="),
-        empty=dict(run=f"{runs}/ppo/out", prompt=" "),
         too_long=dict(run=f"{runs}/ppo/out", prompt="1+" * 20),
-        no_png=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="explain.txt"),
-        unwritable=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="/proc/explain.png"))
+        no_png=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="explain.txt"))
     before = contents(runs)
     cases = {name: [one_run(TOOL, tiny.arguments(keys))] for name, keys in calls.items()}
     results = {name: result for name, (result,) in forked(folder, cases).items()}
@@ -126,8 +122,8 @@ def table(text, columns):
     The table of tokens: a list of numbers for each column; "yes", "no" and "-" stay. The text of a
     token may have blanks, so the columns are counted from the right.
     """
-    lines = text[text.index("# token "):text.index("where the")].splitlines()[1:]
-    cells = [line.split()[-columns:] for line in lines if line.strip()]
+    lines = text[text.index("# token "):].splitlines()[1:]
+    cells = [line.split()[-columns:] for line in lines if line.strip() and "saved" not in line]
     return [[x if x in ("yes", "no", "-") else float(x) for x in column]
             for column in zip(*cells, strict=True)]
 
@@ -257,25 +253,20 @@ def test_the_folder_of_the_run_is_as_it_was(explained):
     assert explained.before == explained.after and len(explained.before) > 40
 
 
-def test_a_run_that_is_over_takes_the_peak_learning_rate_and_says_so(explained):
+def test_a_run_that_is_over(runs, explained, letters):
+    """
+    It takes the peak learning rate and says so. The run does not have this prompt: the policy
+    answers it with the noise of the first place.
+    """
     text = printed(explained, "ppo_over")
     assert "checkpoint-000004" in text and "peak learning rate" in text
     assert any(abs(ratio - 1) > 0.01 for ratio in table(text, 13)[10])
-
-
-def test_the_prompt_is_what_is_answered(runs, explained, letters):
-    """A prompt that the run has not: the policy answers it with the noise of the first place."""
     policy = by_hand.language_model(os.path.join(runs, "ppo", "out", "checkpoint-000004", "policy"))
     c = SimpleNamespace(**BATCH | dict(seed=1))
     prompt = by_hand.encode("12+34=", by_hand.MARKERS["tokenizer"])
     response = by_hand.sample(c, policy, prompt, "rollout", 4, 0, 0)
     logprobs, _ = by_hand.logprobs_of(policy, prompt, response, c.temperature)
-    assert close(table(printed(explained, "ppo_over"), 13)[0], [x.item() for x in logprobs])
-
-
-def test_another_seed_is_another_response(explained):
-    first, second = (table(printed(explained, name), 13) for name in ("ppo_over", "ppo_other_seed"))
-    assert first[0] != second[0]
+    assert close(table(text, 13)[0], [x.item() for x in logprobs])
 
 
 def test_the_answer_of_the_user_and_that_of_the_data(explained):
@@ -291,12 +282,11 @@ def test_the_picture(name, file, explained):
         assert f.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("name, said", [
-    ("unanswered", "--answer="), ("nowhere", "has no checkpoint"), ("no_checkpoint", "has no checkpoint"),
-    ("supervised", "sft.py"), ("empty", "--prompt="), ("too_long", f"prompt '{'1+' * 20}'"),
-    ("no_png", ".png"), ("unwritable", "/proc/explain.png")])
-def test_bad_input_gets_one_line(name, said, explained):
+@pytest.mark.parametrize("name, code, said", [
+    ("unanswered", 1, "no 'answer'"), ("no_checkpoint", 2, "has no checkpoint"),
+    ("supervised", 2, "ppo.py or grpo.py"), ("too_long", 2, f"prompt '{'1+' * 20}'"),
+    ("no_png", 2, ".png")])
+def test_bad_input_gets_one_line(name, code, said, explained):
     result = explained.results[name]
-    assert result["codes"] == [2]
+    assert result["codes"] == [code]
     assert len(result["stderr"][0].splitlines()) == 1 and said in result["stderr"][0]
-    assert "explain-" not in result["stderr"][0]  # not the temporary folder

@@ -28,7 +28,7 @@ def block(program=F, tag="python", fence="```"):
 
 
 TAGS = ["python", "py", "python3.11", "{.python .numberLines}", "python:solution.py", "src/my-main.py"]
-OTHERS = ["bash", "pycon", "pyproject"]
+OTHERS = ["bash", "pycon"]
 
 CASES = {f"tag {tag}": (f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in TAGS}
 CASES |= {f"no program: {tag}": (f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F) for tag in OTHERS}

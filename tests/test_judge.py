@@ -163,7 +163,7 @@ def test_a_file_of_the_users(tiny_world, tmp_path):
 # what is wrong
 
 
-REFUSED = {"": "empty", "{prompt}{response} good?": "no A and B", "A or B? { prompt } {response}": "{ prompt }",
+REFUSED = {"": "{response}", "{prompt}{response} good?": "no A and B",
            "{prompt} good?": "{response}", "{prompt} {response} {question}": "{question}",
            "answers: A\n{response}": "'A'", "answers: A A\n{response}": "'A A'", "answers: yes no\n{response}": "'yes'"}
 

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def world(tmp_path_factory):
                        ("half", "{prompt}{first}")):
         with open(f"{world.root}/{name}.txt", "w") as f:
             f.write(text)
+    shutil.copytree(world.policy, f"{world.root}/talks")
+    with open(f"{world.root}/talks/chat_template.jinja", "w") as f:
+        f.write("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    chats = [dict(prompt=[dict(role="user", content=row["prompt"])]) for row in read(world.rl_train)]
+    tiny.jsonl(f"{world.root}/chats.jsonl", chats)
     return world
 
 
@@ -54,6 +60,11 @@ def runs(world, tmp_path_factory):
         jobs[name] = [one_run("data/label.py", keys_of(world, **keys))]
     jobs["two"] = [one_run("data/label.py", *[keys_of(world)] * 2)]
     jobs["chain"].append(one_run("rm.py", world.rm("rm", train_path=labels, val_path=labels, max_iters=1)))
+    talks, labels = f"{world.root}/talks", f"{folder}/chat/labels.jsonl"
+    jobs["chat"] = [one_run("data/label.py", keys_of(world, policy_path=talks, prompts_path=f"{world.root}/chats.jsonl")),
+                    one_run("rm.py", world.rm("rm", init_from=talks, train_path=labels, val_path="", max_iters=1))]
+    tiny.jsonl(f"{folder}/alike.jsonl", [dict(prompt="1+1=", chosen="2", rejected=text) for text in "2312"])
+    jobs["alike"] = [one_run("rm.py", world.rm("rm", train_path="../alike.jsonl", max_iters=1))]
     return folder, forked(folder, jobs)
 
 
@@ -142,8 +153,17 @@ def test_the_same_command_writes_the_same(runs):
     assert read(f"{folder}/sure/labels.jsonl") == sure and 0 < len(sure) < len(whole)
 
 
-def test_rm_reads_them(runs):
-    assert [result["codes"] for result in runs[1]["chain"]] == [[0], [0]], runs[1]["chain"]
+@pytest.mark.parametrize("name", ["chain", "chat"])
+def test_rm_reads_them(name, runs):
+    assert [result["codes"] for result in runs[1][name]] == [[0], [0]], runs[1][name]
+    if name == "chat":  # what a chat is asked is what the same text is asked
+        plain, chats = (read(f"{runs[0]}/{each}/labels.jsonl") for each in ("compare", "chat"))
+        assert [row["chosen"] for row in plain] == [row["chosen"][0]["content"] for row in chats]
+
+
+def test_pairs_of_one_text_are_counted(runs):
+    result, = runs[1]["alike"]
+    assert result["codes"] == [0] and "warning: in 2 pairs " in result["stdout"][0], result
 
 
 REFUSED = {

@@ -152,8 +152,6 @@ def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_h
 
 
 @pytest.mark.parametrize("file, number, change, message", [
-    ("train.jsonl", 2, '{"subreddit": "cats", "title": ', "not JSON"),
-    ("train.jsonl", 3, lambda row: {key: row[key] for key in row if key != "post"}, "post: "),
     ("batch3.json", 2, lambda row: row | {"choice": 2}, "summaries.2.text: "),
     ("batch3.json", 1, lambda row: row | {"info": []}, "info.subreddit: ")])
 def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, change, message):

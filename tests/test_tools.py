@@ -132,12 +132,6 @@ def test_a_gpu_that_is_not_there(script, run_here):
         run_here(os.path.join(ROOT, script), "--device_type=cuda")
 
 
-@pytest.mark.parametrize("arguments, said", [(["one"], "one"), (["1", "both"], "both")])
-def test_judge_refuses_what_it_does_not_know(arguments, said):
-    done = subprocess.run(["bash", "runs/judge.sh", *arguments], cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-
-
 @pytest.fixture
 def toy(tmp_path):
     """A folder with runs/ and what quickstart.sh 3 leaves, in which python is a shell script; runs a script of runs/."""
@@ -156,7 +150,7 @@ def toy(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("arguments", [["1", "2"], ["one"], [""], ["01"], ["9" * 19]])
+@pytest.mark.parametrize("arguments", [["1", "2"], ["one"], ["01"]])
 @pytest.mark.parametrize("script", ["quickstart.sh", "code.sh"])
 def test_seeds_that_are_none_are_refused_first(script, arguments, toy, tmp_path):
     done = toy(script, *arguments)
@@ -165,11 +159,10 @@ def test_seeds_that_are_none_are_refused_first(script, arguments, toy, tmp_path)
     assert len(list(tmp_path.glob("out/arithmetic_*/config.json"))) == 3 and not (tmp_path / "said").exists()
 
 
-@pytest.mark.parametrize("arguments, seed", [([], "1"), (["0"], "0"), (["9" * 18], "9" * 18)])
-def test_quickstart_deletes_what_the_readme_says(arguments, seed, toy, tmp_path):
+def test_quickstart_deletes_what_the_readme_says(toy, tmp_path):
     (tmp_path / "out" / "arithmetic_grpo").mkdir()
-    assert toy("quickstart.sh", *arguments).returncode == 0
-    assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"] and f"--seed={seed}\n" in (tmp_path / "said").read_text()
+    assert toy("quickstart.sh").returncode == 0
+    assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"] and "--seed=1\n" in (tmp_path / "said").read_text()
     assert "deletes `out/arithmetic_{sft,rm,ppo}` of an earlier one" in open(f"{ROOT}/README.md").read()
 
 

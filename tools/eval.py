@@ -23,7 +23,6 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 
 import json  # noqa: E402
 import math  # noqa: E402
-import time  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
@@ -31,7 +30,7 @@ from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.checkpoint import write_json  # noqa: E402
 from engine.curves import short_names  # noqa: E402
-from engine.estimates import (best_of_k, bootstrap, kl_of_best_of, majority_at_k,  # noqa: E402
+from engine.estimates import (best_of_k, bootstrap, majority_at_k,  # noqa: E402
                               mean_and_error, pass_at_k, wins)
 from engine.judging import Judge  # noqa: E402
 from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
@@ -65,7 +64,6 @@ chat_template = ""  # a Jinja file in the place of the tokenizers' own chat temp
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
 # judging
-k = ""  # of pass@k, majority@k and best@k, as "1,4,8"; empty = 1, 2, 4, ... up to samples
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
@@ -91,10 +89,8 @@ modes = [("greedy", 0.0, 1)] if greedy else []  # (name, temperature, responses 
 modes += [("sampled", temperature, samples)] if samples else []
 if not modes:
     raise BadConfig("greedy = False and samples = 0 leave nothing to do; type --samples=4")
-ks = [int(word) if word.isdecimal() else 0 for word in k.replace(" ", "").split(",") if word]
-ks = ks or [2**i for i in range(samples.bit_length())]
-if samples and not all(1 <= x <= samples for x in ks):
-    raise BadConfig(f"k = {k!r}: wanted numbers from 1 to samples = {samples}, such as 1,4")
+# of pass@k, majority@k and best@k: 1, 2, 4, ... and all samples
+ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples else []
 
 terms = reward_terms(reward_functions) if reward_functions else []  # [(weight, name, function)]
 for name, key, path in (("reward_model", "reward_path", reward_path),
@@ -104,9 +100,6 @@ for name, key, path in (("reward_model", "reward_path", reward_path),
     if not path and name in [term[1] for term in terms]:
         raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
 rewards = [name for _, name, _ in terms]
-if "scores" in rewards:
-    raise BadConfig("a reward of reward_functions is called 'scores', and so is the sum of all of "
-                    "them; rename yours")
 # the scores that are measured; the last is the weighted sum of several rewards
 known = list(dict.fromkeys(["accuracy", *rewards, *["scores"] * (len(terms) > 1)]))
 if right_by not in known:
@@ -143,17 +136,14 @@ if judge_path:
     check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
 
-# all policies are checked before the first one answers: several are loaded for that alone, for an
-# error of the last one would otherwise come hours later
-checked = []  # (name, path, its tokenizer, that of the reward model, ids of the prompts)
+checked = []  # (name, path, tokenizer, that of the reward model, ids of the prompts) of each policy
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
-    policy = load(path) if len(paths) > 1 else outline(path, "lm", weights_dtype)
+    policy = outline(path, "lm", weights_dtype)
     check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer)
     checked.append((name, path, tokenizer, reward_tokenizer, ids))
-    del policy, models  # before the next one is loaded
 together.agree(config | {"the prompts": rows})
 
 # --------------------------------------------------------------------------------------------------
@@ -172,7 +162,6 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
     for mode, heat, count in modes:
         picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
-        began = said = time.time()
         for first in range(0, len(batches), world_size):
             # every rank goes through as many batches, for scoring may be a collective; the last
             # ones of some ranks are empty
@@ -208,12 +197,9 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                     finished=bool(batch["finished"][j]),
                     length=int(batch["response_mask"][j].sum()),
                     scores={key: x[j] for key, x in columns.items() if math.isfinite(x[j])}))
-            done = min((first + world_size) * batch_size, len(picks))
-            if rank == 0 and (time.time() - said > 5 or done == len(picks)):
-                said = time.time()
-                left = (said - began) / done * (len(picks) - done)
-                print(f"{name}, {mode}: {done} of {len(picks)} responses, eta {left:.0f}s",
-                      flush=True)
+            if rank == 0:
+                done = min((first + world_size) * batch_size, len(picks))
+                print(f"{name}, {mode}: {done} of {len(picks)} responses", flush=True)
     del policy  # before the next one is loaded
 
 # everyone's responses, in one order
@@ -235,32 +221,38 @@ def scores_of(prompt, name):
     return [record["scores"][name] for record in prompt if name in record["scores"]]
 
 
+def scored(prompts, name):
+    """The prompts whose responses all have a score of that name."""
+    return [prompt for prompt in prompts if len(scores_of(prompt, name)) == len(prompt)]
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
 figures = {name: {} for name in names}  # policy -> "mode metric" -> (mean, error)
 for (name, mode), prompts in by_prompt.items():
     numbers = {}  # metric -> one number a prompt
     for score in known:
-        each = [scores_of(prompt, score) for prompt in prompts]
         # a reward may be called as another figure is: the rule length is not the length in tokens
         metric = score if score in ("accuracy", "scores") else f"reward/{score}"
-        numbers[metric] = [sum(values) / len(values) for values in each if values]
-    judged = [prompt for prompt in prompts if len(scores_of(prompt, right_by)) == len(prompt)]
-    right = [[float(value == 1.0) for value in scores_of(prompt, right_by)] for prompt in judged]
+        each = [scores_of(prompt, score) for prompt in prompts]
+        numbers[metric] = [mean(values) for values in each if values]
     for x in ks if mode == "sampled" else ():
-        numbers[f"pass@{x}"] = [pass_at_k(samples, int(sum(values)), x) for values in right]
-    for x in ks if mode == "sampled" and right_by == "accuracy" else ():
-        numbers[f"majority@{x}"] = [
-            majority_at_k([record["answer"] for record in prompt], values, x)
-            for prompt, values in zip(judged, right, strict=True)]
-    # the best of k samples by the reward: its own score, and what else is measured of it
-    ranked = [prompt for prompt in prompts if len(scores_of(prompt, by)) == len(prompt)]
-    for x in ks if mode == "sampled" and terms else ():
-        for score in known:
-            both = [(scores_of(prompt, by), scores_of(prompt, score)) for prompt in ranked]
-            numbers[f"best@{x} {score}"] = [best_of_k(ranks, values, x) for ranks, values in both
-                                            if len(values) == len(ranks)]
-        numbers[f"best@{x} kl bound"] = [kl_of_best_of(x)]
-    numbers["length"] = [sum(r["length"] for r in prompt) / len(prompt) for prompt in prompts]
-    numbers["finished"] = [sum(r["finished"] for r in prompt) / len(prompt) for prompt in prompts]
+        numbers[f"pass@{x}"], numbers[f"majority@{x}"] = [], []
+        for prompt in scored(prompts, right_by):
+            right = [float(value == 1.0) for value in scores_of(prompt, right_by)]
+            numbers[f"pass@{x}"].append(pass_at_k(samples, int(sum(right)), x))
+            if right_by == "accuracy":
+                answers = [record["answer"] for record in prompt]
+                numbers[f"majority@{x}"].append(majority_at_k(answers, right, x))
+        # the best of k samples by the reward: its own score, and what else is measured of it
+        for score in known if terms else ():
+            numbers[f"best@{x} {score}"] = [
+                best_of_k(scores_of(prompt, by), scores_of(prompt, score), x)
+                for prompt in scored(scored(prompts, by), score)]
+    numbers["length"] = [mean([record["length"] for record in prompt]) for prompt in prompts]
+    numbers["finished"] = [mean([record["finished"] for record in prompt]) for prompt in prompts]
     figures[name] |= {f"{mode} {metric}": mean_and_error(values)
                       for metric, values in numbers.items() if values}
 
@@ -273,7 +265,7 @@ for other in names[1:]:
     if values:
         low, high = bootstrap(values)
         duels.append(dict(policy=names[0], against=other, by=by, responses=last, low=low, high=high,
-                          prompts=len(values), win_rate=sum(values) / len(values)))
+                          prompts=len(values), win_rate=mean(values)))
 
 # --------------------------------------------------------------------------------------------------
 # what is printed and written, by rank 0
@@ -284,8 +276,8 @@ def write():
     with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-    listed = {name: {metric: dict(mean=mean, error=None if math.isnan(error) else error)
-                     for metric, (mean, error) in its.items()}
+    listed = {name: {metric: dict(mean=middle, error=None if math.isnan(error) else error)
+                     for metric, (middle, error) in its.items()}
               for name, its in figures.items()}
     write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
                                    win_rates=duels))
@@ -298,9 +290,9 @@ if rank == 0:
     for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
         cells, digits = [], 1 if metric.endswith("length") else 3
         for name in names:
-            mean, error = figures[name].get(metric, (math.nan, math.nan))
-            cells.append(f"{mean:.{digits}f}"
-                         + ("" if math.isnan(error) else f" ±{error:.{digits}f}"))
+            middle, error = figures[name].get(metric, (math.nan, math.nan))
+            more = "" if math.isnan(error) else f" ±{error:.{digits}f}"
+            cells.append(f"{middle:.{digits}f}{more}")
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
     for duel in duels:
         print(f"{duel['policy']} wins {duel['win_rate']:.1%} against {duel['against']} "

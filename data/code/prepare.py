@@ -19,7 +19,7 @@ Writes beside itself, or into --out:
     rl_train.jsonl, rl_val.jsonl     {"prompt", "tests"}, for the reward `code` of rewards.py
     tokenizer/                       the byte-level tokenizer
 No problem of a _val file is in a _train file. No demonstration with a mistake passes the tests of
-its problem. No text is evaluated here: what each piece of code does is also written as a function.
+its problem.
 """
 import os
 import random
@@ -79,29 +79,6 @@ SECOND = {
         "without the first {k} letters": ["{x}[{k}:]", "{x}[:{k}]"],
         "without the last {k} letters": ["{x}[:-{k}]", "{x}[:{k}]"]},
 }
-# What each piece of code does
-DOES = {
-    "max(a, b)": lambda a, b: max(a, b), "min(a, b)": lambda a, b: min(a, b),
-    "(a + b)": lambda a, b: a + b, "(a - b)": lambda a, b: a - b, "(b - a)": lambda a, b: b - a,
-    "(a * b)": lambda a, b: a * b,
-    "abs(a - b)": lambda a, b: abs(a - b), "abs(a + b)": lambda a, b: abs(a + b),
-    "sum(xs)": lambda xs: sum(xs), "sum(xs[1:])": lambda xs: sum(xs[1:]),
-    "max(xs)": lambda xs: max(xs), "min(xs)": lambda xs: min(xs),
-    "len(xs)": lambda xs: len(xs), "len(xs[1:])": lambda xs: len(xs[1:]),
-    "xs[0]": lambda xs: xs[0], "xs[1]": lambda xs: xs[1],
-    "xs[-1]": lambda xs: xs[-1], "xs[-2]": lambda xs: xs[-2],
-    "s[::-1]": lambda s: s[::-1], "s[::1]": lambda s: s[::1],
-    "s.upper()": lambda s: s.upper(), "s.lower()": lambda s: s.lower(),
-    "s[1:]": lambda s: s[1:], "s[0:]": lambda s: s[0:],
-    "s[:-1]": lambda s: s[:-1], "s[:1]": lambda s: s[:1],
-    "(s + s)": lambda s: s + s, "(s)": lambda s: s,
-    "{x} + {k}": lambda x, k: x + k, "{x} - {k}": lambda x, k: x - k,
-    "{k} - {x}": lambda x, k: k - x, "{x} * {k}": lambda x, k: x * k,
-    "{x} % {k}": lambda x, k: x % k, "{x} // {k}": lambda x, k: x // k,
-    "max({x}, {k})": lambda x, k: max(x, k), "min({x}, {k})": lambda x, k: min(x, k),
-    "{x}[:{k}]": lambda x, k: x[:k], "{x}[{k}:]": lambda x, k: x[k:],
-    "{x}[:-{k}]": lambda x, k: x[:-k], "{x}[-{k}:]": lambda x, k: x[-k:],
-}
 
 
 def problems():
@@ -124,9 +101,10 @@ def programs(parameters, first, second, k):
     join, other = SECOND["text" if parameters == "s" else "number"][second]
     choices = [(right, join, k), (habit, join, k), (right, other, k),
                (right, join, k - 1), (right, join, k + 1)]
-    return [(f"def f({parameters}): return {b.format(x=a, k=n)}",
-             lambda *given, a=a, b=b, n=n: DOES[b](DOES[a](*given), n))
-            for a, b, n in choices]
+    bodies = [b.format(x=a, k=n) for a, b, n in choices]
+    # eval: of the pieces of code above, and of no other text
+    return [(f"def f({parameters}): return {body}", eval(f"lambda {parameters}: {body}"))
+            for body in bodies]
 
 
 def arguments(rng, parameters):
