@@ -5,8 +5,8 @@ more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 "$PYTHON" -m ruff check .
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processes at a time as it is
-# a file's tests stay together: they share runs that take seconds. More than four processes at a
-# time would only wait for one another's longest file
+# a file's tests stay together: they share runs that take seconds. conftest.py puts the longest
+# first; more than four processes at a time would only wait for one another's longest file
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
-exec "$PYTHON" -m pytest -q -n $((cores < 4 ? cores : 4)) --dist loadfile "$@"
+exec "$PYTHON" -m pytest -q -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder "$@"

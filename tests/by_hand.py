@@ -432,7 +432,9 @@ def evaluation(c, models, rows, iteration, best):
     if best.score is None and getattr(c, "scale_scores", "none") == "running":
         best.deviation = deviation_of([r.raw for r in batch])
     finish_scores(c, batch, Counter(), best.deviation)
-    score = mean([r.score for r in batch])
+    score, raw = mean([r.score for r in batch]), mean([r.raw for r in batch])
+    if best.raw is None or raw > best.raw:
+        best.raw, best.raw_at = raw, iteration
     if best.score is None or score > best.score + 1e-6:
         best.score, best.policy = score, copies_of(models.policy)
         best.at.append(iteration)
@@ -440,7 +442,7 @@ def evaluation(c, models, rows, iteration, best):
 
 
 def no_best():
-    return SimpleNamespace(score=None, policy=None, deviation=1.0, at=[])
+    return SimpleNamespace(score=None, policy=None, deviation=1.0, at=[], raw=None, raw_at=0)
 
 
 def copies_of(model):
@@ -463,6 +465,7 @@ def products(c, models, ema, best, seen):
     if c.keep_best:
         trained["best_policy"] = best.policy
         seen["best first" if best.at[-1] == 0 else "best later"] += 1
+        seen["best by shape"] += best.at[-1] != best.raw_at
     return trained
 
 

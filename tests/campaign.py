@@ -2,12 +2,12 @@
 A fault campaign, from outside: nothing in the scripts knows of it. They are killed at chosen calls and at random times, the
 same command is run again, and what it leaves must be, bit for bit, what an uninterrupted run leaves.
 
-python tests/campaign.py --kills=200 --corrupt=ppo.py         # prints a table; fails on any difference
+python tests/campaign.py --kills=200 --corrupt=ppo.py         # fails on any difference
 python tests/campaign.py --roles --kills=40 --signals=12      # ranks with roles; and SIGTERM and SIGINT
 python tests/campaign.py --only=ppo.py:2/file:0:37:before     # one kill again, as the campaign has named it
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
-forks the ranks of each run: 0.2 s.
+forks the ranks of each run: 0.2 s. tests/forked.py runs other tests' scripts in the same way.
 
 A fault is KIND:RANK:AT:WHEN. The kinds:
     collective, compute    the AT-th call of a collective; of a model, of backward, of an optimizer's step. before | after it
@@ -27,6 +27,7 @@ import glob
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -65,13 +66,12 @@ torch.set_num_threads(1)  # a forked child has none of its parent's threads, so 
 
 TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
-LONGEST = 180  # seconds that a run may take in all
+LONGEST = 450  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0),
+        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
-MORE = dict(scale_scores="running", keep_best=True)  # more of ppo.py's state to save, where it has the key
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 # with --roles: the keys roles, staleness and zero_stage, too. Batches that are sampled ahead are a part of a checkpoint
@@ -92,8 +92,6 @@ def command(world, job, **keys):
     if rest:
         keys |= dict(zip(("roles", "staleness", "zero_stage"), rest, strict=False))
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
-    known = configurator.read_keys(os.path.join(ROOT, script))
-    keys |= {k: v for k, v in MORE.items() if script == "ppo.py" and k in known}
     if script == "grpo.py":
         keys["reward_functions"] = world.rule("odd")  # flat groups, for refills
     return getattr(world, script.removesuffix(".py"))("out", **keys)
@@ -262,7 +260,10 @@ def begin_child():
 
 
 def child(script, arguments, rank, ranks, port, folder, fault, count):
-    """One rank, in a process of its own: run the script as python would, and end."""
+    """
+    One rank, in a process of its own: run the script as python would, and end. arguments: the script's; or, of each rank,
+    {"args", "code"}: what code of a test is run before, which may put functions of its own in the place of ours.
+    """
     code = 70
     try:
         begin_child()
@@ -282,6 +283,9 @@ def child(script, arguments, rank, ranks, port, folder, fault, count):
         points = Points(script, fault)
         if count or fault:
             inject(points)
+        if isinstance(arguments[0], dict):
+            tiny.run_patches(arguments[rank].get("code", ""), rank, map(sys.modules.get, OURS))
+            sys.argv[1:] = arguments[rank]["args"]
         try:
             runpy.run_path(script, run_name="__main__")
             code = 0
@@ -687,19 +691,17 @@ def describe(result, references):
 def damages(content, older, rng):
     """[(what, bytes, or None to delete)] of a file: something everywhere, its end, all of it, that of the older checkpoint."""
     size, found = len(content), []
-    pieces = 24 if size > 4096 else size
-    edges = [size * i // pieces for i in range(pieces + 1)]
-    for a, b in zip(edges, edges[1:], strict=False):
+    edges = [size * i // min(size, 24) for i in range(min(size, 24) + 1)]
+    for a, b in itertools.pairwise(edges):
         at, bit = rng.randrange(a, b), rng.randrange(8)
         found.append((f"bit {bit} of byte {at} flipped", content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1:]))
         found.append((f"bytes {a} to {b} zeroed", content[:a] + bytes(b - a) + content[b:]))
-    lengths = sorted({size * i // 20 for i in range(20)} | {size - 1})
-    found += [(f"cut to {length} of {size} bytes", content[:length]) for length in lengths]
+        found.append((f"cut to {a} of {size} bytes", content[:a]))
     found += [("a newline appended", content + b"\n"), ("deleted", None), ("that of the older checkpoint", older)]
     return [(what, new) for what, new in found if new != content]
 
 
-def corrupt(out_dir, step=1):
+def corrupt(out_dir, step):
     """
     Damage each file of out_dir's newest checkpoint in many ways, one at a time (of each file's ways every step-th).
     find_checkpoint must return the one before it. Returns how many ways, and [what went wrong].
@@ -713,12 +715,12 @@ def corrupt(out_dir, step=1):
         if os.path.exists(os.path.join(older, name)):
             with open(os.path.join(older, name), "rb") as f:
                 before = f.read()
-        ways = damages(content, before, rng)
+        ways = damages(content, before, rng)[::step]
         if name == "manifest.json":  # a file that it does not know could be anything
             entries = json.loads(content)
             ways += [(f"without {key}", json.dumps({k: v for k, v in entries.items() if k != key}, indent=2).encode())
                      for key in entries]
-        for what, new in ways[::step]:
+        for what, new in ways:
             tried += 1
             os.remove(path)
             if new is not None:
@@ -757,51 +759,44 @@ def build_world(folder):
     return tiny.World(folder)
 
 
-def campaign(options, work):
-    """Everything that was asked for. Returns a report for JSON, whose "problems" are empty if all is well."""
-    began, report = time.monotonic(), dict(problems=[])
+def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=(), corrupted="", step=1):
+    """
+    Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. signals:
+    how many runs to stop by SIGTERM or SIGINT. roles, jobs: ROLE_JOBS or these in the place of JOBS. only: these trials and
+    no others. corrupted: a script whose checkpoint is damaged in every step-th way. Returns a report for JSON, whose
+    "problems" are empty if all is well.
+    """
     world = build_world(os.path.join(work, "world"))
-    only = [from_name(text) for text in options.only]
-    jobs = [job for job in (ROLE_JOBS if options.roles else JOBS) if job[0] in options.scripts]
-    if only:
-        jobs = [job for job, _ in only]
-    references = {}
-    if options.kills or options.signals or only:
+    only = [from_name(text) for text in only]
+    jobs = [job for job, _ in only] or [tuple(job) for job in jobs] or (ROLE_JOBS if roles else JOBS)
+    references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter(), graceful=0)
+    if kills or signals or only:
         for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
             references[r["job"]] = r
             report["problems"] += r["problems"]
-    planned = only or plan(options.kills, options.seed, {job: references[job] for job in jobs if job in references})
+    planned = only or plan(kills, seed, references)
     trials = [(job[1], kill(world, references[job], faults, f"{work}/kill-{i}")) for i, (job, faults) in enumerate(planned)]
-    rng = random.Random(f"signals {options.seed}")
-    for i in range(options.signals):
+    rng = random.Random(f"signals {seed}")
+    for i in range(signals):
         job = jobs[i % len(jobs)]
         fault = Fault("time", rng.choice([-1, *range(job[1])]), round(rng.random(), 4), "")
         number = [signal.SIGTERM, signal.SIGINT][i // len(jobs) % 2]
         trials.append((job[1], ask(world, references[job], fault, number, f"{work}/signal-{i}")))
     trials.sort(key=lambda trial: -trial[0])  # those of most ranks first: no core stays empty beside them at the end
-    killed, asked = [], []
     for result in schedule(trials):
-        (asked if "graceful" in result else killed).append(result)
+        report["graceful"] += result.get("graceful", 0)
+        if "graceful" not in result:
+            report["kills"] += len(result["kills"])
+            report["by_kind"].update(fault.kind for fault in result["kills"])
+            report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
         if result["problems"]:
-            print(describe(result, references), flush=True)
-            report["problems"].append(f"{name_of(result['job'], result['faults'])}: {result['problems'][0]}")
-    if killed:
-        report["kills"] = sum(len(r["kills"]) for r in killed)
-        report["by_kind"] = collections.Counter(fault.kind for r in killed for fault in r["kills"])
-        report["by_job"] = collections.Counter(":".join(map(str, r["job"])) for r in killed for _ in r["kills"])
-        good = sum(not r["problems"] for r in killed)
-        print(f"{report['kills']} kills in {len(killed)} trials, {good} resumed bit for bit; {time.monotonic() - began:.0f} s")
-    if asked:
-        report["graceful"] = sum(r["graceful"] for r in asked)
-        print(f"{sum(len(r['kills']) for r in asked)} signals, {report['graceful']} runs ended with 0 by then; "
-              f"{sum(not r['problems'] for r in asked)}/{len(asked)} well; slowest end {max(r['slowest'] for r in asked):.1f} s")
-    if options.corrupt:
-        job = (options.corrupt, 1)
+            report["problems"].append(describe(result, references))
+    if corrupted:
+        job = (corrupted, 1)
         run = Run(job, command(world, job, keep_checkpoints=2), os.path.join(work, "corrupt")).wait()
         assert run.codes == {0: 0}, run.output()
-        report["damages"], wrong = corrupt(os.path.join(work, "corrupt", "out"), options.corrupt_step)
+        report["damages"], wrong = corrupt(os.path.join(work, "corrupt", "out"), step)
         report["problems"] += wrong
-        print(f"{report['damages']} ways to damage a checkpoint of {options.corrupt}, {report['damages'] - len(wrong)} refused")
     return report
 
 
@@ -811,30 +806,22 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="decides which")
     parser.add_argument("--signals", type=int, default=0, help="how many runs to stop by SIGTERM or SIGINT")
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles, staleness and zero_stage instead")
-    parser.add_argument("--scripts", type=lambda text: text.split(","), default=list(KEYS), help="for instance sft.py,ppo.py")
     parser.add_argument("--only", action="append", default=[], help="this fault and no other (may be repeated)")
     parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
-    parser.add_argument("--corrupt-step", type=int, default=1, help="only every so many of these ways")
-    parser.add_argument("--folder", default="", help="where to work (default: a new one, removed if all is well)")
-    parser.add_argument("--report", default="", help="write a JSON report here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows finally is done
     warm()
-    work = os.path.abspath(options.folder) if options.folder else tempfile.mkdtemp(prefix="campaign-")
+    work = tempfile.mkdtemp(prefix="campaign-")
     print(f"working in {work}", flush=True)
-    problems = None
     try:
-        report = campaign(options, work)
-        problems = report["problems"]
-        if options.report:
-            with open(options.report, "w", encoding="utf-8") as f:
-                json.dump(report, f, indent=2)
-        print("\n".join([*problems[:20], f"{len(problems)} PROBLEMS" if problems else "all well"]))
+        report = campaign(work, options.kills, options.signals, options.seed, options.roles, (), options.only, options.corrupt)
     finally:
         for pid in list(LIVE):
             end(pid)
-        if problems == [] and not options.folder:
-            shutil.rmtree(work, ignore_errors=True)
+    problems = report.pop("problems")
+    print("\n".join([*problems[:20], json.dumps(report), f"{len(problems)} PROBLEMS" if problems else "all well"]))
+    if not problems:
+        shutil.rmtree(work, ignore_errors=True)
     sys.exit(bool(problems))
 
 

@@ -20,6 +20,11 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Files that run scripts come first, for they take longest: at the end, short ones keep all processes busy."""
+    items.sort(key=lambda item: not hasattr(item.module, "tiny"))
+
+
 def pytest_collection_finish(session):
     """While other tests run, start the process that forks the runs of some."""
     if not session.config.option.collectonly and any(

@@ -6,25 +6,16 @@ for all of them (tiny.forked): each line of stdin is ["cases.json", "results.jso
 
 A case is {"folder", "runs": [{"script", "ranks": [{"args": [...], "code": "Python to run before the script"}, ...]}, ...]}: runs
 one after the other in that folder, each on as many ranks as have an entry. The result of a run is {"codes", "seconds",
-"stdout", "stderr"}, with an entry for each rank; that of a case is the list of them.
+"stdout", "stderr"}, with an entry for each rank; that of a case is the list of them. A line may also be the keywords of
+campaign.campaign, and "report", the file for what it returns.
 """
 import json
 import os
 import shutil
 import signal
 import sys
-import time
 
 import campaign
-import tiny
-
-run_child = campaign.child
-
-
-def child(script, ranks, rank, *rest):
-    """campaign's, after the case's own code, which may patch modules of ours."""
-    tiny.run_patches(ranks[rank].get("code", ""), rank, map(sys.modules.get, campaign.OURS))
-    run_child(script, ranks[rank]["args"], rank, *rest)
 
 
 def trial(case):
@@ -48,16 +39,18 @@ def trial(case):
 def answer(cases_path, results_path, at_once):
     with open(cases_path, encoding="utf-8") as f:
         cases = json.load(f)
-    began = time.monotonic()
     trials = [(max(len(job["ranks"]) for job in case["runs"]), trial(case)) for case in cases]
     done = dict(campaign.schedule(trials, max([at_once, *(ranks for ranks, _ in trials)])))
     with open(results_path, "w", encoding="utf-8") as f:
         json.dump([done[case["folder"]] for case in cases], f)
-    print(f"{len(cases)} cases in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def kill_runs(report, **options):
+    with open(report, "w", encoding="utf-8") as f:
+        json.dump(campaign.campaign(**options), f)
 
 
 def main():
-    campaign.child, campaign.LONGEST = child, 450
     campaign.warm()
     os.fsync = lambda fd: None  # the disk itself matters only when the power fails; test_checkpoint.py has the real one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -65,7 +58,9 @@ def main():
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the runs' stdin
     try:
         for line in iter(asked.readline, ""):
-            answer(*json.loads(line))
+            asked_for = json.loads(line)
+            kill_runs(**asked_for) if isinstance(asked_for, dict) else answer(*asked_for)
+            print("done", flush=True)
     finally:
         for pid in list(campaign.LIVE):
             campaign.end(pid)

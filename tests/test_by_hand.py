@@ -172,11 +172,6 @@ CASES = {
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
         ptx_coef=0.4, target_kl=0.1, max_iters=2)),
-    # k3, rules alone
-    "ppo, rules": ("ppo.py", PPO | dict(
-        kl_estimator="k3", mix=[(1.0, "letters")], value_init="policy", gamma=0.95,
-        lam=1.0, cliprange=0.1, grad_clip=0.3, adam_eps=1e-3, beta1=0.8, num_minibatches=2,
-        max_iters=2, micro_batch_size=7)),
     # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
     "ppo, uncentered": ("ppo.py", PPO | dict(
         reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
@@ -185,9 +180,6 @@ CASES = {
     "ppo, whitened": ("ppo.py", PPO | dict(
         whiten_rewards="zero-mean", missing_eos_penalty=1.0, max_iters=2,
         ref_model="older")),
-    "ppo, no reference": ("ppo.py", PPO | dict(
-        kl_coef=0.0, mix=[(1.0, "letters")], value_init="policy", batch_size=4, num_minibatches=2, ppo_epochs=1,
-        max_iters=2)),
     # one response of one token: nothing to whiten by, and a deviation of 0
     "ppo, one token": ("ppo.py", PPO | dict(
         batch_size=1, max_new_tokens=1, num_minibatches=1, scale_scores="running", max_iters=2)),
@@ -240,14 +232,11 @@ CASES = {
     "grpo, uncentered": ("grpo.py", GRPO | dict(
         reward_model="uncentered", mix=[(1.0, "reward_model")], missing_eos_penalty=1.0,
         max_new_tokens=3, max_iters=2)),
-    "grpo, in the reward": ("grpo.py", GRPO | dict(
-        mix=[(1.0, "reward_model"), (0.5, "letters")],
-        missing_eos_penalty=1.0, ref_model="older", kl_in="reward")),
     # the KL in the score; groups are refilled by one reward of two, and some stay flat by it
     "rloo": ("grpo.py", GRPO | dict(
         baseline="others", scale_by="none", aggregation="token-mean", kl_in="reward",
         kl_estimator="k1", kl_coef=0.4, mix=[(1.0, "sometimes"), (0.7, "reward_model")],
-        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2)),
+        max_refills=1, refill_by="sometimes", batch_size=8, group_size=2, num_minibatches=2, ref_model="older")),
     "sft": ("sft.py", TUNED | dict(
         init="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
     "sft, plain": ("sft.py", TUNED | dict(
@@ -308,7 +297,7 @@ def drawn(script, seed):
     given = PPO if script == "ppo.py" else GRPO
     return script, given | {k: x for k, x in keys.items() if k in given or k == "ptx_coef"} | dict(max_iters=2)
 
-DRAWN = {"ppo.py": 5, "grpo.py": 7}
+DRAWN = {"ppo.py": 4, "grpo.py": 5}
 CASES |= {f"{script[:-3]}, drawn {i}": drawn(script, i) for script, count in DRAWN.items() for i in range(count)}
 
 # how a run is laid out: on how many ranks, and with which keys
@@ -334,22 +323,20 @@ WAYS = {
     "ppo, mixed": ["three, stopped"],
     "ppo, ptx": ["three, stage 3"],
     "ppo, shared, ptx": ["two"],
-    "ppo, uncentered": ["alone, stopped", "three"],
+    "ppo, uncentered": ["three, stopped"],
     "ppo, whitened": ["tokens"],
-    "ppo, no reference": ["three, stage 3"],
-    "ppo, one token": ["alone", "two"],
+    "ppo, one token": ["two"],
     "ppo, stale": ["roles, stopped"],
     "ppo, stale, shared": ["generate"],
     "ppo, stale, capped": ["score"],
     "grpo, stale, capped": ["roles, stopped"],
-    "dapo, stale": ["generate", "stage 2, stopped"],
-    "grpo": ["alone", "three, stopped"],
+    "dapo, stale": ["generate"],
+    "grpo": ["three, stopped"],
     "dapo": ["stage 3"],
     "grpo, one token": ["two"],
-    "grpo, in the reward": ["two"],
     "grpo, uncentered": ["stage 1"],
     "rloo": ["score", "tokens"],
-    "sft": ["two", "tuned, stage 3, stopped"],
+    "sft": ["tuned, stage 3, stopped"],
     "sft, plain": ["stage 1"],
     "rm": ["two"],
     "rm, again": ["tuned, stage 3, stopped"],
@@ -502,7 +489,7 @@ def differences(out, expected, tolerance):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
-               "best first", "policy waits", "score clipped above", "score clipped below",
+               "best first", "best by shape", "policy waits", "score clipped above", "score clipped below",
                "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",

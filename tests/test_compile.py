@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler")
 
 
-CONFIG = dict(model_type="llama", hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+CONFIG = dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
               intermediate_size=24, max_position_embeddings=64, tie_word_embeddings=False, initializer_range=0.25, vocab_size=200)
 
 
@@ -29,27 +29,27 @@ def computed(model, rows, T):
     return [read, logprobs.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_trunk_is_traced_once_and_computes_the_same(monkeypatch, recompute):
+@needs_compiler
+def test_a_trunk_is_traced_once_and_computes_the_same(monkeypatch):
     """
-    Whatever the number of rows and tokens, even if at first it is the width; and decoding does not use it. Here torch.compile
-    reads the code and makes graphs, forward and backward; to make kernels of these would take half a minute.
+    Whatever the number of rows and tokens, even if at first it is the width, with layers that are computed again; and decoding
+    does not use it. Here torch.compile reads the code and makes a graph, which is run as it is; to make kernels of it would
+    take half a minute.
     """
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     whole = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **keys: whole(*args, backend="aot_eager", **keys))
+    monkeypatch.setattr(torch, "compile", lambda *args, **keys: whole(*args, backend="eager", **keys))
     plain, compiled = (from_scratch(CONFIG, seed=5, dtype=torch.float64) for _ in range(2))
-    if recompute:
-        compiled.recompute()
+    compiled.recompute()
     finish_placing(compiled, CPU, True)
     assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in plain.named_parameters()]
     counters.clear()
     texts = [generate(model, [[1, 2, 3], [4]], 6, eos_ids=[7]) for model in (plain, compiled)]
     assert torch.equal(texts[0]["sampler_logprobs"], texts[1]["sampler_logprobs"]) and not counters["stats"]
     graphs = []
-    for rows, T in [(2, 16), (3, 11), (2, 50), (4, 9)]:
+    for rows, T in [(2, 16), (3, 11), (2, 50)]:
         for a, b in zip(computed(plain, rows, T), computed(compiled, rows, T), strict=True):
             assert (a - b).abs().max() <= 1e-12 * max(1, a.abs().max())
         graphs.append(counters["stats"]["unique_graphs"])

@@ -2,12 +2,10 @@
 What must not happen, made to happen: ranks that start from different things, that die or hang, signals, a full disk, bad input.
 (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.) Most runs here are forked.
 """
-import glob
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -83,7 +81,6 @@ def starts(world, tmp_path_factory):
         cases[name] = [one_run("ppo.py", *((world.ppo("out", value_init="policy", **{key: given}),
                                             OPEN.format(path) if path else "") for path in paths))]
     cases["another setting"] = [one_run("ppo.py", world.ppo("out", kl_coef=0.1), world.ppo("out", kl_coef=0.2))]
-    cases["rm"] = [one_run("rm.py", world.rm("out"), world.rm("out", seed=2))]
     args = world.sft("deep/er/out")
     cases["another disk"] = [one_run("sft.py", (args, NOT_SHARED), (args, NOT_SHARED + "run_folder.open_run = elsewhere"))]
     late = "import time; import torch.distributed as dist; dist.init_process_group = lambda **_: time.sleep(60)"
@@ -102,10 +99,9 @@ def test_ranks_start_from_the_same_or_not_at_all(starts, name):
 
 
 def test_ranks_start_with_the_same_settings(starts):
-    for name, pattern in (("another setting", "differs from rank 0 in kl_coef;"), ("rm", "differs from rank 0 in seed;")):
-        result = starts[1][name][0]
-        assert result["codes"] == [2, 2] and re.search(pattern, result["stderr"][0]), result
-        assert not os.path.exists(f"{starts[0]}/{name}/out")
+    result = starts[1]["another setting"][0]
+    assert result["codes"] == [2, 2] and "differs from rank 0 in kl_coef;" in result["stderr"][0], result
+    assert not os.path.exists(f"{starts[0]}/another setting/out")
 
 
 def test_an_out_dir_that_is_not_shared_is_found_at_the_start(starts):
@@ -124,30 +120,6 @@ def test_ranks_that_cannot_meet_say_what_to_look_at(starts):
         assert is_one_line(said, "MASTER_ADDR is 127.0.0.1.*GLOO_SOCKET_IFNAME", "sft.py", where)
 
 
-def by_hand(*ranks):
-    """Two processes that a user starts by hand: [(script, args), ...] -> their results. (Forked runs share one code.)"""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        meet = dict(WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-    return tiny.run_all([((script, *args), dict(env=meet | dict(RANK=str(i)))) for i, (script, args) in enumerate(ranks)])
-
-
-def test_ranks_that_run_other_code_do_not_start(world, tmp_path):
-    """Two working copies, with the same keys, data and models, but another loss.py in one of them."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in glob.glob(f"{ROOT}/*.py"):
-        shutil.copy(path, copy)
-    shutil.copytree(f"{ROOT}/engine", copy / "engine", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(copy / "loss.py", "a", encoding="utf-8") as f:
-        f.write("\nmasked_sum = torch.compile(masked_sum) if False else masked_sum\n")
-    args = world.sft(tmp_path / "out")
-    here, there = by_hand(("sft.py", args), (str(copy / "sft.py"), args))
-    assert (here.returncode, there.returncode) == (2, 2), (here.stderr, there.stderr)
-    assert is_one_line(here.stderr, "rank 1 differs from rank 0 in the code of loss.py;", "sft.py") and there.stderr == ""
-    assert not (tmp_path / "out").exists()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # ranks that die or hang; signals; a full disk
 
@@ -163,7 +135,6 @@ def later(seconds, number):
 """
 LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase in which rank 0 misses it)
     "dies in the rollout": ("once(rollout, 'generate_in_parts', die)", -9, "iteration 1, rollout"),
-    "dies in the update": ("once(loss, 'learning_rate_at', die)", -9, "iteration 1, update"),
     "hangs in the update": ("once(loss, 'learning_rate_at', hang)", 9, "iteration 1, update"),
     "has a bug": ("once(rewards, 'score_sequences', fail)", 1, "iteration 1, score"),
 }
@@ -184,7 +155,7 @@ read_tensors = checkpoint.read_tensors
 def slow(folder, stem):
     if stem in ("value_model_optimizer", "batches"):
         print("slow", stem)
-        time.sleep(5)  # longer than the timeout of 3 s
+        time.sleep(3)  # longer than the timeout of 2 s
     return read_tensors(folder, stem)
 checkpoint.read_tensors = slow
 """
@@ -196,7 +167,6 @@ def ask():  # once, or it would be a second signal, which does not ask
     asked or asked.append(os.kill(os.getpid(), {TERM}))
 """
 SIGNALS = {  # name -> (code of each rank, exit code of all, the most seconds)
-    "SIGTERM in a long rollout": ([SLOW + f"later(2.5, {TERM})"], 0, 12),
     "SIGINT to both": ([SLOW + f"later(2.5, {INT})"] * 2, 0, 14),
     "SIGTERM to rank 1 alone": (["", ASK + "once(loss, 'learning_rate_at', ask)"], 0, 20),
     "twice": ([f"once(loss, 'learning_rate_at', lambda: [later(0.1, {TERM}), later(1.6, {TERM}), "
@@ -213,18 +183,13 @@ def hurt(world, tmp_path_factory):
         cases[name] = [one_run("ppo.py", (args, AT), (args, AT + action))]
     args = world.ppo("out", max_iters=4)
     cases["drifts"] = [one_run("ppo.py", (args, AT), (args, AT + NUDGE))]
-    args = world.ppo("out", timeout=3, reward_timeout=2, staleness=1, eval_path="")
+    args = world.ppo("out", timeout=2, reward_timeout=1, staleness=1, eval_path="")
     cases["slow disk at a resume"] = [one_run("ppo.py", (args, tiny.stops(2)), args),
                                       one_run("ppo.py", (args, AT), (args, AT + SLOW_READ))]
     whole = dict(max_iters=4, eval_interval=1, scale_scores="running")  # which is the loop's own state
     for name, (codes, _, _) in SIGNALS.items():
         args = world.ppo("out", **whole)
         cases[name] = [one_run("ppo.py", *((args, AT + code) for code in codes)), one_run("ppo.py", *(args for _ in codes))]
-    for script in ("sft.py", "rm.py"):
-        args = getattr(world, script[:-3])("out", max_iters=5)
-        stop = AT + ASK + "once(parallel, 'clip_gradients', ask)"
-        cases[script] = [one_run(script, (args, AT), (args, stop)), one_run(script, args, args)]
-        cases[f"{script} whole"] = [one_run(script, args, args)]
     constant = dict(lr_decay="constant", value_lr_decay="constant", keep_best=True, eval_interval=1)
     short, long = (world.ppo("out", max_iters=n, checkpoint_interval=1, **constant) for n in (2, 4))
     cases["full"] = [one_run("ppo.py", *[args] * 2) for args in (short, (long, LIMIT), long)]
@@ -266,7 +231,7 @@ def test_ranks_wait_for_one_that_reads_its_checkpoint_slowly(hurt):
     """A slow disk is not a lost rank: weights, optimizers, and batches that were sampled ahead."""
     short, long = hurt[1]["slow disk at a resume"]
     assert short["codes"] == [0, 0], short
-    assert long["codes"] == [0, 0] and long["stderr"] == ["", ""] and min(long["seconds"]) > 10, long
+    assert long["codes"] == [0, 0] and long["stderr"] == ["", ""] and min(long["seconds"]) > 6, long
     assert long["stdout"][1].split("\n")[:-1] == ["slow value_model_optimizer", "slow batches"], long
 
 
@@ -281,15 +246,6 @@ def test_signals_stop_all_ranks_and_lose_nothing(hurt, name):
     assert all(re.fullmatch(r"(SIG\w+: stopping at the next safe point[^\n]*\n)?", said) for said in stopped["stderr"]), stopped
     assert again["codes"] == [0] * len(codes), again
     assert contents(f"{folder}/{name}") == contents(f"{folder}/whole {len(codes)}")
-
-
-@pytest.mark.parametrize("script", ["sft.py", "rm.py"])
-def test_a_signal_to_one_rank_stops_the_other_scripts_too(hurt, script):
-    folder, results = hurt
-    stopped, again = results[script]
-    assert stopped["codes"] == again["codes"] == [0, 0] and "resume with the same command" in stopped["stdout"][0]
-    assert "checkpoint-000002" in again["stdout"][0]
-    assert contents(f"{folder}/{script}") == contents(f"{folder}/{script} whole")
 
 
 def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt):

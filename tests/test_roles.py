@@ -24,14 +24,12 @@ LAYOUTS = {  # the key roles -> how many ranks
     "train=1,generate=2,score=2": 5, "train=2,generate=2": 4, "train=2,score=2": 4, THREE: 3}
 SHARDS = dict(zero_stage="policy=3,value=3", sync_check_interval=1)
 CASES = {  # name -> (script, keys, staleness, roles); by_hand.py works out others
-    "ppo": ("ppo.py", {}, 0, "train=2,generate=1,score=1"),
     "refilled": ("grpo.py", dict(max_refills=2, num_minibatches=1, kl_in="reward"), 1, "train=1,generate=2,score=2"),
     "lora": ("ppo.py", dict(lora="2", value_init="shared", num_minibatches=1), 1, THREE),
     "sharded": ("ppo.py", SHARDS, 1, "train=2,generate=2"),
     "a sharded reference": ("ppo.py", dict(zero_stage="policy=3,value=3,ref=3"), 1, "train=2,score=2"),
     # float32 weights, which the generator gets in 16 bits; what it decodes must be what the trainers would
     "bf16": ("ppo.py", dict(dtype="bfloat16"), 0, "train=1,generate=1"),
-    "rules alone": ("grpo.py", dict(kl_coef=0, rule="letters"), 2, "train=1,score=1"),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,17 +60,11 @@ def test_the_order_of_what_is_sampled_and_scored():
             assert all(version == max(0, k - staleness) for k, version in found.items())
 
 
-BAD = {  # roles -> what is said, on two ranks
-    "train=1,generate=2": r"has 3 ranks, but there are 2.*torchrun --nproc_per_node=3", "generate=2": r"no ranks that train",
-    "train=0,generate=2": r"no ranks that train", "train=1,sample=1": r"wanted .*train=6,generate=1",
-    "train=1,train=1": r"wanted", "train": r"wanted", "train=1,generate=-1": r"wanted", "train=1,generate=1.5": r"wanted"}
-
-
 def test_roles_are_parsed():
     assert not parse_roles("", 4) and not parse_roles("train=4", 4) and not parse_roles("train=1, generate=0", 1)
     assert parse_roles("score=1,generate=2, train=3", 6) == dict(train=range(3), generate=range(3, 5), score=range(5, 6))
-    for text, said in BAD.items():
-        with pytest.raises(BadConfig, match=said):
+    for text in ("train=1,generate=2", "generate=2", "train=1,sample=1", "train", "train=1,generate=-1"):  # on two ranks
+        with pytest.raises(BadConfig):
             parse_roles(text, 2)
 
 
@@ -178,7 +170,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
 # ---------------------------------------------------------------------------------------------------------------------
 # killed, stopped, with other roles
 
-ACT = tiny.ends(30) + """
+ACT = tiny.ends(20) + """
 import data, loss, rollout
 def at(owner, name, call, action):
     f, calls = getattr(owner, name), []
@@ -194,6 +186,7 @@ def ask():
 """
 WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout.Sampler, 'sample', CALL, {})",
             score="at(rollout, 'score_batch', 4, {})")
+KILLED = [("train", 2), ("generate", 0), ("score", 2)]  # and at which staleness
 STOP = tiny.stops(3)  # the trainers draw the rows of iteration 3 while they sample ahead, or as they receive
 
 
@@ -211,17 +204,15 @@ def resumed(world, tmp_path_factory):
         return on(world, "ppo.py", roles, code, **dict(staleness=1, checkpoint_interval=0) | more)
 
     cases["whole"] = [run("")]
-    for roles, later in (("", THREE), ("train=1,generate=1", "train=1,score=1"), ("train=2,generate=1,score=1", "")):
+    for roles, later in (("", THREE), ("train=2,generate=1,score=1", "")):
         cases[f"stopped {roles}, then {later}"] = [run(roles, STOP), run(later)]
-    for role in WHEN:
+    for role, staleness in KILLED:
+        keys = dict(staleness=staleness, checkpoint_interval=1, max_iters=5, max_refills=2)
+        cases[f"whole {staleness}"] = [on(world, "grpo.py", THREE, **keys)]
+        cases[f"{role} killed"] = [on(world, "grpo.py", THREE, acts(role, "die", 4), **keys), on(world, "grpo.py", THREE, **keys)]
+    for role in ("generate", "score"):
         cases[f"{role} asked"] = [run(THREE, acts(role, "ask")), run("")]
-        for staleness in (0, 2):
-            keys = dict(staleness=staleness, checkpoint_interval=1, max_iters=5)
-            cases[f"whole {staleness}"] = [on(world, "grpo.py", THREE, max_refills=2, **keys)]
-            cases[f"{role} killed {staleness}"] = [on(world, "grpo.py", THREE, acts(role, "die", 4), max_refills=2, **keys),
-                                                   on(world, "grpo.py", THREE, max_refills=2, **keys)]
     cases["another staleness"] = [run("", STOP), run("", staleness=2)]
-    cases["another length"] = [run("", STOP), run("", max_new_tokens=7)]
     return folder, forked(folder, cases, at_once=3)
 
 
@@ -239,12 +230,11 @@ def test_a_stopped_run_goes_on_with_other_roles(resumed):
             assert tiny.distance(f"{folder}/whole/out/{model}", f"{folder}/{name}/out/{model}") < 1e-9, name
 
 
-@pytest.mark.parametrize("role", WHEN)
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("role, staleness", KILLED)
 def test_a_killed_run_goes_on_to_the_same_bits(resumed, role, staleness):
     """The other ranks end at once, and each says in one line whom it misses."""
     folder, results = resumed
-    name, who = f"{role} killed {staleness}", list(WHEN).index(role)
+    name, who = f"{role} killed", list(WHEN).index(role)
     first, second = results[name]
     for rank in {0, 1, 2} - {who}:
         assert first["codes"][rank] == 1 and first["stderr"][rank].count("\n") == 1, first
@@ -257,11 +247,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(resumed, role, staleness):
     assert logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("name, said", [
-    ("another staleness", "staleness = 1, not 2"), ("another length", "max_new_tokens = 8, not 7")])
-def test_what_the_batches_ahead_were_sampled_with_must_stay(resumed, name, said):
-    result = resumed[1][name][1]
-    assert result["codes"] == [2] and f"holds a run with {said}" in result["stderr"][0]
+def test_what_the_batches_ahead_were_sampled_with_must_stay(resumed):
+    result = resumed[1]["another staleness"][1]
+    assert result["codes"] == [2] and "staleness = 1, not 2" in result["stderr"][0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,7 +262,7 @@ def nudged(policy, version):
     checksum = f(policy, version)
     parallel.my_part(policy.hf.lm_head.weight.data)[0, 0] += 1e-13
     return checksum
-if RANK == LAST:
+if RANK == 3:
     batches.take_weights = nudged
 """
 MISTAKEN = """
@@ -288,7 +276,7 @@ import time
 from engine import run
 f = run.save_final
 def slow(*args):
-    time.sleep(6)
+    time.sleep(4)
     f(*args)
 run.save_final = slow
 """
@@ -307,13 +295,10 @@ def failures(world, tmp_path_factory):
     with open(f"{world.root}/rules.py", "a", encoding="utf-8") as f:
         f.write(RAISES_LATE)
     rule = dict(reward_functions=world.rule("raises_late"), value_init="policy")
-    cases = {f"{role} hangs": [on(world, "ppo.py", THREE, acts(role, "hang"), staleness=i % 2, timeout=6, reward_timeout=5)]
+    cases = {f"{role} hangs": [on(world, "ppo.py", THREE, acts(role, "hang"), staleness=i % 2, timeout=4, reward_timeout=3)]
              for i, role in enumerate(WHEN)}
-    for roles in (THREE, "train=1,generate=1"):
-        cases[f"a reward fails, {roles}"] = [on(world, "ppo.py", roles, staleness=1, **rule)]
-    cases["a copy has drifted"] = [on(world, "ppo.py", THREE, NUDGE.replace("LAST", "1"))]
-    cases["a copy of a sharded policy has drifted"] = [
-        on(world, "ppo.py", "train=2,generate=2", NUDGE.replace("LAST", "3"), **SHARDS)]
+    cases["a reward fails"] = [on(world, "ppo.py", THREE, staleness=1, **rule)]
+    cases["a copy has drifted"] = [on(world, "ppo.py", "train=2,generate=2", NUDGE, **SHARDS)]
     cases["a message of another iteration"] = [on(world, "ppo.py", THREE, MISTAKEN)]
     shutil.copytree(world.reward, f"{world.root}/no_zero")
     with open(f"{world.reward}/config.json", encoding="utf-8") as f:
@@ -323,8 +308,7 @@ def failures(world, tmp_path_factory):
         json.dump(config, f)
     cases["no zero"] = [on(world, "ppo.py", "train=1,score=1", reward_path=f"{world.root}/no_zero")]
     # the generator has sampled all that it shall when the trainers save their models, for longer than `timeout`
-    cases["a long end"] = [on(world, "grpo.py", "train=1,generate=1", LONG_END, staleness=2, timeout=4, reward_timeout=3)]
-    cases["nan"] = [on(world, "ppo.py", THREE, staleness=1, rule="not_a_number", value_init="policy")]
+    cases["a long end"] = [on(world, "grpo.py", "train=1,generate=1", LONG_END, staleness=2, timeout=3, reward_timeout=2)]
     folder = str(tmp_path_factory.mktemp("failures"))
     return folder, {name: result for name, (result,) in forked(folder, cases, at_once=8).items()}  # most of them sleep
 
@@ -339,13 +323,11 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failures, role):
 
 def test_the_last_ones_may_take_their_time(failures):
     result = failures[1]["a long end"]
-    assert result["codes"] == [0, 0] and min(result["seconds"]) > 6, result
+    assert result["codes"] == [0, 0] and min(result["seconds"]) > 4, result
 
 
 SAID = {  # what fails -> what is said, on rank 0 alone
-    "a reward fails, " + THREE: "raises_late", "a reward fails, train=1,generate=1": "raises_late",
-    "a copy has drifted": "drifted apart: a generator's policy of version 0 is not the trainers'",
-    "a copy of a sharded policy has drifted": "policy", "no zero": "score_shift", "nan": "not_a_number",
+    "a reward fails": "raises_late", "a copy has drifted": "drifted apart", "no zero": "score_shift",
     "a message of another iteration": "['rollout', 1, 0] where those that"}
 
 
@@ -355,6 +337,6 @@ def test_what_fails_on_any_rank_is_one_line(failures, name):
     result = results[name]
     assert set(result["codes"]) == {2 if name == "no zero" else 1}, result
     assert "".join(result["stderr"]).count("\n") == 1 and SAID[name] in result["stderr"][0], result
-    if name.startswith("a reward"):
+    if name == "a reward fails":
         assert "The run is saved before iteration" in result["stderr"][0]
         assert any(name.startswith("checkpoint-") for name in os.listdir(f"{folder}/{name}/out"))

@@ -30,6 +30,7 @@ from conftest import ROOT
 
 TOKEN = secrets.token_hex(16)  # stands in the command line of each of our sandboxed processes
 PASSED = Verdict(1, 1, "pass")
+needs_bwrap = pytest.mark.needs_bwrap
 
 
 def ours():
@@ -44,8 +45,11 @@ def ours():
     return found
 
 
-def open_things():
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), ours()
+def wait_for_none():
+    deadline = time.monotonic() + 5
+    while ours() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ours() == []
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,16 +61,19 @@ def marked_processes():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """No test leaves a process, an open file or a thread. One of another test's may end meanwhile."""
-    before = open_things()
+    """No test leaves a process, an open file or a thread."""
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
-    files, threads, processes = open_things()
-    assert files <= before[0] and threads <= before[1] and processes == before[2]
+    assert len(os.listdir("/proc/self/fd")) <= files and threading.active_count() <= threads and ours() == []
 
 
 def returns(value, *arguments):
     """The test that f(*arguments) returns value."""
     return {"fn": "f", "inputs": [list(arguments)], "outputs": [value]}
+
+
+def prints(text, stdin=""):
+    return {"stdin": stdin, "stdout": text}
 
 
 def named(text):
@@ -84,121 +91,78 @@ def verdict(body, value=None, *arguments, **limits):
     return run_tests(function(body), returns(value, *arguments), **limits)
 
 
-def passes(**programs):
-    """Run {name: (code, tests)} at once, and demand that all pass."""
-    done = run_all(list(programs.values()), workers=4)
-    assert {name: v for name, v in zip(programs, done, strict=True) if v.reason != "pass"} == {}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # programs that mean no harm
 
-
-@pytest.mark.needs_bwrap
-def test_the_sandbox_holds():
-    check_sandbox()
-
-
 HARMLESS = [
-    ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, (2, 2, "pass")),
-    ("def add(a, b): return a + b", {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 8]}, (1, 2, "fail")),
-    ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1]], "outputs": [0, 1]}, (1, 2, "error")),
-    ("print('a  \\nb\\n\\n \\n')", {"stdin": "", "stdout": "a\nb"}, (1, 1, "pass")),
+    ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]}, (1, 3, "error")),
+    ("print('a  \\nb\\n\\n \\n')", prints("a\nb"), (1, 1, "pass")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]}, (1, 2, "error")),
-    ("print(1)\nexit()", {"stdin": "", "stdout": "1"}, (1, 1, "pass")),
+    ("print(1)\nexit()", prints("1"), (1, 1, "pass")),
     ("def f(): return 1\nif __name__ == '__main__': f(input())", returns(1), (1, 1, "pass")),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x", returns("a\n\u2028é\0", "a\n\u2028é\0"), (1, 1, "pass")),
     ("def f(x): return (x, {x: None}, [True, 1.5])", returns([1, {"1": None}, [True, 1.5]], 1), (1, 1, "pass")),
-    ("def f(x): return len(x)", returns(10**6, "x" * 10**6), (1, 1, "pass")),
-    ("", {"stdin": "", "stdout": "1"}, (0, 1, "fail")),
+    ("\ufeff# -*- coding: utf-8 -*-\r\nprint('ü')\r\n", prints("ü"), (1, 1, "pass")),
+    ("print('\x00')", prints("1"), (0, 1, "error")),
+    ("(" * 10**5, prints("1"), (0, 1, "error")),
+    ("", prints("1"), (0, 1, "fail")),
+    ("def add(a, b): return a + b", ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", returns(2)], (2, 3, "error")),
+    # each call of a method has an object of its own; the names of typing are there
+    ("class S:\n    n = 0\n    def f(self, x: List[int]) -> int:\n        self.n += sum(x)\n        return self.n",
+     [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]}, "assert S().f([4]) == 4"], (3, 3, "pass")),
+    # subclasses count as the data they hold, a tuple as a list: what json.dumps makes of them
+    ("import collections\nclass I(int):\n    __repr__ = __str__ = lambda self: '99'\n"
+     "def f(): return [I(4), collections.Counter('aab'), -0.0]", returns([4, {"a": 2, "b": 1}, 0]), (1, 1, "pass")),
 ]
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_harmless_programs():
+    check_sandbox()
     done = run_all([(code, tests) for code, tests, _ in HARMLESS], workers=4)
     assert [(case, v) for case, v in zip(HARMLESS, done, strict=True) if v != case[2]] == []
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_what_programs_need_works():
+    """Threads, event loops, files, databases, copies: what the limits and the filter could have broken, and have not."""
     assert verdict("""
-import array, bisect, collections, dataclasses, datetime, decimal, fractions, functools, heapq, itertools, json, math, operator
-import queue, random, re, statistics, string, sys, typing, asyncio, threading, concurrent.futures, tempfile, copy, enum, hashlib
-import numbers, abc, io, time, unicodedata, zlib, struct, textwrap, contextlib, inspect, pprint, cmath, secrets, os, ctypes
-got = [math.gcd(12, 18), re.findall(r"\\d+", "a1b22"), heapq.nsmallest(2, [3, 1, 2]), json.loads("[1]")]
+import asyncio, concurrent.futures, ctypes, fcntl, mmap, multiprocessing.dummy, os, shutil, socket, sqlite3, tempfile, threading
+got = []
 threads = [threading.Thread(target=got.append, args=(7,)) for _ in range(20)]
 for t in threads: t.start()
 for t in threads: t.join()
 with concurrent.futures.ThreadPoolExecutor(8) as pool: got.append(sum(pool.map(abs, range(-5, 5))))
-async def g(): return await asyncio.sleep(0, 5)
-got.append(asyncio.run(g()))
-with tempfile.TemporaryFile() as f: got.append(f.write(b"x" * 10**6))
-with open("mine.txt", "w") as f: f.write("x")
-got += os.listdir(), open("/tmp/mine.txt").read()
-return got""", [6, ["1", "22"], [1, 2], [1], *[7] * 20, 25, 5, 10**6, ["mine.txt"], "x"]) == PASSED
-
-
-@pytest.mark.needs_bwrap
-def test_event_loops_databases_and_copies():
-    """What the filter could have broken, and has not."""
-    assert verdict("""
-import asyncio, fcntl, mmap, multiprocessing.dummy, os, shutil, socket, sqlite3, tempfile
-async def child(n):
-    await asyncio.sleep(0.01)
-    return n
 async def main():
     a, b = socket.socketpair()
     (_, writer), (reader, _) = await asyncio.open_connection(sock=a), await asyncio.open_connection(sock=b)
     writer.write(b"hello\\n")
-    async with asyncio.timeout(5): got = await asyncio.to_thread(sum, [1, 2])
-    return await asyncio.gather(*map(child, range(3))), got, (await reader.readline()).decode()
-got = [asyncio.run(main())]
-loop = asyncio.new_event_loop()
-got.append(loop.run_until_complete(child(4)))
-loop.close()
+    return await asyncio.to_thread(sum, [1, 2]), (await reader.readline()).decode()
+got.append(asyncio.run(main()))
+with tempfile.TemporaryFile() as f: got.append(f.write(b"x" * 10**6))
 with sqlite3.connect("x.db") as db: db.execute("create table t (a)").execute("insert into t values (5)")
 got += sqlite3.connect("x.db").execute("select a from t").fetchall()
 with open("a", "wb") as f: f.write(b"x" * 10**5)
-shutil.copyfile("a", "b")
 shutil.copytree(".", "c/d", ignore=lambda *_: ["c"])
-shutil.move("b", "e")
-got.append([os.path.getsize(p) for p in ("c/d/a", "e")])
-with tempfile.NamedTemporaryFile() as f, tempfile.TemporaryDirectory() as d:
+got.append(os.path.getsize("/tmp/c/d/a"))
+with open("a", "r+b") as f:
     fcntl.flock(f, fcntl.LOCK_EX)
     fcntl.lockf(f, fcntl.LOCK_EX)
-    got.append(os.path.isdir(d))
-with open("a", "r+b") as f: got.append(len(mmap.mmap(f.fileno(), 0)))
+    got.append(len(mmap.mmap(f.fileno(), 0)))
 got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
-return got""", [[[0, 1, 2], 3, "hello\n"], 4, [5], [10**5, 10**5], True, 10**5, 8192]) == PASSED
-
-
-@pytest.mark.needs_bwrap
-def test_python_as_text():
-    for code in ("é = 'ü'\nprint(é)", "# -*- coding: latin-1 -*-\nprint('\\u00fc')", "print('ü')\r\n", "\ufeffprint('ü')"):
-        assert run_tests(code, {"stdin": "", "stdout": "ü"}) == PASSED
-    for code in ("print('\x00')", "x = '\udc80'", "def f(:", "(" * 10**5, "f = lambda: None\n\x00", "-" * 10**6 + "1", "return"):
-        assert run_tests(code, returns(1))[:2] == (0, 1)
+return got""", [*[7] * 20, 25, [3, "hello\n"], 10**6, [5], 10**5, 10**5, 8192]) == PASSED
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # limits
 
 SLOW = named(r"""
---- loop
-while True: pass
---- stop itself
-import os, signal
-os.kill(os.getpid(), signal.SIGSTOP)
 --- ignore all signals
 import signal
 for n in range(1, 65):
     try: signal.signal(n, signal.SIG_IGN)
     except OSError: pass
 while True: pass
---- never leave
-import atexit, time
-atexit.register(time.sleep, 1000)
 --- close all and sleep
 import os, time
 os.closerange(0, 100)
@@ -214,24 +178,32 @@ while True:
 """)
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_what_does_not_end_is_ended():
     start = time.monotonic()
-    done = run_all([(code, {"stdin": "", "stdout": "1"}) for code in SLOW.values()], workers=8, timeout=0.25)
+    done = run_all([(code, prints("1")) for code in SLOW.values()], workers=8, timeout=0.25)
     assert {name: v for name, v in zip(SLOW, done, strict=True) if v != (0, 1, "timeout")} == {}
     assert time.monotonic() - start < 15
-    assert ours() == []
 
 
-MEMORY = ["x = bytearray(2**31)", "x = [0] * 10**9", "x = []\nwhile True: x.append(bytearray(2**20))",
-          "import mmap\nx = mmap.mmap(-1, 2**31)", "x = 'x' * 2**30 * 4",
+@needs_bwrap
+def test_sleeping_is_bounded_over_all_tests():
+    """Ten processes that sleep for 0.7 s each, where a program has one second in all."""
+    start = time.monotonic()
+    passed, total, reason = run_tests("import time\ntime.sleep(0.7)", prints([""] * 10, [""] * 10), timeout=0.25)
+    # the second would end after 1.4 s; all ten pass if nothing bounds them
+    assert (passed <= 1, total, reason) == (True, 10, "timeout")
+    assert time.monotonic() - start < 4  # seven seconds of sleep without the bound
+
+
+MEMORY = ["x = bytearray(2**31)", "x = []\nwhile True: x.append(bytearray(2**20))", "import mmap\nx = mmap.mmap(-1, 2**31)",
           "import threading\nthreading.stack_size(2**31)\nthreading.Thread(target=print).start()"]
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_memory():
     done = run_all([(function(body + "\nreturn 1"), returns(1)) for body in MEMORY]
-                   + [(body + "\nprint(1)", {"stdin": "", "stdout": "1"}) for body in MEMORY], workers=4, memory_mib=128)
+                   + [(body + "\nprint(1)", prints("1")) for body in MEMORY], workers=4, memory_mib=128)
     for body, got in zip(MEMORY * 2, done, strict=True):
         assert got == (0, 1, "memory") or "import" in body and got == (0, 1, "error"), (body, got)
     for mib, fits in ((64, 30), (300, 260)):
@@ -239,29 +211,27 @@ def test_memory():
         assert verdict("return len(bytearray(a[0]))", mib * 2**20, mib * 2**20, memory_mib=mib).reason == "memory"
 
 
-SCRIPTS = [
-    ("while True: print('x' * 1000)", "output limit"), ("import os\nwhile True: os.write(1, b'x' * 10**6)", "output limit"),
-    ("import sys\nfor _ in range(50): sys.stderr.write('x' * 10**6)\nprint(1)", "pass"),
-    ("print('x' * 60000)", "fail"), ("print('x' * 70000)", "output limit")]
-FUNCTIONS = [
-    ("while True: os.write(a[0], b'x' * 10**6)", "output limit"), ("while True: os.write(a[0], b'0\\n')", "fail"),
-    ("return 'x' * 10**6", "output limit"), ("return 10**4200", "fail"),
-    ("x = 'x' * 10**6\nfor _ in range(20): x = [x] * 9\nreturn x", "memory"), ("x = []\nx.append(x)\nreturn x", "error"),
-    ("x = []\nfor _ in range(10**5): x = [x]\nreturn x", "error"), ("for _ in range(100): print('x' * 10**6)\nreturn 1", "pass")]
+OUTPUT = [  # scripts, then functions
+    ("import os\nwhile True: os.write(1, b'x' * 10**6)", prints("1"), "output limit"),
+    ("import sys\nfor _ in range(50): sys.stderr.write('x' * 10**6)\nprint(1)", prints("1"), "pass"),
+    ("print('x' * 60000)", prints("1"), "fail"), ("print('x' * 70000)", prints("1"), "output limit"),
+    ("print('x' * 10**6)", prints("x" * 10**6), "pass"),
+    ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3), "output limit"),
+    ("def f(): return 'x' * 10**6", returns(1), "output limit"),
+    ("def f(): return ['x' * 10**6]", returns(["x" * 10**6]), "pass"),
+    ("def f():\n    x = 'x' * 10**6\n    for _ in range(20): x = [x] * 9\n    return x", returns(1), "memory"),
+    ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", returns(1), "error"),
+    ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass")]
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_output():
     """What is read back is bounded, unless the tests expect more. (3 is where results go: see test_open_files.)"""
-    given = [(code, {"stdin": "", "stdout": "1"}) for code, _ in SCRIPTS]
-    given += [(function("import os\n" + body), returns(1, 3)) for body, _ in FUNCTIONS]
-    done = run_all(given, workers=4, memory_mib=128)
-    assert [(case, v) for case, v in zip(SCRIPTS + FUNCTIONS, done, strict=True) if v.reason != case[1]] == []
-    passes(script=("print('x' * 10**6)", {"stdin": "", "stdout": "x" * 10**6}),
-           function=(function("return ['x' * 10**6]"), returns(["x" * 10**6])))
+    done = run_all([(code, tests) for code, tests, _ in OUTPUT], workers=4, memory_mib=128)
+    assert [(case[0], case[2], v) for case, v in zip(OUTPUT, done, strict=True) if v.reason != case[2]] == []
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_open_files():
     """Nothing is open in there that is not its own: 0 to 2 and, for functions, the pipe of the results. No more than 64 open."""
     seen = """
@@ -275,15 +245,14 @@ def kind(fd):
     opened = "[k for k in map(kind, range(2000)) if k]"
     code = f"{seen}\ndef f(): return {opened}"
     assert run_tests(code, returns([[0, "file"], [1, "null"], [2, "null"], [3, "pipe"]])) == PASSED
-    code = f"{seen}\nprint({opened})"
-    assert run_tests(code, {"stdin": "", "stdout": "[(0, 'file'), (1, 'pipe'), (2, 'null')]"}) == PASSED
+    assert run_tests(f"{seen}\nprint({opened})", prints("[(0, 'file'), (1, 'pipe'), (2, 'null')]")) == PASSED
     body = "x = []\ntry:\n    while True: x.append(open('/tmp/x', 'w'))\nexcept OSError: return len(x)"
     assert verdict(body, sandbox.OPEN_FILES - 4) == PASSED
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_disk():
-    """A file cannot be large, many of them not either, and all is gone afterwards."""
+    """A file cannot be large, many of them not either, nor their names; and all is gone afterwards."""
     assert verdict("""
 n = 0
 try:
@@ -298,60 +267,153 @@ try:
         n += 1
 except OSError: return n <= 16""", True) == PASSED
     assert verdict("import os\nos.truncate(0, 2**40)") == (0, 1, "error")
-    assert verdict("import os\nopen('x', 'w').close()\nos.setxattr('x', 'user.x', b'x' * 60000)") == (0, 1, "error")
+    body = "import os\nfor n in range(a[0]): os.close(os.open('x' * 200 + str(n), os.O_CREAT))\nreturn 1"
+    assert verdict(body, 1, 5000) == PASSED
+    assert verdict(body, 1, 10**7) == (0, 1, "memory")
     assert verdict("import os\nreturn os.listdir('/tmp')", []) == PASSED
 
 
+@needs_bwrap
+def test_threads_are_bounded():
+    """Also those that take next to no memory; and one program's do not keep another from having its own."""
+    body = """
+import _thread, time
+lock = _thread.allocate_lock()
+lock.acquire()
+_thread.stack_size(2**15)
+n = 0
+try:
+    while n < a[0]:
+        _thread.start_new_thread(lock.acquire, ())
+        n += 1
+except RuntimeError: pass
+time.sleep(a[1])
+return 30 <= n <= 64"""
+    assert verdict(body, True, 10**5, 0) == PASSED
+    assert run_all([(function(body), returns(True, 40, 0.5))] * 6, workers=6) == [PASSED] * 6
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# attacks on the host: each states what it got, and must not get it
+# attacks on the host
 
-READERS = named(r"""
---- environment
-import os
+ATTACKS = named(r"""
+--- read the environment
 return os.environ['QUARTET_SECRET']
---- parent's environment
-import os
+--- read our environment
 for p in os.listdir('/proc'):
-    if p.isdigit():
-        x = open('/proc/' + p + '/environ').read()
-        if 'QUARTET_SECRET=' in x: return x.split('QUARTET_SECRET=')[1][:32]
---- symlink
-import os
-os.symlink(a[0], '/tmp/x')
+    x = open('/proc/' + p + '/environ').read() if p.isdigit() else ''
+    if 'QUARTET_SECRET=' in x: return x.split('QUARTET_SECRET=')[1][:32]
+--- read through a link
+os.symlink(file, '/tmp/x')
 return open('/tmp/x').read()
---- up and up
-return open('../' * 20 + a[0]).read()
---- open by handle
-import os, ctypes
-return open(os.open('/', os.O_PATH)).read()
 --- exec
-import os
-os.execv('/bin/cat', ['cat', a[0]])
+os.execv('/bin/cat', ['cat', file])
 --- mount
-import ctypes
-ctypes.CDLL(None).mount(b'/', b'/tmp', None, 4096, None)
-return open('/tmp' + a[0]).read()
+libc.mount(b'/', b'/tmp', None, 4096, None)
+return open('/tmp' + file).read()
 --- new namespace
-import ctypes
-ctypes.CDLL(None).unshare(0x10020000)
-ctypes.CDLL(None).mount(b'proc', b'/tmp', b'proc', 0, 0)
-return open('/tmp/1/root' + a[0]).read()
+libc.unshare(0x10020000)
+libc.mount(b'proc', b'/tmp', b'proc', 0, 0)
+return open('/tmp/1/root' + file).read()
+--- fork
+return os.fork() >= 0
+--- fork bomb that holds on
+for _ in range(10**5):
+    try: os.fork()
+    except OSError: pass
+    else: return True
+return False
+--- subprocess
+import subprocess
+return subprocess.run([python, '-c', '1']).returncode == 0
+--- vfork
+return libc.syscall(58) >= 0 if os.uname().machine == 'x86_64' else libc.fork() >= 0
+--- connect
+socket.create_connection(('127.0.0.1', port), 2)
+--- connect to an abstract socket
+socket.socket(socket.AF_UNIX).connect(abstract)
+--- connect to a named socket
+socket.socket(socket.AF_UNIX).connect(named)
+--- connect one of a pair
+socket.socketpair()[0].connect(abstract)
+--- send
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', udp_port))
+--- look up a name
+socket.getaddrinfo('localhost', 80)
+--- netlink
+socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
+--- the hypervisor
+socket.socket(socket.AF_VSOCK).connect((2, 1024))
+--- pages of pipes
+page = libc.mmap(None, 4096, 3, 0x22, -1, 0)
+ctypes.memset(page, 1, 4096)
+return libc.vmsplice(os.pipe()[1], ctypes.byref((ctypes.c_size_t * 2)(page, 4096)), 1, 0) > 0
+--- sockets in sockets
+a, b = socket.socketpair()
+socket.send_fds(a, [b'x'], [b.fileno()])
+--- large sockets
+socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+--- large pipes
+fcntl.fcntl(os.pipe()[1], 1031, 2**20)
+--- POSIX locks
+open('x', 'wb').write(b'x' * 100)
+f = open('x', 'r+b')
+for n in range(50): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * n)
+with open('x', 'r+b') as other:  # F_OFD_GETLK: would a lock of mine fit in?
+    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0)))[0] for n in range(50)]
+return held.count(fcntl.F_UNLCK) < 50
+--- links
+os.symlink('x' * 4000, 'z')
+--- attributes
+open('y', 'w').close()
+os.setxattr('y', 'user.x', b'x' * 60000)
+--- shared memory by hand
+p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
+return p != 2**64 - 1 and libc.munmap(p, 2**20 - 4096, 0) == 0
 """)
+WITH = """
+import ctypes, fcntl, os, socket, struct
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+def f(file, python, port, udp_port, abstract, named):
+    try: return attack(file, python, port, udp_port, abstract, named) is not False
+    except OSError: return False
+def attack(file, python, port, udp_port, abstract, named):
+"""
 
 
-@pytest.mark.needs_bwrap
-def test_reading(tmp_path, monkeypatch):
-    """A secret that lies in a file for everyone to read, in our environment and in our memory."""
-    secret, path = secrets.token_hex(16), tmp_path / "secret"
-    path.write_text(secret)
-    tmp_path.chmod(0o777)
+@needs_bwrap
+def test_attacks_on_the_host(tmp_path, monkeypatch):
+    """
+    A secret lies in a file for everyone to read, in our environment and in our memory; sockets listen on the loopback, an
+    abstract name and a path. An attack wins where it gets anything at all, but an error or an end.
+    """
+    secret, path, abstract_name = secrets.token_hex(16), str(tmp_path / "s"), "\0quartet" + TOKEN
+    (tmp_path / "secret").write_text(secret)
     monkeypatch.setenv("QUARTET_SECRET", secret)
-    done = run_all([(function(body), returns(secret, str(path))) for body in READERS.values()], workers=4)
-    assert path.read_text() == secret
-    assert {how: v for how, v in zip(READERS, done, strict=True) if v.passed} == {}
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as abstract, \
+            socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        abstract.bind(abstract_name)
+        by_path.bind(path)
+        udp.bind(("127.0.0.1", 0))
+        abstract.listen()
+        by_path.listen()
+        os.chmod(path, 0o777)
+        tmp_path.chmod(0o777)
+        given = [str(tmp_path / "secret"), sandbox.base_python(), tcp.getsockname()[1], udp.getsockname()[1], abstract_name, path]
+        programs = [(WITH + textwrap.indent(body, "    "), returns(True, *given)) for body in ATTACKS.values()]
+        done = run_all(programs, workers=4)
+        assert {how: v for how, v in zip(ATTACKS, done, strict=True) if v.passed or v.reason not in ("fail", "error")} == {}
+        assert verdict("import ctypes, socket, fcntl, struct\nreturn True", True) == PASSED  # nothing of it fails by itself
+        for listener in (tcp, abstract, by_path, udp):
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.recv(1) if listener is udp else listener.accept()
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_what_there_is_to_see():
     """The interpreter, the shared libraries, and /tmp, which is empty: no other name of the host's file system."""
     body = """
@@ -374,16 +436,9 @@ WRITERS = named(r"""
 open(a[0], 'w').write('x')
 --- create
 open(a[1] + '/evil', 'w').write('x')
---- rename
-os.rename(a[0], a[0] + '.evil')
---- symlink
-os.symlink('/tmp', a[1] + '/evil')
 --- through a symlink
 os.symlink(a[0], a[2])
 open(a[2], 'w').write('x')
---- rmtree
-import shutil
-shutil.rmtree(a[1], ignore_errors=True)
 --- link
 os.link(a[0], a[1] + '/evil')
 --- device
@@ -393,9 +448,6 @@ open(a[2], 'wb').write(b'x')
 import ctypes
 ctypes.CDLL(None).mount(None, a[1].encode(), None, 32, None)
 open(a[0], 'w').write('x')
---- mmap
-import mmap
-mmap.mmap(os.open(a[0], os.O_RDWR), 5)[:1] = b'x'
 """)
 
 
@@ -404,7 +456,7 @@ def stat_of(path):
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_uid, info.st_nlink, info.st_ino
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_writing(tmp_path):
     """Not even where anybody may write: to each a folder of its own."""
     name, before, attacks = "/tmp/quartet" + TOKEN, {}, []  # a name that the host's /tmp does not have
@@ -424,7 +476,7 @@ def test_writing(tmp_path):
     assert not os.path.lexists(name)
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_system_is_read_only():
     """The interpreter, its library, the C library, and the root folder. (Nothing here would do harm if it were not.)"""
     with open("/proc/self/maps") as f:
@@ -434,14 +486,12 @@ def test_the_system_is_read_only():
     body = """
 import os
 won = []
-for attempt in (lambda p: os.open(p, os.O_WRONLY), lambda p: os.chmod(p, 0o755), lambda p: os.rename(p, p), os.utime):
-    for path in a[0]:
-        try: won.append([attempt(path), path])
-        except OSError: pass
-for attempt in (lambda p: open(p, "x"), os.mkdir, lambda p: os.symlink("x", p), os.mkfifo, lambda p: os.link(a[0][0], p)):
-    for path in a[1]:
-        try: won.append([attempt(path), path])
-        except OSError: pass
+for paths, attempts in ((a[0], (lambda p: os.open(p, os.O_WRONLY), lambda p: os.chmod(p, 0o755), lambda p: os.rename(p, p))),
+                        (a[1], (lambda p: open(p, "x"), os.mkdir, os.mkfifo, lambda p: os.link(a[0][0], p)))):
+    for attempt in attempts:
+        for path in paths:
+            try: won.append([attempt(path), path])
+            except OSError: pass
 return won"""
     before = [(stat_of(p), stat_of(os.path.dirname(p))) for p in files]
     assert verdict(body, [], files, new) == PASSED
@@ -449,86 +499,7 @@ return won"""
     assert not any(map(os.path.lexists, new))
 
 
-SPAWNERS = named(r"""
---- fork
-return os.fork() >= 0
---- posix_spawn
-return os.posix_spawn(a[0], ['x'], {}) > 0
---- subprocess
-import subprocess
-return subprocess.run([a[0], '-c', '1']).returncode == 0
---- ctypes fork
-import ctypes
-return ctypes.CDLL(None).fork() >= 0
---- vfork
-import ctypes
-return ctypes.CDLL(None).syscall(58) >= 0 if os.uname().machine == 'x86_64' else False
---- fork bomb that holds on
-for _ in range(10**5):
-    try: os.fork()
-    except OSError: pass
-    else: return True
-""")
-
-
-@pytest.mark.needs_bwrap
-def test_processes():
-    attacks = [(function("import os\n" + body), returns(True, sandbox.base_python())) for body in SPAWNERS.values()]
-    done = run_all(attacks, workers=4)
-    assert {how: v for how, v in zip(SPAWNERS, done, strict=True) if v.passed} == {} and ours() == []
-
-
-@pytest.mark.needs_bwrap
-def test_threads_are_bounded():
-    """Also those that take next to no memory; and one program's do not keep another from having its own."""
-    body = """
-import _thread
-lock = _thread.allocate_lock()
-lock.acquire()
-_thread.stack_size(2**15)
-n = 0
-try:
-    while n < a[0]:
-        _thread.start_new_thread(lock.acquire, ())
-        n += 1
-except RuntimeError: pass
-{}
-return n"""
-    assert verdict(body.format("n = 30 <= n <= 64"), True, 10**5) == PASSED
-    lines = "\n".join("    " + line for line in body.format("import time\ntime.sleep(0.5)").split("\n"))
-    programs = [(f"def f(*a):\n{lines}", returns(40, 40))] * 6
-    assert run_all(programs, workers=6) == [PASSED] * 6
-
-
-@pytest.mark.needs_bwrap
-def test_network(tmp_path):
-    """Listeners on the host's loopback, an abstract and a named Unix socket: nobody calls."""
-    name = "\0quartet" + TOKEN
-    path = str(tmp_path / "s")
-    tmp_path.chmod(0o777)
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as abstract, \
-            socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        abstract.bind(name)
-        named.bind(path)
-        udp.bind(("127.0.0.1", 0))
-        for listener in (abstract, named):
-            listener.listen()
-        os.chmod(path, 0o777)
-        port, udp_port = tcp.getsockname()[1], udp.getsockname()[1]
-        for body in (f"socket.create_connection(('127.0.0.1', {port}), 2)", f"socket.create_connection(('localhost', {port}), 2)",
-                     f"socket.socket(socket.AF_UNIX).connect({name!r})", f"socket.socket(socket.AF_UNIX).connect({path!r})",
-                     f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp_port}))",
-                     f"import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{port}', timeout=2)",
-                     f"socket.socketpair()[0].connect({name!r})", "socket.getaddrinfo('localhost', 80)",
-                     "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "socket.socket(socket.AF_VSOCK).connect((2, 1024))"):
-            assert verdict(f"import socket\n{body}\nreturn True", True).passed == 0
-        for listener in (tcp, abstract, named, udp):
-            listener.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                listener.recv(1) if listener is udp else listener.accept()
-
-
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_killing():
     """Everything that can be signalled: neither we nor a neighbour notice."""
     assert verdict("import os\nreturn os.getpid(), os.getppid()", [2, 1]) == PASSED  # or else this would hit more than planned
@@ -548,7 +519,7 @@ def test_killing():
             signal.signal(n, handler)
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_filter():
     """System calls that only native code would make. The kernel's answer is EPERM, or ENOSYS to what is newer than 2018."""
     if os.uname().machine != "x86_64":
@@ -562,9 +533,9 @@ def test_the_filter():
     assert verdict(body, want, calls) == PASSED
     body = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall(56, a[0], 0, 0, 0, 0)\n" \
            "return ctypes.get_errno()"
-    for flags, error in ((17, 1), (0, 1), (0x10000000, 1), (0x10000, 1), (0x400, 1), (0x10400, 22), (0x10010400, 22),
-                         (0x4111, 1)):
-        assert verdict(body, error, flags) == PASSED  # EINVAL is the kernel's own answer to a broken thread
+    flags = {17: 1, 0: 1, 0x10000000: 1, 0x10000: 1, 0x400: 1, 0x10400: 22, 0x10010400: 22, 0x4111: 1}
+    programs = [(function(body), returns(error, given)) for given, error in flags.items()]
+    assert run_all(programs, workers=4) == [PASSED] * len(flags)  # EINVAL is the kernel's own answer to a broken thread
     body = "import socket\nfor n in a[0]:\n    try: socket.socketpair(n)\n    except PermissionError: continue\n    return n"
     assert verdict(body, None, [n for n in range(46) if n != 1]) == PASSED
     native = """
@@ -586,7 +557,7 @@ def test_the_filter_has_the_right_numbers():
         assert min(n for name, n in known.items() if name in ("pidfd_send_signal", "io_uring_setup", "clone3")) == sandbox.NEWER
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_no_privileges():
     body = """
 import ctypes, os
@@ -595,6 +566,53 @@ header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 libc.capget(header, data)
 return [data[0], data[1], data[3], data[4], libc.prctl(39, 0, 0, 0, 0), os.getgroups(), 0 in os.getresuid() + os.getresgid()]"""
     assert verdict(body, [0, 0, 0, 0, 1, [], False]) == PASSED  # effective and permitted capabilities; no_new_privs
+
+
+CORE = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+x86 = os.uname().machine == "x86_64"
+zero = (ctypes.c_ulong * 2)(0, 0)
+for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+              lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1)),
+              lambda: libc.syscall(160 if x86 else 164, 4, zero),
+              lambda: libc.syscall(160 if x86 else 164, ctypes.c_long(2**32 + 4), zero)):
+    try: lower()
+    except (ValueError, OSError): pass
+limits = (ctypes.c_ulong * 2)()
+libc.syscall(97 if x86 else 163, 4, limits)
+print(limits[0])
+"""
+
+
+@needs_bwrap
+def test_core_files():
+    """A limit of 1 byte is what keeps the host's handler away (core(5)). Not even exec changes it; our own stays as it is."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    again = f"import os\nos.execv({sandbox.base_python()!r}, ['python', '-S', '-c', {CORE!r}])"
+    assert run_all([(CORE, prints("1")), (again, prints("1"))], workers=2) == [PASSED] * 2
+    assert run_tests("import os\nos.abort()", prints("1")) == (0, 1, "crash")
+    assert resource.getrlimit(resource.RLIMIT_CORE) == before
+
+
+@needs_bwrap
+def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
+    """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
+    with open("/proc/self/oom_score_adj") as f:
+        mine = f.read()
+    scores = []
+
+    def look(*args):
+        for pid in ours():
+            with open(f"/proc/{pid}/oom_score_adj") as f:
+                scores.append(f.read())
+        return 0
+
+    monkeypatch.setattr(sandbox, "count_files", look)
+    assert run_tests("import time\ntime.sleep(0.3)", prints("")) == PASSED
+    assert len(scores) >= 3 and set(scores) == {"1000\n"}
+    with open("/proc/self/oom_score_adj") as f:
+        assert f.read() == mine
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -606,11 +624,6 @@ class X:
     __eq__ = lambda *a: True
     __hash__ = None
 def f(): return X()
---- patched json
-import json, _json
-json.loads = json.dumps = lambda *a, **k: True
-_json.make_encoder = lambda *a: lambda *b: ('1',)
-def f(): return 1
 --- patched builtins
 import builtins
 builtins.all = builtins.isinstance = builtins.BaseException = lambda *a: True
@@ -641,11 +654,10 @@ def f(): return 42
 """)
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_cheating():
-    """None of them knows that the answer is 42.5, or that 41 is the next. (Where 42 is returned, something else breaks it.)"""
-    wants = {how: 42 if "return 42" in code and how not in ("guesses", "other threads") else 42.5 for how, code in CHEATS.items()}
-    attacks = [(CHEATS[how], {"fn": "f", "inputs": [[], []], "outputs": [want, 41]}) for how, want in wants.items()]
+    """None of them knows that the answer is 42.5, or that 41 is the next."""
+    attacks = [(code, {"fn": "f", "inputs": [[], []], "outputs": [42.5, 41]}) for code in CHEATS.values()]
     done = run_all(attacks, workers=4, timeout=1, memory_mib=128)
     assert {how: v for how, v in zip(CHEATS, done, strict=True) if v[:2] != (0, 2) or v.reason == "pass"} == {}
     # an assertion is not for the program to judge
@@ -653,35 +665,18 @@ def test_cheating():
     assert run_tests(equal, ["assert f(1) == 2"])[:2] == (0, 1)
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_what_was_answered_before_counts():
     """An exit, a crash or a limit in the third call takes the third and all later ones, no earlier."""
     tests = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
-    for act, reason in (("os._exit(0)", "crash"), ("ctypes.string_at(0)", "crash"),
-                        ("os.write(3, b'x' * 10**6)", "output limit"), ("os.kill(os.getpid(), 9)", "killed")):
-        code = f"import os, ctypes\ndef f(n):\n    if n == 2:\n        {act}\n    return n"
-        assert run_tests(code, tests) == (2, 5, reason)
-    for act, reason in (("raise SystemExit", "error"), ("1 / 0", "error"), ("bytearray(2**31)", "memory"),
-                        ("return object()", "error")):
-        assert run_tests(f"def f(n):\n    if n == 2:\n        {act}\n    return n", tests) == (4, 5, reason)
+    acts = {"os._exit(0)": (2, "crash"), "ctypes.string_at(0)": (2, "crash"), "os.write(3, b'x' * 10**6)": (2, "output limit"),
+            "os.kill(os.getpid(), 9)": (2, "killed"), "raise SystemExit": (4, "error"), "bytearray(2**31)": (4, "memory"),
+            "return object()": (4, "error")}
+    programs = [(f"import os, ctypes\ndef f(n):\n    if n == 2:\n        {act}\n    return n", tests) for act in acts]
+    assert dict(zip(acts, run_all(programs, workers=4), strict=True)) == {act: (n, 5, why) for act, (n, why) in acts.items()}
 
 
-@pytest.mark.needs_bwrap
-def test_results_are_states_of_data():
-    """Subclasses count as the data they hold, a tuple as a list, a key as a string: what json.dumps makes of them."""
-    code = """
-import collections, enum
-class I(int):
-    __repr__ = __str__ = lambda self: "99"
-class E(enum.IntEnum):
-    A = 3
-P = collections.namedtuple("P", "x y")
-D = collections.defaultdict
-def f(): return [I(4), E.A, P(1, (2,)), collections.Counter("aab"), D(int, {1: 2, True: 3, 2.5: 4}), None, -0.0]"""
-    assert run_tests(code, returns([4, 3, [1, [2]], {"a": 2, "b": 1}, {"1": 3, "2.5": 4}, None, 0])) == PASSED
-
-
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_expected_values_stay_outside(monkeypatch):
     """What is handed to the child holds code and inputs, and nothing else of the tests."""
     sent = []
@@ -689,34 +684,8 @@ def test_expected_values_stay_outside(monkeypatch):
     monkeypatch.setattr(sandbox, "memory_file", lambda content=b"": sent.append(content) or memory_file(content))
     assert run_tests("def f(x): return x + '!'", returns("4815162342!", "4815162342")) == PASSED
     assert any(b"4815162342" in x for x in sent) and not any(b"4815162342!" in x for x in sent)
-    assert run_tests("print(input() + '!')", {"stdin": "108108", "stdout": "108108!"}) == PASSED
+    assert run_tests("print(input() + '!')", prints("108108!", "108108")) == PASSED
     assert any(b"108108" in x for x in sent) and not any(b"108108!" in x for x in sent)
-
-
-LEETCODE = """
-class Solution:
-    calls = 0
-    def __init__(self):
-        self.mine = 0
-    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
-        self.mine += 1
-        for i, x in enumerate(nums):
-            for j in range(i):
-                if x + nums[j] == target:
-                    return [j, i] if self.mine == 1 else None
-"""
-
-
-@pytest.mark.needs_bwrap
-def test_assertions_and_methods_are_run():
-    tests = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", {"fn": "add", "inputs": [[1, 1]], "outputs": [2]}]
-    assert run_tests("def add(a, b): return a + b", tests) == Verdict(3, 3, "pass")
-    assert run_tests("def add(a, b): return a - b", tests) == Verdict(0, 3, "fail")
-    tests = [{"fn": "Solution.twoSum", "inputs": [[[2, 7, 11], 9], [[3, 2, 4], 6]], "outputs": [[0, 1], [1, 2]]},
-             "assert Solution().twoSum([3, 3], 6) == [0, 1]"]
-    assert run_tests(LEETCODE, tests) == Verdict(3, 3, "pass")  # each call has an object of its own
-    assert run_tests("def twoSum(nums, target): return [0, 1]", tests) == Verdict(0, 3, "error")
-    assert run_tests("class Solution: pass", tests) == Verdict(0, 3, "error")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -724,7 +693,7 @@ def test_assertions_and_methods_are_run():
 
 
 @pytest.mark.parametrize("script, message", [
-    ("exit 1", "exit code 1"), ("exit 0", "exit code 0"), ("echo 'bwrap: No permissions' >&2; exit 1", "bwrap: No permissions"),
+    ("exit 0", "exit code 0"), ("echo 'bwrap: No permissions' >&2; exit 1", "bwrap: No permissions"),
     ("kill -9 $$", "exit code -9")])
 def test_bwrap_fails(script, message, tmp_path, monkeypatch):
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
@@ -733,60 +702,53 @@ def test_bwrap_fails(script, message, tmp_path, monkeypatch):
     for run in (lambda: run_tests("def f(): return 1", returns(1)), lambda: run_all([("", returns(1))] * 5, 2)):
         with pytest.raises(Stop, match=message):
             run()
-    with pytest.raises(BadInput, match=f"{message}. bwrap needs namespaces"):
+    with pytest.raises(BadInput, match=message):
         check_sandbox()
 
 
 def test_bwrap_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    shutil.rmtree(tmp_path / "x", ignore_errors=True)
-    with pytest.raises(BadInput, match="apt install bubblewrap"):
-        check_sandbox()
-    with pytest.raises(BadInput, match="apt install bubblewrap"):
-        run_tests(f"open({str(tmp_path / 'x')!r}, 'w')", returns(1))
+    for run in (check_sandbox, lambda: run_tests(f"open({str(tmp_path / 'x')!r}, 'w')", returns(1))):
+        with pytest.raises(BadInput, match="apt install bubblewrap"):
+            run()
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_interpreter_does_not_start(monkeypatch):
-    monkeypatch.setattr(sandbox, "base_python", lambda: "/nonexistent/python3")
-    with pytest.raises(Stop, match="/nonexistent/python3: No such file"):
-        run_tests("def f(): return 1", returns(1))
-    monkeypatch.undo()
+    with monkeypatch.context() as m:
+        m.setattr(sandbox, "base_python", lambda: "/nonexistent/python3")
+        with pytest.raises(Stop, match="/nonexistent/python3"):
+            run_tests("def f(): return 1", returns(1))
     monkeypatch.setattr(sandbox, "BOOTSTRAP", "import time; time.sleep(100)")
     monkeypatch.setattr(sandbox, "START_SECONDS", 0.3)
     with pytest.raises(Stop, match="did not start"):
         run_tests("def f(): return 1", returns(1))
-    assert ours() == []
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
     """The self-test of check_sandbox, with one bar sawn through at a time."""
     isolation = sandbox.isolation
-    for bar, message in ((["--ro-bind", "/etc", "/etc"], "host's files"), (["--ro-bind", "/proc", "/proc"], "host's processes")):
+    bars = [("isolation", lambda *a: ["--ro-bind", "/etc", "/etc", *isolation(*a)], "host's files"),
+            ("isolation", lambda *a: ["--ro-bind", "/proc", "/proc", *isolation(*a)], "host's processes"),
+            ("seccomp_filter", lambda: bytes.fromhex("06000000 0000ff7f"), "a process.*a socket"),  # allow everything
+            ("THREADS", 4000, "1000 threads")]
+    for name, sawn, message in bars:
         with monkeypatch.context() as m:
-            m.setattr(sandbox, "isolation", lambda *a, bar=bar: [*bar, *isolation(*a)])
+            m.setattr(sandbox, name, sawn)
             with pytest.raises(BadInput, match=message):
                 check_sandbox()
-    with monkeypatch.context() as m:
-        m.setattr(sandbox, "seccomp_filter", lambda: bytes.fromhex("06000000 0000ff7f"))  # allow everything
-        with pytest.raises(BadInput, match="a process.*a socket"):
-            check_sandbox()
-    with monkeypatch.context() as m:
-        m.setattr(sandbox, "THREADS", 4000)
-        with pytest.raises(BadInput, match="1000 threads"):
-            check_sandbox()
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_bwrap_is_killed_from_outside():
     """By an administrator, say. That is not the program's fault, and nothing stays behind."""
     failure = []
 
     def run():
         try:
-            run_tests("import time\ntime.sleep(100)", {"stdin": "", "stdout": ""})
+            run_tests("import time\ntime.sleep(100)", prints(""))
         except Stop as e:
             failure.append(str(e))
 
@@ -802,13 +764,6 @@ def test_bwrap_is_killed_from_outside():
     wait_for_none()
 
 
-def wait_for_none():
-    deadline = time.monotonic() + 5
-    while ours() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ours() == []
-
-
 CHILD = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
@@ -818,7 +773,7 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_trainer_dies():
     """Its sandboxes die with it, though it has no time to see to that."""
     code = CHILD + "run_all([('import time\\ntime.sleep(100)', {'stdin': '', 'stdout': ''})] * 3, 3)"
@@ -831,7 +786,7 @@ def test_the_trainer_dies():
     wait_for_none()
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_an_ordinary_user():
     """Root's sandbox is another than everyone else's (see run_program). Try that one, too, where the system has a Python."""
     python = "/usr/bin/python3"
@@ -860,39 +815,25 @@ print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 # many at once, and their time
 
 
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_many_at_once_keep_apart():
     """Each gets its own verdict, in order, from several threads, each of which runs several."""
-    programs = [(f"def f(x): return x * {n}", returns(3 * n if n % 3 else -1, 3)) for n in range(20)]
-    want = [PASSED if n % 3 else (0, 1, "fail") for n in range(20)]
+    programs = [(f"def f(x): return x * {n}", returns(3 * n if n % 3 else -1, 3)) for n in range(9)]
+    want = [PASSED if n % 3 else (0, 1, "fail") for n in range(9)]
     got = {}
-    threads = [threading.Thread(target=lambda i=i: got.update({i: run_all(programs, workers=3)})) for i in range(3)]
+    threads = [threading.Thread(target=lambda i=i: got.update({i: run_all(programs, workers=3)})) for i in range(2)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert got == {0: want, 1: want, 2: want}
+    assert got == {0: want, 1: want}
     assert run_all([], workers=2) == []
 
 
-@pytest.mark.needs_bwrap
-def test_sleeping_is_bounded_over_all_tests():
-    """Ten processes that sleep for 0.7 s each, where a program has one second in all."""
-    scripts = {"stdin": [""] * 10, "stdout": [""] * 10}
-    start = time.monotonic()
-    passed, total, reason = run_tests("import time\ntime.sleep(0.7)", scripts, timeout=0.25)
-    # the second would end after 1.4 s; all ten pass if nothing bounds them
-    assert (passed <= 1, total, reason) == (True, 10, "timeout")
-    assert time.monotonic() - start < 4  # seven seconds of sleep without the bound
-    both = [{"fn": "f", "inputs": [[]], "outputs": [None]}, scripts]
-    code = "import time\ndef f(): time.sleep(0.9)\nif __name__ == '__main__': time.sleep(0.5)"
-    assert run_tests(code, both, timeout=0.25).reason == "timeout"
-
-
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_reward_code_ends_in_time(capsys):
     """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
-    rows = [{"tests": {"stdin": "", "stdout": "1"}}] * 5
+    rows = [{"tests": prints("1")}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(100)\n```"] * 4
     start = time.monotonic()
     assert code_reward(dict(completions=completions, rows=rows, seconds=2.5)) == [1, 0, 0, 0, 0]
@@ -902,142 +843,7 @@ def test_the_reward_code_ends_in_time(capsys):
     assert capsys.readouterr().out == ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# memory that the limits of a process do not count
-
-NATIVE = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-libc.munmap.argtypes = libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-class Bytes(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-"""
-PINS = named(r"""
---- pages of pipes: vmsplice
-page = libc.mmap(None, 4096, 3, 0x22, -1, 0)
-ctypes.memset(page, 1, 4096)
-return max(0, libc.vmsplice(os.pipe()[1], ctypes.byref(Bytes(page, 4096)), 1, 0))
---- sockets in sockets
-import socket
-a, b = socket.socketpair()
-try: socket.send_fds(a, [b'x'], [b.fileno()])
-except OSError: return 0
-return len(socket.recv_fds(b, 1, 1)[1])
---- large sockets
-import socket
-a, b = socket.socketpair()
-for level, name in ((socket.SOL_SOCKET, socket.SO_SNDBUF), (socket.SOL_SOCKET, 32)):
-    try: a.setsockopt(level, name, 2**20)
-    except OSError: pass
-return max(0, a.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - 2**18)
---- large pipes
-import fcntl
-r, w = os.pipe()
-try: fcntl.fcntl(w, 1031, 2**20)
-except OSError: pass
-return fcntl.fcntl(w, 1032) - 2**16
---- POSIX locks
-import fcntl, struct
-open('x', 'wb').write(b'x' * 100)
-f = open('x', 'r+b')
-for n in range(50): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * n)
-with open('x', 'r+b') as other:  # F_OFD_GETLK: would a lock of mine fit in?
-    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0)))[0] for n in range(50)]
-return 50 - held.count(fcntl.F_UNLCK)
---- symlinks
-made = 0
-for link in (os.symlink, lambda a, b: os.symlink(a, b, dir_fd=os.open('.', os.O_RDONLY))):
-    try: link('x' * 4000, str(made))
-    except OSError: continue
-    made += 1
-return made
---- shared memory, unmapped but for a page
-import mmap
-kept = []
-for _ in range(3):
-    try: m = mmap.mmap(-1, 2**20)
-    except OSError: break
-    m.write(b'x' * 2**20)
-    m.resize(4096)
-    kept.append(m)
-return len(kept) * 2**20
---- shared memory by hand
-p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
-return 0 if p == 2**64 - 1 else libc.munmap(p, 2**20 - 4096, 0) + 2**20
-""")
-
-
-@pytest.mark.needs_bwrap
-def test_memory_beside_the_limits():
-    """Each returns what it got of it, in whatever unit: nothing."""
-    passes(**{how: (NATIVE + function(body), returns(0)) for how, body in PINS.items()})
-
-
-@pytest.mark.needs_bwrap
-def test_names_of_files():
-    """Thousands are fine, but not as many as the CPU time allows."""
-    body = "import os\nfor n in range(a[0]): os.close(os.open('x' * 200 + str(n), os.O_CREAT))\nreturn 1"
-    assert verdict(body, 1, 5000) == PASSED
-    assert verdict(body, 1, 10**7) == (0, 1, "memory")
-    body = "import os, time\nfor n in range(20000): os.mkdir(str(n))\ntime.sleep(100)"
-    assert run_tests(body, {"stdin": "", "stdout": ""}) == (0, 1, "memory")
-
-
-@pytest.mark.needs_bwrap
-def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
-    """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
-    with open("/proc/self/oom_score_adj") as f:
-        mine = f.read()
-    scores = []
-
-    def look(*args):
-        for pid in ours():
-            with open(f"/proc/{pid}/oom_score_adj") as f:
-                scores.append(f.read())
-        return 0
-
-    monkeypatch.setattr(sandbox, "count_files", look)
-    assert run_tests("import time\ntime.sleep(0.3)", {"stdin": "", "stdout": ""}) == PASSED
-    assert len(scores) >= 3 and set(scores) == {"1000\n"}
-    with open("/proc/self/oom_score_adj") as f:
-        assert f.read() == mine
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what the machine is like
-
-CORE = """
-import ctypes, os, resource
-libc = ctypes.CDLL(None)
-x86 = os.uname().machine == "x86_64"
-zero = (ctypes.c_ulong * 2)(0, 0)
-for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
-              lambda: resource.prlimit(0, resource.RLIMIT_CORE, (0, 0)),
-              lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1)),
-              lambda: libc.syscall(160 if x86 else 164, 4, zero), lambda: libc.syscall(302 if x86 else 261, 0, 4, zero, None),
-              lambda: libc.syscall(160 if x86 else 164, ctypes.c_long(2**32 + 4), zero)):
-    try: lower()
-    except (ValueError, OSError): pass
-limits = (ctypes.c_ulong * 2)()
-libc.syscall(97 if x86 else 163, 4, limits)
-print(limits[0])
-"""
-
-
-@pytest.mark.needs_bwrap
-def test_core_files():
-    """A limit of 1 byte is what keeps the host's handler away (core(5)). Not even exec changes it; our own stays as it is."""
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    tests = {"stdin": "", "stdout": "1"}
-    again = f"import os\nos.execv({sandbox.base_python()!r}, ['python', '-S', '-c', {CORE!r}])"
-    assert run_all([(CORE, tests), (again, tests)] * 4, workers=4) == [PASSED] * 8
-    assert run_tests("import os\nos.abort()", tests) == (0, 1, "crash")
-    assert resource.getrlimit(resource.RLIMIT_CORE) == before
-
-
-@pytest.mark.needs_bwrap
+@needs_bwrap
 def test_the_limit_of_the_key_reaches_the_sandbox():
     program = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
     batch = dict(completions=[program], rows=[dict(prompt="q", tests=returns(1))], prompts=["q"])

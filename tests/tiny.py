@@ -291,15 +291,15 @@ def forked(folder, cases, at_once=2):
     with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
         json.dump([dict(folder=os.path.join(folder, name), runs=runs) for name, runs in cases.items()], f)
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
-    ask_forker(files, at_once)
+    ask_forker([*files, at_once])
     with open(files[1], encoding="utf-8") as f:
         return dict(zip(cases, json.load(f), strict=True))
 
 
-def ask_forker(files, at_once):
+def ask_forker(message):
     """Wait until forked.py has answered, however long that takes: it ends runs that hang (campaign.LONGEST)."""
     start_forker()
-    print(json.dumps([*files, at_once]), file=forker.stdin, flush=True)
+    print(json.dumps(message), file=forker.stdin, flush=True)
     if not forker.stdout.readline():
         forker.errors.seek(0)
         raise AssertionError(forker.errors.read() or "forked.py has not answered")
