@@ -14,6 +14,7 @@ through a socket; the weights lie in memory that both can see. If one of the two
 other.
 """
 import ctypes
+import datetime
 import importlib
 import mmap
 import os
@@ -25,6 +26,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as dist
 
 import engine
 from engine import roles
@@ -32,7 +34,7 @@ from engine.adapters import Adapted
 from engine.four_bits import in_full
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
-from parallel import gather, is_shard, my_part
+from parallel import gather, is_shard, my_part, wire
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
@@ -68,8 +70,9 @@ def whole_weights(policy, vocab_size):
 
 def begin_vllm(policy, tokenizer, system, device):
     """
-    The VLLM of this rank; None where it samples with the policy itself, as trainers do whose
-    rollouts come from ranks that generate. system: the keys. Raises BadConfig or BadInput.
+    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
+    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadConfig
+    or BadInput.
     """
     if system.dtype not in DTYPES:
         raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
@@ -78,7 +81,12 @@ def begin_vllm(policy, tokenizer, system, device):
         raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
     samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
-    return VLLM(policy, tokenizer, system, device) if samples else None
+    vllm = VLLM(policy, tokenizer, system, device) if samples else None
+    if dist.is_initialized():  # wait for the slowest here: elsewhere `timeout` is the longest
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=START))
+        dist.all_reduce(torch.zeros(1, device=wire()))  # COLLECTIVE
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=system.timeout))
+    return vllm
 
 
 class VLLM:

@@ -3,9 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from engine.disk import write_tensors
 from engine.four_bits import check_four_bits, in_full, quantize
 from engine.optimizers import fill_optimizer, make_optimizer, optimizer_tensors
 from engine.places import Place, placements
@@ -89,8 +88,8 @@ def test_states_of_8_bits_go_through_a_checkpoint(tmp_path):
 
     (model, optimizer), (other, resumed) = new(), new()
     stepped(model, optimizer, 2)
-    write_tensors(str(tmp_path), "optimizer", optimizer_tensors(model, optimizer))
-    saved = load_file(f"{tmp_path}/optimizer.safetensors")
+    save_file(optimizer_tensors(model, optimizer), tmp_path / "optimizer")
+    saved = load_file(tmp_path / "optimizer")
     assert saved["0.weight.state1"].dtype == torch.uint8
     other.load_state_dict(model.state_dict())
     fill_optimizer(other, resumed, saved)

@@ -33,10 +33,8 @@ from engine import vllm_sampler
 vllm_sampler.subprocess = types.SimpleNamespace(Popen=vllm.Forked, DEVNULL=None)
 vllm.wrong = """
 CASES = {  # name: (script, ranks, keys)
-    "in place": ("grpo.py", 1, dict(policy="qwen", stop_strings="1", eval_interval=2)),
-    "sharded": ("grpo.py", 2, dict(zero_stage="policy=3")),
-    "ahead": ("grpo.py", 3, dict(roles="train=1,generate=2", staleness=1, importance_cap=2)),
-    "lora and three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", lora="2")),
+    "sharded": ("grpo.py", 2, dict(policy="qwen", zero_stage="policy=3", stop_strings="1", eval_interval=2)),
+    "roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", staleness=1, importance_cap=2, lora="2")),
 }
 
 
@@ -72,9 +70,9 @@ def test_a_run_with_a_sampler_of_its_own_process_is_the_same_run(runs, name):
         assert set(result["codes"]) == {0}, result["stderr"]
         logs.append([measured(record) for record in tiny.read_log(f"{folder}/{name} {sampler}/out")])
     assert alike(*logs, 1e-4) and any("policy/sampler_gap" in record for record in logs[1])
-    if "lora" not in name:  # Adam makes much of a last bit, in which vLLM's weights of importance may differ
-        moved = distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy")
-        assert moved < (5e-3 if name == "ahead" else 1e-5)
+    # Adam makes much of the last bits, in which the weights of importance of an older policy differ
+    moved = distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy")
+    assert moved < (1e-5 if name == "sharded" else 5e-3)
 
 
 BAD = {  # name: (keys, ranks, what the last rank's stand-in does wrong, what is said, exit code)
