@@ -121,6 +121,8 @@ def optimizer_tensors(model, optimizer):
         for key, t in state.get(p, {}).items():
             if isinstance(t, int):  # adamw8bit's step
                 t = torch.tensor(t)
+            if key.startswith("qmap"):  # adamw8bit's levels: one table for all, which no file takes
+                t = t.clone()
             if torch.is_tensor(t) and t.dim() > 0 and is_shard(p) and not is_shard(t):
                 t = Part(t, p.shape, t.dtype, like=p)  # offloaded
             if torch.is_tensor(t) or isinstance(t, Part):

@@ -5,17 +5,17 @@ most of the time. An optional package; it has kernels, a scheduler and a noise o
     rank                                          vLLM, a process of its own
     VLLM(policy, ...)               starts    serve: loads the architecture, without weights
     take_weights(policy)            ----->    holds them; answers with the sum of their bits
-    generate(prompts, seeds, ...)   ----->    samples; answers with ids and log-probs
+    respond(prompts, ...)           ----->    samples; answers with ids and log-probs
 
 Each rank that samples has such a process beside it. It is no part of the rank's own, because vLLM
 takes the ranks of torch.distributed for its own, sets threads anew, and wants other versions of
 some packages: it may have an interpreter of its own, VLLM_PYTHON=venv/bin/python. The two talk
-through a socket; a tensor goes through memory that both can see. If one of the two ends, so does
-the other.
+through a socket; the weights lie in memory that both can see. If one of the two ends, so does the
+other.
 """
 import ctypes
+import datetime
 import importlib
-import inspect
 import mmap
 import os
 import signal
@@ -26,6 +26,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as dist
 
 import engine
 from engine import roles
@@ -33,7 +34,7 @@ from engine.adapters import Adapted
 from engine.four_bits import in_full
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
-from parallel import gather, is_shard, my_part
+from parallel import gather, is_shard, my_part, wire
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
@@ -53,30 +54,25 @@ def bits(tensors):
 # on the rank
 
 
-def is_tied(policy):
-    """Whether the head of a policy is its table of embeddings."""
-    return policy.hf.get_output_embeddings().weight is policy.hf.get_input_embeddings().weight
-
-
-def whole_weights(policy):
+def whole_weights(policy, vocab_size):
     """
-    (name, tensor) of all that a policy computes with, an adapter merged into its trunk. A
-    collective where it is sharded.
+    (name, tensor) of all that a policy computes with, an adapter merged into its trunk; a head that
+    is the table of embeddings as well comes a second time, under its own name. Of both, the rows of
+    vocab_size ids: the rest is padding. A collective where the policy is sharded.
     """
     hf = policy.hf
-    for name, p in hf.named_parameters():
+    by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
+    for name, p in hf.named_parameters(remove_duplicate=False):
         W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
         W = policy.merged(name, W) if isinstance(policy, Adapted) else W
-        yield name, W
-        if is_tied(policy) and p is hf.get_input_embeddings().weight:
-            head = next(n for n, m in hf.named_modules() if m is hf.get_output_embeddings())
-            yield f"{head}.weight", W
+        yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 
 def begin_vllm(policy, tokenizer, system, device):
     """
-    The VLLM of this rank; None where it samples with the policy itself, as trainers do whose
-    rollouts come from ranks that generate. system: the keys. Raises BadConfig or BadInput.
+    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
+    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadConfig
+    or BadInput.
     """
     if system.dtype not in DTYPES:
         raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
@@ -85,37 +81,40 @@ def begin_vllm(policy, tokenizer, system, device):
         raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
     samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
-    alone = roles.role == "generate"
-    return VLLM(policy, tokenizer, system, device, alone) if samples else None
+    vllm = VLLM(policy, tokenizer, system, device) if samples else None
+    if dist.is_initialized():  # wait for the slowest here: elsewhere `timeout` is the longest
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=START))
+        dist.all_reduce(torch.zeros(1, device=wire()))  # COLLECTIVE
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=system.timeout))
+    return vllm
 
 
 class VLLM:
-    """
-    The vLLM of this rank, which holds a copy of the policy. alone: no model that trains shares the
-    GPU, so vLLM need not free it between two rollouts. Raises BadInput.
-    """
+    """The vLLM of this rank, which holds a copy of the policy. Raises BadInput."""
 
-    def __init__(self, policy, tokenizer, system, device, alone=False):
+    def __init__(self, policy, tokenizer, system, device):
         self.dtype, self.timeout, self.device = DTYPES[system.dtype], system.timeout, device
+        self.vocab_size, gpu = tokenizer.vocab_size, device.type == "cuda"
         *_, folder = model_folders(policy.path)  # of the trunk, where that is an adapter's
-        self.start(device, max(p.numel() for p in policy.hf.parameters()) * self.dtype.itemsize)
-        gpu = device.type == "cuda"
-        self.connection.send(dict(
-            folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and not alone,
-            stop=list(tokenizer.stop_strings), vocab_size=tokenizer.vocab_size,
-            tied=is_tied(policy), cache=int(system.vllm_cache * 2**30),
-            at_once=system.rollout_batch_size or 256))
+        # room for twice as many, for in 4 bits two count as one; memory that is not used is free
+        room = 2 * sum(p.numel() for _, p in policy.hf.named_parameters(remove_duplicate=False))
+        self.start(room * self.dtype.itemsize)
+        shares = roles.role != "generate"  # the GPU, with models that train
         try:
-            self.answer(seconds=START)
+            self.ask("load", dict(
+                folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and shares,
+                stop=list(tokenizer.stop_strings), vocab_size=self.vocab_size,
+                cache=int(system.vllm_cache * 2**30), at_once=system.rollout_batch_size or 256),
+                seconds=START)
         except Lost as e:
             raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; {LEAVE}") from e
 
-    def start(self, device, size):
-        """Start the process. size: bytes of the largest tensor."""
+    def start(self, size):
+        """Start the process. size: bytes of the memory for the weights."""
         environment = {name: value for name, value in os.environ.items()
                        if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC")}
-        if device.type == "cuda":
-            visible, number = os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index or 0
+        if self.device.type == "cuda":
+            visible, number = os.environ.get("CUDA_VISIBLE_DEVICES", ""), self.device.index or 0
             own = visible.split(",")[number] if visible else str(number)
             environment["CUDA_VISIBLE_DEVICES"] = own
         ours, theirs = socket.socketpair()
@@ -126,26 +125,27 @@ class VLLM:
                 f"sys.path.insert(0, {ROOT!r}); from engine.vllm_sampler import serve; "
                 f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
         quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL
+        python = os.environ.get("VLLM_PYTHON", sys.executable)
         try:
             self.process = subprocess.Popen(
-                [os.environ.get("VLLM_PYTHON", sys.executable), "-c", code], env=environment,
-                pass_fds=[theirs.fileno(), memory], stdin=subprocess.DEVNULL, stdout=quiet,
-                stderr=quiet)
+                [python, "-c", code], env=environment, pass_fds=[theirs.fileno(), memory],
+                stdin=subprocess.DEVNULL, stdout=quiet, stderr=quiet)
         except OSError as e:
-            raise BadInput(f"VLLM_PYTHON={os.environ.get('VLLM_PYTHON')}: {e.strerror}; give the "
-                           "interpreter of an environment with vLLM") from e
+            raise BadInput(f"VLLM_PYTHON={python}: {e.strerror}; give the interpreter of an "
+                           "environment with vLLM") from e
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+        self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=self.dtype)
         os.close(memory)
 
-    def answer(self, stop=None, seconds=None):
+    def ask(self, task, given, stop=None, seconds=None):
         """
-        What vLLM answers; None if `stop` says True before. seconds: how long to wait, None: as
-        for other ranks. Raises Lost.
+        What load, hold or sample below returns in vLLM's process; given: its arguments. None if
+        `stop` says True before. seconds: how long to wait, None: as for other ranks. Raises Lost.
         """
         began, seconds = time.monotonic(), seconds or self.timeout
         try:
+            self.connection.send((task, given))
             while not self.connection.poll(0.1):
                 if stop is not None and stop():
                     self.process.kill()
@@ -160,27 +160,15 @@ class VLLM:
             raise answer
         return answer
 
-    def ask(self, message):
-        """Send a message. Raises Lost."""
-        try:
-            self.connection.send(message)
-        except ConnectionError:
-            self.answer()  # says why
-
     def take_weights(self, policy):
         """vLLM gets the weights of now. A collective where they are sharded. Raises Lost."""
-        self.ask("weights")
-        total = 0
-        for name, t in whole_weights(policy):  # COLLECTIVE
+        tensors, end, sent = [], 0, 0
+        for name, t in whole_weights(policy, self.vocab_size):  # COLLECTIVE
             t = t.detach().to(self.dtype)
-            total += bits([t])
-            size = t.numel() * t.element_size()
-            self.memory[:size].view(t.dtype).view(t.shape).copy_(t)
-            self.ask((name, t.dtype, t.shape, size))
-            self.answer()  # it has read the memory
-        self.ask(None)
-        held = self.answer()
-        if held != total:
+            tensors.append((name, t.shape, end))
+            self.memory[end:end + t.numel()].view(t.shape).copy_(t)
+            end, sent = end + t.numel(), sent + bits([t])
+        if self.ask("hold", dict(tensors=tensors)) != sent:
             raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
                        f"model's names for them; {LEAVE}")
 
@@ -197,9 +185,13 @@ class VLLM:
         responses = torch.full((B, R), pad_id)
         logprobs = torch.zeros(B, R)
         lengths, finished = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
-        self.ask(dict(prompts=[list(ids) for ids in prompts], seeds=list(seeds), max_tokens=R,
-                      temperature=temperature, eos_ids=sorted(eos_ids)))
-        for row, (ids, of_ids, ended) in enumerate(self.answer(stop) or ()):
+        sampled = self.ask("sample", dict(
+            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=R,
+            temperature=temperature, eos_ids=sorted(eos_ids)), stop)
+        for row, (ids, of_ids, ended) in enumerate(sampled or ()):
+            if len(ids) < R and not ended:
+                raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
+                           f"and max_new_tokens = {R}; raise vllm_cache")
             if has_stop:  # vLLM looks for stop strings in another text than we do: ours count
                 first = next((n for n in range(1, len(ids) + 1) if has_stop(ids[:n])), None)
                 ended, ids = ended or first is not None, ids[:first]
@@ -225,90 +217,63 @@ def serve(socket_number, memory_number, parent):
     if os.getppid() != parent:
         return
     connection = Connection(socket_number)
-    memory = torch.frombuffer(mmap.mmap(memory_number, 0), dtype=torch.uint8)
-    llm, given = None, connection.recv()
+    memory = mmap.mmap(memory_number, 0)
+    llm = None
     while True:
         try:
-            if llm is None:
-                llm, answer = load(**given), "ready"
-            elif given == "weights":
-                answer = hold(llm, connection, memory)
-            else:
-                answer = sample(llm, **given)
-        except Lost as e:
-            answer = e
-        except Exception as e:  # vLLM's own, of any class
-            answer = Lost(f"vLLM: {first_line(e)}")
-        connection.send(answer)
-        try:
-            given = connection.recv()
+            task, given = connection.recv()
         except EOFError:
             os._exit(0)  # vLLM's own way to end takes up to a minute
+        try:
+            if task == "load":
+                llm, answer = load(**given), "ready"
+            elif task == "hold":
+                answer = hold(llm, memory, **given)
+            else:
+                answer = sample(llm, **given)
+        except Exception as e:  # vLLM's own, of any class
+            answer = e if isinstance(e, Lost) else Lost(f"vLLM: {first_line(e)}")
+        connection.send(answer)
 
 
-def load(folder, dtype, stop, gpu, vocab_size, sleeps, tied, cache, at_once):
+def load(folder, dtype, stop, gpu, vocab_size, sleeps, cache, at_once):
     """A vLLM of the architecture that is in a folder. Its weights come later, by `hold`."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
                       VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         vllm = importlib.import_module("vllm")
-        runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-        plain = importlib.import_module("vllm._custom_ops")
     except ImportError as e:
         raise Lost(f"there is no vLLM in {sys.executable} ({first_line(e)}); install it (pip "
-                   "install vllm), or set VLLM_PYTHON to an interpreter that has it") from e
-    if "weights_iterator" not in inspect.signature(runner.reload_weights).parameters:
-        raise Lost(f"vLLM {vllm.__version__} cannot take new weights as tensors; install 0.32")
+                   "install vllm==0.32.0), or set VLLM_PYTHON to an interpreter that has it") from e
+    if vllm.__version_tuple__[:2] < (0, 32):
+        raise Lost(f"vLLM {vllm.__version__} is too old: pip install vllm==0.32.0")
     if not gpu:
-        plain._supports_onednn = False  # it would hold matrices in a form whose bits nobody can sum
+        # oneDNN would hold matrices in a form whose bits nobody can sum
+        importlib.import_module("vllm._custom_ops")._supports_onednn = False
     llm = vllm.LLM(
         folder, dtype=dtype, load_format="dummy", generation_config="vllm", max_model_len=-1,
         max_num_seqs=at_once, kv_cache_memory_bytes=cache, gpu_memory_utilization=0.01,
         enforce_eager=not gpu, enable_sleep_mode=sleeps, enable_prefix_caching=True, seed=0,
         skip_tokenizer_init=not stop, logprobs_mode="processed_logprobs", disable_log_stats=True,
-        logits_processors=[without_padding(vocab_size)],
-        # vLLM for CPUs keeps a second copy of a tied matrix, and forgets to renew it
-        hf_overrides=dict(tie_word_embeddings=False) if tied else None)
-    llm.stop, llm.sleeps = stop, sleeps
+        # tied: vLLM for CPUs keeps a second copy of the matrix, and forgets to renew it
+        hf_overrides=dict(vocab_size=vocab_size, tie_word_embeddings=False))
+    llm.stop, llm.sleeps, llm.weights_dtype = stop, sleeps, DTYPES[dtype]
     sample(llm, [[0]], [0], 1, 1.0, [])  # some models have no kernel here: say so now
     return llm
 
 
-def without_padding(vocab_size):
-    """What vLLM asks after each forward: ids that the tokenizer does not have become impossible."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-
-    class WithoutPadding(LogitsProcessor):
-        def __init__(self, config, device, is_pin_memory):
-            pass
-
-        def apply(self, logits):
-            logits[:, vocab_size:] = -torch.inf
-            return logits
-
-        def is_argmax_invariant(self):
-            return False
-
-        def update_state(self, batch_update):
-            pass
-
-    return WithoutPadding
-
-
-def hold(llm, connection, memory):
-    """Take the weights that the rank sends one by one. Returns the sum of the bits of all."""
-    def incoming():
-        while (given := connection.recv()) is not None:
-            name, dtype, shape, size = given
-            # a copy, for vLLM waits until it has all of a layer
-            t = memory[:size].view(dtype).view(shape).clone()
-            connection.send("next")
-            yield name, t
-
+def hold(llm, memory, tensors):
+    """
+    Take the weights that the rank has written into the memory. tensors: the name of each, its shape
+    and where it begins. Returns the sum of the bits of all that vLLM holds then.
+    """
+    numbers = torch.frombuffer(memory, dtype=llm.weights_dtype)
+    weights = [(name, numbers[start:start + shape.numel()].view(shape))
+               for name, shape, start in tensors]
     if llm.sleeps:
         llm.wake_up(tags=["weights"])
-    llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=incoming()))
+    llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights)))
     if llm.sleeps:
         llm.wake_up(tags=["kv_cache"])
     llm.reset_prefix_cache()  # it has keys and values of the old weights

@@ -30,6 +30,7 @@ fi
 export VLLM_PYTHON
 pin_threads
 [ -e data/arithmetic/rl_train.jsonl ] || step data/arithmetic/prepare.py
+policies=()
 for seed in "${seeds[@]}"; do
     base="out/vllm/$seed"
     # of 4 heads: vLLM's kernels for CPUs want heads of 32 numbers at least
@@ -38,21 +39,26 @@ for seed in "${seeds[@]}"; do
     for sampler in own vllm; do
         step grpo.py config/arithmetic_grpo.py --policy_path="$base/sft/policy" --seed="$seed" \
             --sampler="$sampler" --vllm_cache=0.25 --out_dir="$base/$sampler"
+        policies+=("$base/$sampler/policy")
     done
 done
-"$PYTHON" - "${seeds[@]}" <<'END'
+# 4,000 responses of each: the 256 of an evaluation are right to 2 points
+step tools/eval.py --policies="$(IFS=,; echo "${policies[*]}")" --samples=8 --out=out/vllm/eval
+"$PYTHON" - "${policies[@]}" <<'END'
 import json
+import os
 import sys
 
-print(f"\n{'seed':>4} {'sampler':8} {'accuracy':>20} {'largest gap':>12} {'rollout':>9} {'all':>7}")
-for seed in sys.argv[1:]:
-    for sampler in "own", "vllm":
-        with open(f"out/vllm/{seed}/{sampler}/log.jsonl", encoding="utf-8") as f:
-            log = [json.loads(line) for line in f]
-        accuracy = [record["eval/accuracy"] for record in log if "eval/accuracy" in record]
-        gap = max(record.get("policy/sampler_gap") or 0 for record in log)
-        rollout, whole = (sum(record.get(f"time/{name}", 0) for record in log)
-                          for name in ("rollout", "iteration"))
-        print(f"{seed:>4} {sampler:8} {accuracy[0]:>8.1%} to {accuracy[-1]:>8.1%} {gap:>12.1e} "
-              f"{rollout:>7.0f} s {whole:>5.0f} s")
+with open("out/vllm/eval.json", encoding="utf-8") as f:
+    judged = json.load(f)["policies"].values()
+print(f"\n{'policy':22} {'accuracy':>16} {'largest gap':>12} {'rollout':>9} {'all':>7}")
+for policy, means in zip(sys.argv[1:], judged, strict=True):
+    with open(os.path.join(os.path.dirname(policy), "log.jsonl"), encoding="utf-8") as f:
+        log = [json.loads(line) for line in f]
+    accuracy = means["sampled accuracy"]
+    gap = max(record.get("policy/sampler_gap") or 0 for record in log)
+    rollout, whole = (sum(record.get(f"time/{name}", 0) for record in log)
+                      for name in ("rollout", "iteration"))
+    print(f"{policy:22} {accuracy['mean']:>8.1%} ±{accuracy['error']:>6.1%} {gap:>12.1e} "
+          f"{rollout:>7.0f} s {whole:>5.0f} s")
 END

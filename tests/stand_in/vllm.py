@@ -1,5 +1,9 @@
-"""A stand-in for vLLM, with what engine/vllm_sampler.py uses of it. It samples as we do: a run with it is the run without it."""
+"""
+A stand-in for vLLM, with what engine/vllm_sampler.py uses of it. It samples as we do: a run with it is the run without it.
+Its process is a fork of the one that asks for it, which has imported everything already.
+"""
 import os
+import signal
 import sys
 import types
 from types import SimpleNamespace
@@ -9,32 +13,23 @@ import torch
 from model import Model
 from rollout import generate
 
-__version__ = "0.0"
+__version_tuple__ = 0, 32
+wrong = ""  # what it does wrong, and in which call of generate
 
 
 class SamplingParams(SimpleNamespace):
     pass
 
 
-class GPUModelRunner:
-    def reload_weights(self, weights_iterator=None):
-        pass
-
-
 class LLM:
-    def __init__(self, folder, dtype, load_format, hf_overrides, skip_tokenizer_init, logits_processors, **settings):
+    def __init__(self, folder, dtype, load_format, hf_overrides, skip_tokenizer_init, **settings):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if os.environ.get("STAND_IN") == "unknown":
+        if wrong == "unknown":
             raise ValueError("Model architectures ['Unknown'] are not supported for now.\nSee the list.")
         assert load_format == "dummy" and settings["logprobs_mode"] == "processed_logprobs" and dtype == "float32"
-        config = AutoConfig.from_pretrained(folder)
-        if hf_overrides:
-            config.tie_word_embeddings = False
+        config = AutoConfig.from_pretrained(folder, **hf_overrides)
         self.model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-        self.without_padding = logits_processors[0](None, None, None)
-        forward = self.model.next_logits
-        self.model.next_logits = lambda *args: self.without_padding.apply(forward(*args).clone())
         self.asked = 0
 
     @torch.no_grad()
@@ -43,7 +38,7 @@ class LLM:
         own = dict(self.model.hf.named_parameters())
         for name, t in kwargs["weights_iterator"]:
             own[name].copy_(t)
-        if os.environ.get("STAND_IN") == "forgets":
+        if wrong == "forgets":
             next(iter(own.values())).view(-1)[0] += 1
 
     def apply_model(self, function):
@@ -54,11 +49,13 @@ class LLM:
 
     def generate(self, prompts, settings, use_tqdm):
         self.asked += 1
-        if os.environ.get("STAND_IN") == f"dies {self.asked}":
+        if wrong == f"dies {self.asked}":
             os._exit(7)
-        if os.environ.get("STAND_IN") == f"hangs {self.asked}":
-            torch.multiprocessing.Event().wait()
+        if wrong == f"hangs {self.asked}":
+            signal.pause()
         s = settings[0]
+        if wrong == f"cuts {self.asked}":
+            s.max_tokens, s.stop_token_ids = 1, []
         assert s.ignore_eos and s.logprobs == 0
         noise = [torch.Generator().manual_seed(one.seed) for one in settings]
         out = generate(self.model, [one["prompt_token_ids"] for one in prompts], s.max_tokens, s.temperature, s.stop_token_ids,
@@ -73,8 +70,22 @@ class LLM:
         return results
 
 
-for module, names in {"vllm.v1": {}, "vllm.v1.worker": {}, "vllm.v1.sample": {}, "vllm._custom_ops": {},
-                      "vllm.v1.worker.gpu_model_runner": dict(GPUModelRunner=GPUModelRunner),
-                      "vllm.v1.sample.logits_processor": dict(LogitsProcessor=object)}.items():
-    sys.modules[module] = types.ModuleType(module)
-    sys.modules[module].__dict__.update(names)
+sys.modules["vllm._custom_ops"] = types.ModuleType("vllm._custom_ops")
+
+
+class Forked:
+    """In the place of subprocess.Popen, for a command of the form [interpreter, "-c", code]: a fork runs the code."""
+
+    def __init__(self, command, env, **_):
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                exec(command[-1], {})
+            finally:
+                os._exit(1)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
