@@ -9,8 +9,7 @@ import torch
 import transformers as hf
 import yaml
 
-from engine.checkpoint import save_final, save_model
-from engine.model_card import model_card, public
+from engine.checkpoint import model_card, public, save_final, save_model
 from engine.tokenizers import load_tokenizer
 from model import load_model
 
