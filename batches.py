@@ -260,7 +260,8 @@ class Batches:
             k = self.to_come.pop(0)
             label = "rollout", k, 0
             if self.from_generators:
-                self.sampled[k] = self.receive("generate", label)  # COLLECTIVE
+                batch, _ = self.receive("generate", label)  # COLLECTIVE
+                self.sampled[k] = batch, None  # no rule has begun with it
             else:
                 self.sampled[k] = self.sample(label, self.schedule.rows_of(k))  # COLLECTIVE
 
