@@ -81,7 +81,7 @@ def world(tmp_path_factory):
 SETTINGS = {  # (script, ranks, keys); those behind the line are the campaign's
     "bf16": ("ppo", 1, dict(dtype="bfloat16", ema_decay=0.9)),
     "one trunk": ("ppo", 1, dict(lora=4, share_base=True, value_init="policy", reward_path="{}/adapter")),
-    "stage 3": ("ppo", 2, dict(zero_stage="policy=3,value=1")),
+    "stage 3": ("ppo", 2, dict(zero_stage="policy=3,value=1", batch_size=16)),  # two micro-batches
     "grpo": ("grpo", 1, dict()),
     # ----
     "ppo": ("ppo", 1, dict()),
@@ -89,7 +89,7 @@ SETTINGS = {  # (script, ranks, keys); those behind the line are the campaign's
     "chunks": ("ppo", 1, dict(head_chunk=16, entropy_coef=0.01)),
     "lora": ("ppo", 1, dict(lora=4, dtype="bfloat16")),
     "shared": ("ppo", 1, dict(value_init="shared", optim="adafactor")),
-    "grpo, stage 3, bf16": ("grpo", 2, dict(zero_stage=3, dtype="bfloat16")),
+    "grpo, stage 3, bf16": ("grpo", 2, dict(zero_stage=3, dtype="bfloat16", batch_size=16)),
 }
 
 
