@@ -118,8 +118,6 @@ def load_function(path, name, where, modules):
     file may be missing on another rank's machine, or be different there.
     """
     if path not in modules:
-        if not path.endswith(".py"):
-            raise BadInput(f"{where}: wanted FILE.py:FUNCTION, and {path!r} does not end with .py")
         if not os.path.isfile(path):
             raise BadInput(f"{where}: there is no file {path!r}")
         module_name = "rewards_in_" + re.sub(r"\W", "_", path)
@@ -152,9 +150,10 @@ def check_rows(rewards, rows, path):
             wanted = "a number, or text that is not blank" if field == "answer" else "not null"
             for number, row in enumerate(rows, 1):
                 if field not in row:
+                    theirs = [x for x in ("solution", "ground_truth") if x in row] + ["THEIRS"]
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(map(repr, row))}; rename "
-                                   f'one by --fields="THEIRS>{field}", or choose other '
+                                   f'one by --fields="{theirs[0]}>{field}", or choose other '
                                    "--reward_functions")
                 if not is_usable(field, row[field]):
                     raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} "

@@ -282,11 +282,11 @@ def test_the_picture(name, file, explained):
         assert f.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("name, code, said", [
-    ("unanswered", 1, "no 'answer'"), ("no_checkpoint", 2, "has no checkpoint"),
-    ("supervised", 2, "ppo.py or grpo.py"), ("too_long", 2, f"prompt '{'1+' * 20}'"),
-    ("no_png", 2, ".png")])
-def test_bad_input_gets_one_line(name, code, said, explained):
+@pytest.mark.parametrize("name, said", [
+    ("unanswered", "--answer="), ("no_checkpoint", "has no checkpoint"),
+    ("supervised", "ppo.py or grpo.py"), ("too_long", f"prompt '{'1+' * 20}'"),
+    ("no_png", ".png")])
+def test_bad_input_gets_one_line(name, said, explained):
     result = explained.results[name]
-    assert result["codes"] == [code]
+    assert result["codes"] == [2]
     assert len(result["stderr"][0].splitlines()) == 1 and said in result["stderr"][0]

@@ -99,6 +99,8 @@ def test_check_rows(monkeypatch):
             with pytest.raises(BadInput, match=f"^data.jsonl, row 2: .*'{name}'") as e:
                 check_rows(rewards, [rows[0], bad], "data.jsonl")
             assert repr(field) in str(e.value)
+    with pytest.raises(BadInput, match='--fields="solution>answer"'):
+        check_rows(rewards[:1], [dict(prompt="?", solution="7")], "data.jsonl")
     for answer in (True, [72], {}, " "):
         with pytest.raises(BadInput, match="^data.jsonl, row 1: the field 'answer'"):
             check_rows(rewards, [rows[0] | dict(answer=answer)], "data.jsonl")

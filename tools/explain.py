@@ -3,7 +3,7 @@ One response under the microscope: every number of a PPO or GRPO iteration, toke
 the columns mean is in docs/algorithms.md.
 
 python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456="
-python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --out=out/explain.png
+python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579 --out=out/a.png
 
 Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py itself for one more
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
@@ -14,6 +14,7 @@ computes is the loss as one more step would see it. All this happens in a tempor
 import contextlib
 import io
 import os
+import signal
 import sys
 import tempfile
 
@@ -27,9 +28,10 @@ import data  # noqa: E402
 import engine.optimizers  # noqa: E402
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
-from engine import report, run_folder  # noqa: E402
+from engine import launch, report, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
+from engine.reward_mix import NEEDS  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
@@ -97,6 +99,11 @@ def encode_with_the_prompt(rows, path, *rest):
             if data.prompt_text(known) == prompt:
                 row = known
         rows[first] = row | ({"answer": answer} if answer else {})
+        for _, name, _ in names["terms"]:
+            for field in NEEDS.get(name, ()):
+                if rows[first].get(field) is None:
+                    raise BadInput(f"prompt {prompt!r}: the reward {name!r} needs its {field!r}; "
+                                   "type --answer=..., or a prompt of the run's data")
         ids[first], = encode([rows[first]], f"prompt {prompt!r}", *rest[:-1], "error")
     return ids
 
@@ -126,6 +133,7 @@ data.encode_for_all, report.add_up, engine.optimizers.step = (
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
 Run.log = end_of_iteration
+launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
 
 with tempfile.TemporaryDirectory(prefix="explain-") as folder:
