@@ -165,7 +165,13 @@ def try_mutant(mutant, way, scratch, world, expected):
         os.setsid()
         for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
             os.dup2(os.open(said if fd == 1 else os.devnull, flags | os.O_CREAT | os.O_TRUNC), fd)
-        os._exit(run_tests(arguments(mutant[0], way), scratch, world, expected))
+        code = 3
+        try:
+            code = run_tests(arguments(mutant[0], way), scratch, world, expected)
+        except BaseException as e:  # an import that fails, say
+            print(f"{type(e).__name__}: {e}", flush=True)
+        finally:
+            os._exit(code)
     began = time.monotonic()
     while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() - began < LIMIT:
         time.sleep(0.1)
@@ -190,21 +196,18 @@ def run_tests(asked, scratch, world, expected):
     """pytest's exit code, in this process: with the repository in scratch, and the runs by hand as they are known."""
     root = os.path.join(scratch, "repository")
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(ROOT + os.sep) and module is not sys.modules["__main__"]:
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(ROOT + os.sep) and "site-packages" not in file and name != "__main__":
             del sys.modules[name]
-    sys.path[:] = [root, os.path.join(root, "tests"), *(p for p in sys.path if not p.startswith(ROOT))]
+    sys.path[:] = [root, os.path.join(root, "tests"), *(p for p in sys.path if p not in (ROOT, os.path.join(ROOT, "tests")))]
     os.chdir(root)
     sys.dont_write_bytecode = True
     tempfile.tempdir = tempfile.mkdtemp(dir=scratch)
     import pytest
-    try:
-        import campaign
-        import forked
-        import test_by_hand
-        import tiny
-    except BaseException as e:
-        print(f"{type(e).__name__}: {e}")
-        return 3
+    import campaign
+    import forked
+    import test_by_hand
+    import tiny
     campaign.LONGEST = LIMIT
     campaign.warm()
     os.fsync = lambda fd: None
@@ -241,6 +244,8 @@ def run(files):
         os.mkdir(os.path.join(scratch, "world"))
         world = test_by_hand.build(os.path.join(scratch, "world"))
         expected = {str(case): test_by_hand.worked_out(world, *case) for case in test_by_hand.CASES.values()}
+        with open(os.path.join(ROOT, "gae.py"), encoding="utf-8") as f:  # without any change, nothing may fail
+            assert try_mutant(("gae.py", f.read()), WAYS[0], scratch, world, expected)[0] == "survived"
         for mutant in every:
             if mutant[:5] in read_results():
                 continue

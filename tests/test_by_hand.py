@@ -318,13 +318,12 @@ LAYOUTS = {
 # The ways of a case; alone, where none is said. What is stopped, is stopped by a signal before the
 # update of iteration 1, and resumed by the same command.
 WAYS = {
-    "ppo, learned": ["alone", "stage 3, stopped"],
     "ppo, shared": ["stage 2"],
     "ppo, mixed": ["three, stopped"],
-    "ppo, ptx": ["three, stage 3"],
-    "ppo, shared, ptx": ["two"],
+    "ppo, ptx": ["two"],
+    "ppo, shared, ptx": ["tokens"],
     "ppo, uncentered": ["three, stopped"],
-    "ppo, whitened": ["tokens"],
+    "ppo, whitened": ["stage 3, stopped"],
     "ppo, one token": ["two"],
     "ppo, stale": ["roles, stopped"],
     "ppo, stale, shared": ["generate"],
@@ -334,8 +333,8 @@ WAYS = {
     "grpo": ["three, stopped"],
     "dapo": ["stage 3"],
     "grpo, one token": ["two"],
-    "grpo, uncentered": ["stage 1"],
-    "rloo": ["score", "tokens"],
+    "grpo, uncentered": ["three, stage 3"],
+    "rloo": ["score"],
     "sft": ["tuned, stage 3, stopped"],
     "sft, plain": ["stage 1"],
     "rm": ["two"],
