@@ -9,4 +9,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 # first; more than four processes at a time would only wait for one another's longest file
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
-exec "$PYTHON" -m pytest -q -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest -q -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
+    "$@"
