@@ -120,7 +120,7 @@ def test_rows_are_held_out(tmp_path, convert):
     assert 30 < len(val) < 90 and len(train) + len(val) == 600 and not {r["answer"] for r in train} & {r["answer"] for r in val}
     assert all(r == {"prompt": [user(r["answer"] + "?")], "answer": r["answer"], "id": r["id"]} for r in train + val)
     for more, said in ((["--val=1"], "--val=1.0"), (["--out=/dev/null/x/y.jsonl"], "/dev/null"), (["--out=x.csv"], ".jsonl"),
-                       ([f"--source={tmp_path}/train_val.jsonl", "--val=0.1"], "which is read here"),
+                       ([f"--source={tmp_path}/train_val.jsonl", "--val=0.1"], "train_val.jsonl"),
                        (["--kind=sft"], "'completion'")):
         code, stdout, stderr = convert(*options, *more)
         assert (code, stdout) == (2, "") and re.fullmatch(f"convert.py: error: .*{said}.*\n", stderr), stderr
