@@ -40,7 +40,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LEAVE = "type --sampler=own, which samples with transformers' model"
 
 
 def bits(tensors):
@@ -106,8 +105,13 @@ class VLLM:
                 stop=list(tokenizer.stop_strings), vocab_size=self.vocab_size,
                 cache=int(system.vllm_cache * 2**30), at_once=system.rollout_batch_size or 256),
                 seconds=START)
+            # some models have other names in vLLM, or no kernels here: say so now
+            self.take_weights(policy)  # COLLECTIVE
+            self.ask("sample", dict(
+                prompts=[[0]], seeds=[0], max_tokens=1, temperature=1.0, eos_ids=[]))
         except Lost as e:
-            raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; {LEAVE}") from e
+            raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; type --sampler=own, which "
+                           "samples with transformers' model") from e
 
     def start(self, size):
         """Start the process. size: bytes of the memory for the weights."""
@@ -170,7 +174,7 @@ class VLLM:
             end, sent = end + t.numel(), sent + bits([t])
         if self.ask("hold", dict(tensors=tensors)) != sent:
             raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
-                       f"model's names for them; {LEAVE}")
+                       "model's names for them")
 
     def respond(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
                  stop=None, has_stop=None):
@@ -232,12 +236,13 @@ def serve(socket_number, memory_number, parent):
             else:
                 answer = sample(llm, **given)
         except Exception as e:  # vLLM's own, of any class
-            answer = e if isinstance(e, Lost) else Lost(f"vLLM: {first_line(e)}")
+            said = " ".join(str(e).split())[:300]  # of pydantic, the first line says nothing
+            answer = e if isinstance(e, Lost) else Lost(f"vLLM: {type(e).__name__}: {said}")
         connection.send(answer)
 
 
 def load(folder, dtype, stop, gpu, vocab_size, sleeps, cache, at_once):
-    """A vLLM of the architecture that is in a folder. Its weights come later, by `hold`."""
+    """A vLLM of the architecture that is in a folder. Its weights come by `hold`."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
                       VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -259,7 +264,8 @@ def load(folder, dtype, stop, gpu, vocab_size, sleeps, cache, at_once):
         # tied: vLLM for CPUs keeps a second copy of the matrix, and forgets to renew it
         hf_overrides=dict(vocab_size=vocab_size, tie_word_embeddings=False))
     llm.stop, llm.sleeps, llm.weights_dtype = stop, sleeps, DTYPES[dtype]
-    sample(llm, [[0]], [0], 1, 1.0, [])  # some models have no kernel here: say so now
+    if sleeps:
+        llm.sleep(level=2)
     return llm
 
 

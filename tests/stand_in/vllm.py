@@ -26,7 +26,7 @@ class LLM:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if wrong == "unknown":
-            raise ValueError("Model architectures ['Unknown'] are not supported for now.\nSee the list.")
+            raise ValueError("1 error for ModelConfig\n  Model architectures ['Unknown'] are not supported for now.")
         assert load_format == "dummy" and settings["logprobs_mode"] == "processed_logprobs" and dtype == "float32"
         config = AutoConfig.from_pretrained(folder, **hf_overrides)
         self.model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
