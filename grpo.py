@@ -161,7 +161,8 @@ def forward(model, mb):
                                  entropy=entropy_coef > 0)
 
 
-sampler = Sampler(policy, tokenizer, seed, max_new_tokens, temperature, placement)
+sampler = Sampler(  # COLLECTIVE
+    policy, tokenizer, seed, max_new_tokens, temperature, placement)
 scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
                 placement)
 schedule = Schedule(data, seed, max_iters, batch_size // group_size, eval_interval,

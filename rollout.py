@@ -309,6 +309,7 @@ class Sampler:
     """
 
     def __init__(self, policy, tokenizer, seed, max_new_tokens, temperature, placement):
+        """A collective, since a vLLM may begin."""
         self.policy, self.tokenizer, self.seed = policy, tokenizer, seed
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.placement, self.system = placement, placement.system
@@ -316,7 +317,8 @@ class Sampler:
         if self.system.sampler == "vllm":
             # by its name: only such a run takes that file along
             vllm_sampler = importlib.import_module("engine.vllm_sampler")
-            self.vllm = vllm_sampler.begin_vllm(policy, tokenizer, self.system, placement.device)
+            self.vllm = vllm_sampler.begin_vllm(  # COLLECTIVE
+                policy, tokenizer, self.system, placement.device)
 
     def sample(self, wanted, purpose, iteration, stop, start=None):
         """

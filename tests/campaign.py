@@ -722,7 +722,8 @@ def corrupt(out_dir, step):
                      for key in entries]
         for what, new in ways:
             tried += 1
-            os.remove(path)
+            with contextlib.suppress(FileNotFoundError):  # the way before has deleted it
+                os.remove(path)
             if new is not None:
                 with open(path, "wb") as f:
                     f.write(new)

@@ -168,7 +168,7 @@ def test_pairs_of_one_text_are_counted(runs):
 
 REFUSED = {
     "two": "torchrun", "half": "{second}", "folder": "/proc/labels.jsonl", "nothing": "only 0 pairs are left",
-    "own": "'../own_val.jsonl'", "link": "in the folder of a model", "long": "row 1: "}
+    "own": "'../own_val.jsonl'", "link": "linked/config.json", "long": "row 1: "}
 
 
 @pytest.mark.parametrize("name", REFUSED)

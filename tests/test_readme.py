@@ -277,7 +277,7 @@ def logs(tmp_path_factory):
     with open(os.path.join(folder, "seen.py"), "w", encoding="utf-8") as f:  # fails unless it is given what is promised
         f.write(f"def seen(batch):\n    return [len([batch[key] for key in {GIVEN}])] * len(batch['completions'])\n")
     short = dict(max_iters=1)
-    both = short | dict(reward_functions=rewards, importance_cap=2, roles="train=1,generate=1,score=1", staleness=1)
+    both = dict(max_iters=2, reward_functions=rewards, importance_cap=2, roles="train=1,generate=1,score=1", staleness=1)
     runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
                 grpo=world.grpo("out", max_refills=1, **both), sft=world.sft("out", **short), rm=world.rm("out", **short),
                 taught=world.rm("out", teacher=world.second_reward, **short),

@@ -228,7 +228,7 @@ FLIP = f"""
 def at(iteration):
     if iteration == 1:
         part = parallel.my_part(seen["ref_policy"].get_parameter("{MATRIX}").data)
-        part.view(torch.int32).flatten()[3] ^= 1
+        part.view(torch.int32).flatten()[3] += 1  # not ^= 1: this may be called twice
 """
 POISON = f"""
 original_metrics = parallel.all_reduce_metrics
