@@ -162,6 +162,15 @@ def sampling(folder, device, dtype, prompts, longest, repeats):
     return took
 
 
+def unpin():
+    """
+    For a process that is about to start: all cores, as before torch. OpenMP may have pinned this
+    process's thread to one core, which the new one would inherit.
+    """
+    if hasattr(os, "sched_setaffinity"):  # macOS pins nothing
+        os.sched_setaffinity(0, range(os.cpu_count()))
+
+
 def iterations(script, folder, keys):
     """
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
@@ -173,10 +182,6 @@ def iterations(script, folder, keys):
         prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
     if script == "grpo":
         keys["reward_functions"] = os.path.join(folder, "rule.py:score")
-    # OpenMP may have pinned this thread to one core, and the new process would inherit that
-    unpin = None  # macOS pins nothing
-    if hasattr(os, "sched_setaffinity"):
-        unpin = lambda: os.sched_setaffinity(0, range(os.cpu_count()))  # noqa: E731
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
         done = subprocess.run(command + [f"--{key}={value}" for key, value in keys.items()],

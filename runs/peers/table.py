@@ -18,7 +18,7 @@ import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from errors import BadConfig, Stop  # noqa: E402
-from tools.bench import iterations, make_models, sampling  # noqa: E402
+from tools.bench import iterations, make_models, sampling, unpin  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as sampling_full,grpo_real
@@ -52,7 +52,7 @@ def of_trl(script, folder, micro_batch_size):
     python = config[f"{script}_python"]
     done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
                            folder, str(steps), str(micro_batch_size)],
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, preexec_fn=unpin)
     if done.returncode:
         raise Stop(f"TRL's {script}: {(done.stderr.strip() or '?').splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
