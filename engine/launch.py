@@ -151,9 +151,10 @@ def on_signal(number, frame):
     signalled_at = time.monotonic()
     if os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
-                f"{parallel.phase}); send it again to stop at once. torchrun waits 30 s for that, "
-                "or its --shutdown-timeout\n")
-        os.write(2, line.encode())  # print is not safe in a signal handler
+                f"{parallel.phase}); send it again to stop at once")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            line += ". torchrun waits 30 s for that, or its --shutdown-timeout"
+        os.write(2, f"{line}\n".encode())  # print is not safe in a signal handler
 
 
 def stop_asked():

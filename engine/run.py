@@ -223,7 +223,7 @@ class Run:
             return self.must_agree(worst, "the sampler")  # COLLECTIVE
         # Other kernels sample there, and how far their rounding goes depends on how deep the model
         # is: no limit suits all models. So a large gap is said once, and does not stop the run
-        worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
+        worst = self.must_agree(worst, "the sampler", checked=False)  # COLLECTIVE
         if worst > self.gap_limit and not self.gap_said:
             errors.warn(f"in {self.system.dtype} the sampler's log-probs differ from those of the "
                         f"training forward by {worst:.2g} nats a token (rounding is mostly below "

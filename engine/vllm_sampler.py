@@ -14,7 +14,6 @@ through a socket; the weights lie in memory that both can see. If one of the two
 other.
 """
 import ctypes
-import datetime
 import importlib
 import mmap
 import os
@@ -26,12 +25,13 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
-import torch.distributed as dist
 
 import engine
+import parallel
 from engine import roles
 from engine.adapters import Adapted
 from engine.four_bits import in_full
+from engine.together import patience
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
 from parallel import gather, is_shard, my_part, wire
@@ -81,10 +81,8 @@ def begin_vllm(policy, tokenizer, system, device):
                         "the whole policy; leave one of the two out")
     samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
     vllm = VLLM(policy, tokenizer, system, device) if samples else None
-    if dist.is_initialized():  # wait for the slowest here: elsewhere `timeout` is the longest
-        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=START))
-        dist.all_reduce(torch.zeros(1, device=wire()))  # COLLECTIVE
-        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=system.timeout))
+    with parallel.everyone(), patience():  # wait for the slowest here, and not for `timeout` later
+        parallel.all_reduce_max(torch.zeros((), device=wire()))  # COLLECTIVE
     return vllm
 
 
