@@ -175,9 +175,10 @@ def iterations(script, folder, keys):
     """
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
     warms up and the last one, which only evaluates. keys: what the run shall have beside defaults.
+    The learning rate is so small that the lengths of the responses stay as they are.
     """
     keys = dict(
-        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-5,
+        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-12,
         reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
         prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
     if script == "grpo":

@@ -1,7 +1,8 @@
 """
 TRL's PPO (experimental.ppo) or GRPO trainer on the models that tools/bench.py makes: 32 responses
 of up to 128 tokens a step. PPO: 4 epochs of one step; GRPO: 8 prompts with 4 responses each. It
-runs in an environment that has TRL, and prints [seconds of each step, peak MiB, version].
+runs in an environment that has TRL, and prints [seconds of each step, peak MiB, version]. As in
+tools/bench.py, the learning rate is so small that the lengths of the responses stay.
 
 python runs/peers/trl_steps.py ppo|grpo FOLDER STEPS MICRO_BATCH_SIZE
 """
@@ -34,7 +35,7 @@ policy, reference = (AutoModelForCausalLM.from_pretrained(
     os.path.join(folder, "policy"), dtype=torch.float32) for _ in range(2))
 common = dict(
     output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size,
-    gradient_accumulation_steps=PROMPTS // micro_batch_size, temperature=1.0, learning_rate=1e-5,
+    gradient_accumulation_steps=PROMPTS // micro_batch_size, temperature=1.0, learning_rate=1e-12,
     bf16=False, gradient_checkpointing=False, use_cpu=True, report_to="none", logging_steps=1,
     save_strategy="no", disable_tqdm=True, seed=0)
 clicks = []  # where a step ends and the next one begins, in seconds of the clock
