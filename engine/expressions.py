@@ -89,12 +89,13 @@ def same_expressions(pairs, workers, seconds):
     end = time.monotonic() + seconds
     found = [False] * len(pairs)
     short = [i for i, pair in enumerate(pairs) if max(map(len, pair)) <= LONGEST]
+    workers = min(workers, 1 + len(short) // 16)  # a start takes as long as a hundred pairs
     parts = [short[i::workers] for i in range(workers)]
     # OpenMP may have pinned this thread to one CPU, and new threads and processes inherit that
     with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
-        for part, said in zip(parts, pool.map(
-                lambda part: ask([pairs[i] for i in part], end), parts), strict=True):
-            for i, same in zip(part, said, strict=True):
+        said = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
+        for part, answers in zip(parts, said, strict=True):
+            for i, same in zip(part, answers, strict=True):
                 found[i] = same
     return found
 
