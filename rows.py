@@ -1,5 +1,5 @@
 """
-Files -> rows. read_rows reads JSONL, JSON, parquet and data sets of the Hugging Face hub,
+Files -> rows. read_rows reads JSONL, JSON, CSV, parquet and data sets of the Hugging Face hub,
 several of them with weights if need be, and gives each row to a function of the second half of this
 file, which makes one of three kinds of it:
 
@@ -16,11 +16,13 @@ goes on with that very message.
 
 Rows that look otherwise (ShareGPT, Alpaca, HH, verl, ...) are converted once, by data/convert.py.
 
-We read JSON ourselves: the libraries for tables guess what a text might mean, and turn the answer
-"02" into 2 and "NA" into nothing.
+We read the files ourselves: the libraries for tables guess what a text might mean, and turn the
+answer "02" into 2 and "NA" into nothing.
 """
+import csv
 import functools
 import gzip
+import io
 import json
 import math
 import os
@@ -188,7 +190,7 @@ def files_of_split(files, folder, split, source):
 # --------------------------------------------------------------------------------------------------
 # files -> dicts
 
-ENDINGS = ".jsonl", ".json", ".parquet"
+ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 
 
 def raw_rows(source):
@@ -205,7 +207,7 @@ def raw_rows(source):
         if ending not in ENDINGS:
             raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz "
                            "behind it")
-        read = parquet_rows if ending == ".parquet" else json_rows
+        read = {".parquet": parquet_rows, ".csv": csv_rows}.get(ending, json_rows)
         for where, row in read(path):
             if not isinstance(row, dict):
                 raise BadInput(f"{path}, {where}: wanted an object such as "
@@ -245,6 +247,20 @@ def parse_json(text, where):
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{where}: not JSON ({e}); wanted an object in each line, or one list of "
                        "objects") from e
+
+
+def csv_rows(path):
+    """The first line names the columns; a value may hold newlines, between quotes. All are text."""
+    csv.field_size_limit(2**30)
+    text = io.StringIO(read_text(path), newline="")
+    try:
+        for number, row in enumerate(csv.DictReader(text, strict=True), 1):
+            if None in row or None in row.values():
+                raise BadInput(f"{path}, row {number}: not as many columns as in the first line; "
+                               "is a quote or a comma missing?")
+            yield f"row {number}", row
+    except csv.Error as e:
+        raise BadInput(f"{path}: not a table ({e})") from e
 
 
 def parquet_rows(path):
@@ -336,13 +352,15 @@ def preference_row(row):
     """
     made = dialogue(row, *PAIR)
     for name, largest in (("margin", 1e30), ("confidence", 1.0)):
-        value = row.get(name)
-        if value is None:
+        if row.get(name) in (None, ""):
             continue
-        if not isinstance(value, (int, float)) or not 0 <= value <= largest:
+        try:
+            made[name] = float(row[name])  # CSV has text
+        except (ValueError, TypeError):
+            made[name] = math.nan
+        if not 0 <= made[name] <= largest:
             raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
-                           f"{shorten(value)}")
-        made[name] = float(value)
+                           f"{shorten(row[name])}")
     return made
 
 

@@ -3,7 +3,7 @@ Data sets in other layouts -> our JSONL, once; and what data/*/prepare.py share.
 
     python data/convert.py --source=hf:openai/gsm8k:main:train --out=train.jsonl
     python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05 --chat
-    python data/convert.py --source=a.json --fields="task>prompt,steps>answer" --out=train.jsonl
+    python data/convert.py --source=rows.csv --fields="task>prompt,steps>answer" --out=train.jsonl
 
 A row becomes one of three kinds: a demonstration for sft.py, a pair for rm.py, a prompt for ppo.py
 and grpo.py (--kind; the first row decides if it is not given). A row that makes no sense as that is

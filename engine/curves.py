@@ -1,5 +1,6 @@
 """
-The runs that a tool shows: their folders, what to call them, the records of their logs.
+The runs that a tool shows: their folders, what to call them, the records of their logs; and how
+pictures of them are made.
 """
 import difflib
 import fnmatch
@@ -8,6 +9,7 @@ import math
 import os
 
 from errors import BadConfig, BadInput, first_line
+from folders import check_writable
 
 
 def read_runs(folders, key="runs"):
@@ -69,11 +71,19 @@ def read_records(file, fields=()):
     return records
 
 
-def points(records, metric):
-    """[(iteration, value)] of a metric, where it has a finite value."""
-    found = [(record["iteration"], record.get(metric)) for record in records]
-    return [(iteration, value) for iteration, value in found
-            if isinstance(value, (int, float)) and math.isfinite(value)]
+def points(records, metric, past=0.0):
+    """
+    [(iteration, value)] of a metric, where it has a finite value. past: how much of the moving
+    average of the values so far each value is to keep, from 0 (nothing is smoothed) to below 1; the
+    average is divided by the sum of its weights, so that it begins with the first value.
+    """
+    found, mean, weight = [], 0.0, 0.0
+    for record in records:
+        value = record.get(metric)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            mean, weight = past * mean + (1 - past) * value, past * weight + 1 - past
+            found.append((record["iteration"], mean / weight))
+    return found
 
 
 def metrics_in(runs):
@@ -97,3 +107,31 @@ def choose_metrics(wanted, known):
             raise BadConfig(f"metrics: no run has logged {part!r}; {hint}")
         chosen += [metric for metric in found if metric not in chosen]
     return chosen
+
+
+def empty_picture(lines, columns, width, height, **kwargs):
+    """(figure, its axes as an array (lines, columns)) of panels, each of this size in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, not a window
+    import matplotlib.pyplot as plt
+
+    size = width * columns, height * lines
+    return plt.subplots(lines, columns, figsize=size, squeeze=False, **kwargs)
+
+
+def check_picture(path):
+    """Raise BadInput unless a picture can be written to this file."""
+    if not path.endswith(".png"):  # matplotlib would add it, or write another kind
+        raise BadConfig(f"out = {path!r} must end with .png")
+    check_writable(path)
+
+
+def save_picture(figure, axes, path):
+    """Write a picture to a file, whose axes (an array) get a light grid and no frame."""
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    figure.savefig(path, dpi=110)

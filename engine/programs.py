@@ -24,8 +24,8 @@ def code(batch):
 
     The programs run in the sandbox, several at a time, while the next responses are sampled. They
     have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
-    batch["limits"]: the key code_seconds. A program that has not ended by then scores 0, and a
-    printed line says so.
+    batch["limits"]: the key code_seconds, if it is there. A program that has not ended by then
+    scores 0, and a printed line says so: no program may end the run.
     """
     programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
     runnable = [(program, row["tests"])
@@ -39,8 +39,12 @@ def code(batch):
         print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
               f"{seconds:.0f} s for all of them, and score 0; if right ones may be among them, "
               "raise reward_timeout", flush=True)
-    passed = iter([verdict.passed == verdict.total for verdict in verdicts])
-    return [float(program is not None and next(passed)) for program in programs]
+    remaining = iter(verdicts)
+    scores = []
+    for program in programs:
+        verdict = None if program is None else next(remaining)
+        scores.append(float(verdict is not None and verdict.passed == verdict.total))
+    return scores
 
 
 def check_code(rows, path):
@@ -56,11 +60,10 @@ code.check_rows = check_code  # for engine/reward_mix.py
 # --------------------------------------------------------------------------------------------------
 # where a completion has its program
 
-# a line with a fence: what is before it, the fence, its tag
-FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}+|~{3,}+)[ \t]*([^`]*)$")
-MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
+FENCE = re.compile(r"`{3,}|~{3,}")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
+MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
 
 
 def extract_code(completion):
@@ -98,34 +101,47 @@ def fenced_blocks(text):
     """
     The fenced blocks of a text in order: [(tag, its lines)], with the tags "python", "" and others.
 
-    A block begins with a line of three or more backticks or tildes, which may stand behind markers
-    of lists, and with a tag of Python's behind any text. It ends with a line of at least as many,
-    indented by less than 4 columns more, or with the first line that ends with its fence
-    ("return x```"). Models forget the end: so a fence with a tag begins a new block, and a block
-    that is not closed ends with the text.
+    A block begins with three or more backticks or tildes, which may be indented and stand behind
+    the markers of lists; backticks of Python or without a tag behind any text. It ends with a line
+    of at least as many, indented by less than 4 columns more. Models forget that line: so a fence
+    with a tag begins a new block, and a block that is not closed ends with the first line that ends
+    with its fence ("return x```"), else with the text.
     """
-    blocks, opened, margin = [], "", 0
+    blocks, opened, margin, closed = [], "", 0, set()
     for line in text.split("\n"):
-        found = FENCE.match(line)
-        before, fence, tag = found.groups() if found else ("", "", "")
-        tag = "python" if PYTHON.match(tag) else tag.strip()
-        near = found and not before.strip() and len(before.expandtabs(4)) < margin + 4
+        before, fence, tag = read_fence(line)
+        near = fence and not before.strip() and len(before.expandtabs(4)) < margin + 4
         alike = near and fence.startswith(opened)
         if opened:
             begins = near and tag and (alike or tag == "python" != blocks[-1][0])
         else:
-            begins = found and (tag == "python" or MARKERS.fullmatch(before))
+            behind_text = fence.startswith("`") and tag in ("python", "")
+            begins = fence and (behind_text or MARKERS.fullmatch(before))
         if begins:
-            blocks.append((tag, []))
+            blocks.append((tag, [], fence))
             opened, margin = fence, len(MARKERS.match(line)[0].expandtabs(4))
-        elif alike:
+        elif opened and alike:
+            closed.add(len(blocks) - 1)
             opened = ""
         elif opened:
-            code = line.rstrip().removesuffix(opened)
-            ends = code != line.rstrip() and code.strip()  # the last line, with the fence behind it
-            blocks[-1][1].append(code if ends else line)
-            opened = "" if ends else opened
-    return blocks
+            blocks[-1][1].append(line)
+    for number, (_, lines, fence) in enumerate(blocks):
+        end = next((i for i, line in enumerate(lines) if line.rstrip().endswith(fence)), None)
+        if number not in closed and end is not None:
+            lines[end:] = [lines[end].rstrip().removesuffix(fence)]
+    return [(tag, lines) for tag, lines, _ in blocks]
+
+
+def read_fence(line):
+    """
+    What stands before the first fence of a line, the fence, its tag: "a: ```py3" -> ("a: ", "```",
+    "python"). The line, "", "" if there is no fence.
+    """
+    found = FENCE.search(line)
+    tag = line[found.end():].strip() if found else ""
+    if not found or found[0][0] == "`" and "`" in tag:  # ```code``` within a line
+        return line, "", ""
+    return line[:found.start()], found[0], "python" if PYTHON.match(tag) else tag
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,10 +331,20 @@ def judge(answer, want):
     if answer in (b"!", b"M"):
         return "error" if answer == b"!" else "memory"
     try:
-        got = json.loads(answer.decode())
+        got = json.loads(answer.decode(), object_pairs_hook=without_collisions)
         return "pass" if same(got, want) else "fail"
-    except (ValueError, RecursionError):  # the program wrote the line itself
+    except (ValueError, RecursionError):  # keys that collide, or the program wrote the line itself
         return "fail"
+
+
+def without_collisions(pairs):
+    """
+    An object of JSON as a dict. Raises ValueError for a key that is there twice, as in the JSON of
+    {1: "a", "1": "b"}: the keys of JSON are strings.
+    """
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
 
 
 def same(got, want):

@@ -12,7 +12,9 @@ calls the rewards. The rewards themselves are in rewards.py. A function of the u
 
     def brevity(batch): ...                                 quartet's: see rewards.py
     def brevity(prompts, completions, answer, **columns)    TRL's: see arguments_of
+    async def grader(...)                                   either of them, awaited
 """
+import asyncio
 import difflib
 import importlib
 import importlib.util
@@ -64,7 +66,8 @@ def parse_rewards(spec, known, base_folder):
     for part in spec.split(","):
         weight, star, name = (text.strip() for text in part.rpartition("*"))
         if not name:
-            raise BadConfig(f"{where}: a reward's name is missing in {part.strip()!r}")
+            place = f"after {part.strip()!r}" if star else "beside a comma"
+            raise BadConfig(f"{where}: a reward's name is missing {place}")
         try:
             factor = float(weight) if star else 1.0
         except ValueError:
@@ -72,8 +75,8 @@ def parse_rewards(spec, known, base_folder):
         if not math.isfinite(factor):
             raise BadConfig(f"{where}: the weight of {name!r} must be a finite number, found "
                             f"{weight!r}")
-        file, _, function_name = name.rpartition(":")
-        if file:
+        file, colon, function_name = name.rpartition(":")
+        if colon:
             path = os.path.abspath(os.path.join(base_folder, file))
             function = load_function(path, function_name, where, modules)
             if function_name in known:
@@ -87,9 +90,10 @@ def parse_rewards(spec, known, base_folder):
                 function = getattr(importlib.import_module(module), attribute)
         else:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise BadConfig(f"{where}: unknown reward {name!r}; there are {', '.join(known)}, and "
-                            f"FILE.py:FUNCTION of your own{hint}")
+            hint = f"there are {', '.join(known)}, and FILE.py:FUNCTION of your own"
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+            raise BadConfig(f"{where}: unknown reward {name!r}; {hint}")
         if name in [n for _, n, _ in rewards]:
             raise BadConfig(f"{where}: {name!r} is given twice; keep one")
         rewards.append((factor, name, function))
@@ -129,7 +133,10 @@ def load_function(path, name, where, modules):
         modules[path] = module
     function = getattr(modules[path], name, None)
     if not callable(function):
-        raise BadInput(f"{where}: {path} has no function {name!r}")
+        found = "has no"
+        if function is not None:
+            found = f"has {type(function).__name__} and not a function as"
+        raise BadInput(f"{where}: {path} {found} {name!r}")
     return function
 
 
@@ -224,6 +231,11 @@ def as_messages(row, completion):
 # --------------------------------------------------------------------------------------------------
 # calling them
 
+RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what a function of the user's may raise
+# where async functions run: one event loop for all calls, since a client of theirs may live in it
+runner = asyncio.Runner()
+
+
 def call_rewards(rewards, batch):
     """
     What each of the rewards [(weight, name, function)] gives for a batch: {name: scores (B,)
@@ -241,7 +253,9 @@ def call_rewards(rewards, batch):
                 parameters = trl_parameters(function)
                 returned = (function(batch) if parameters is None
                             else function(**arguments_of(parameters, batch)))
-            except (Exception, SystemExit) as e:  # whatever a function of the user's may raise
+                if inspect.iscoroutine(returned):
+                    returned = runner.run(returned)
+            except RAISED as e:
                 raise failure(name, e) from e
         scores[name] = torch.tensor(as_scores(name, returned, batch), dtype=torch.float64)
     return scores
@@ -251,8 +265,9 @@ def failure(name, error):
     """The Stop for a reward that raised this error; a Stop or BadInput of its own is kept."""
     if isinstance(error, (BadInput, Stop)):
         return error
+    calling = (__file__, os.path.dirname(asyncio.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename != __file__]
+              if not frame.filename.startswith(calling)]
     # the line that failed in the file of the reward, and not in a library that it calls
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
@@ -277,7 +292,10 @@ def as_scores(name, returned, batch):
     """
     What a reward returned, as a list of floats, one for each response; NaN for None. Raises Stop.
     """
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    try:
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+    except Exception as e:  # whatever the user's object does
+        raise failure(name, e) from e
     B = len(batch["completions"])
     listed = isinstance(values, (list, tuple))
     shape = tuple(getattr(returned, "shape", (len(values),) if listed else ()))

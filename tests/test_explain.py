@@ -93,7 +93,8 @@ def explained(world, runs):
     calls = dict(
         ppo=dict(run=f"{runs}/ppo/cut", prompt=next_prompt(world, PPO)[0], seed=SEED),
         grpo=dict(run=f"{runs}/grpo/cut", prompt=next_prompt(world, GRPO)[0], seed=SEED),
-        ppo_over=dict(run=f"{runs}/ppo/out", prompt="12+34="),
+        ppo_over=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="deep/ppo.png"),
+        grpo_over=dict(run=f"{runs}/grpo/out", prompt="12+34=", out="grpo.png"),
         gspo=dict(run=f"{runs}/gspo/out", prompt="12+34=", seed=3),
         cispo=dict(run=f"{runs}/cispo/out", prompt="12+34=", seed=3),
         answered=dict(run=f"{runs}/rules/out", prompt="12+34=", answer="46"),
@@ -101,7 +102,8 @@ def explained(world, runs):
         unanswered=dict(run=f"{runs}/rules/out", prompt="12+34="),
         no_checkpoint=dict(run=world.policy, prompt="12+34="),
         supervised=dict(run=f"{runs}/sft/out", prompt="12+34="),
-        too_long=dict(run=f"{runs}/ppo/out", prompt="1+" * 20))
+        too_long=dict(run=f"{runs}/ppo/out", prompt="1+" * 20),
+        no_png=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="explain.txt"))
     before = contents(runs)
     cases = {name: [one_run(TOOL, tiny.arguments(keys))] for name, keys in calls.items()}
     results = {name: result for name, (result,) in forked(folder, cases).items()}
@@ -273,9 +275,17 @@ def test_the_answer_of_the_user_and_that_of_the_data(explained):
                          printed(explained, name), re.MULTILINE)
 
 
+@pytest.mark.parametrize("name, file", [("ppo_over", "deep/ppo.png"), ("grpo_over", "grpo.png")])
+def test_the_picture(name, file, explained):
+    assert printed(explained, name).endswith(f"saved {file}\n")
+    with open(os.path.join(explained.folder, name, file), "rb") as f:
+        assert f.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
 @pytest.mark.parametrize("name, said", [
     ("unanswered", "--answer="), ("no_checkpoint", "has no checkpoint"),
-    ("supervised", "ppo.py or grpo.py"), ("too_long", f"prompt '{'1+' * 20}'")])
+    ("supervised", "ppo.py or grpo.py"), ("too_long", f"prompt '{'1+' * 20}'"),
+    ("no_png", ".png")])
 def test_bad_input_gets_one_line(name, said, explained):
     result = explained.results[name]
     assert result["codes"] == [2]

@@ -131,3 +131,5 @@ def test_results_are_compared_by_value():
     for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
         assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal, (got, want)
         assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
+    for answer in ('{"1": 1, "1": 2}', '{"1": 2, "1": 2}', '{"1": [{"b": 1, "b": 1}]}'):  # keys that collide
+        assert judge(answer.encode(), {"1": 2}) == "fail"

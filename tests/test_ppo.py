@@ -75,14 +75,23 @@ def test_sample_and_plot(chain, world, tmp_path):
     assert [chat.returncode, chat.stderr, plot.returncode, plot.stderr] == [0, "", 0, ""], (chat, plot)
     results = forked(str(tmp_path), {
         "one": [one_run("tools/sample.py", [policy, size, "--prompt=1+2="])],
-        "file": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])]})
+        "file": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])],
+        "six": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=6", reward])],
+        "best": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward,
+                                             "--best_of=3", "--batch_size=4"])]})
     for (result,) in results.values():
         assert result["codes"] == [0] and result["stderr"] == [""], result
-    one, file = (result["stdout"][0] for (result,) in results.values())
+    one, file, six, best = (result["stdout"][0] for (result,) in results.values())
     prompts = [json.loads(line)["prompt"] for line in open(world.rl_val, encoding="utf-8")][:3]
     assert [line[2:] for line in one.split("\n") if line.startswith("> ")] == ["1+2="]
     assert [line[2:] for line in file.split("\n") if line.startswith("> ")] == prompts
     assert len(re.findall(r"\(score -?\d+\.\d\d\)$", file, re.M)) == 6
+    # of each three of the six responses, best_of = 3 shows the one of the highest score
+    each, kept = (re.findall(r"^(.*)   \(score (-?\d+\.\d\d)\)$", text, re.M) for text in (six, best))
+    highest = [max(float(score) for _, score in each[i:i + 3]) for i in range(0, 18, 3)]
+    assert len(each) == 18 and highest == [float(score) for _, score in kept]
+    assert all(kept[i] in each[3 * i:3 * i + 3] for i in range(6)) and best.count("\n> ") == 3
+    assert "the best of 3 by its score: at most 0.432 nats" in best
     # the first line of a chat draws the noise of the first prompt: the same question, the same answer
     answer = one.split("> 1+2=\n")[1]
     assert answer and f"\n{answer}" in chat.stdout and chat.stdout.split(answer, 1)[1]

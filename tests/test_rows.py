@@ -39,13 +39,16 @@ def write_tables(folder, table):
     (folder / "lines.json").write_text(lines)
     (folder / "list.json").write_text("\n" + json.dumps(table, indent=1))
     (folder / "A.JSONL.GZ").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    cells = [[*table[0]], *([row[key] for key in table[0]] for row in table)]
+    quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in line) for line in cells]
+    (folder / "a.csv").write_text("\ufeff" + "\r\n".join(quoted), newline="", encoding="utf-8")
     return sorted(folder.iterdir())
 
 
 def test_texts_are_not_changed(tmp_path):
     table = [dict(prompt=f"{i}", answer=text) for i, text in enumerate(TEXTS)]
     paths = write_tables(tmp_path, table)
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path in paths:
         assert read_rows(str(path), prompt_row) == table, path
     for numbers, want in ([72, "72"], [72.0, "72"], [0.1, "0.1"], [-1e-9, "-1e-09"], [10**30 + 1, f"{10**30 + 1}"],
@@ -72,7 +75,7 @@ def test_parquet(tmp_path):
     (sft_row, {"prompt": [U, assistant("so")], "completion": [B | {"name": None, "thinking": "hm"}], "tools": []},
      {"prompt": [U, assistant("so")], "completion": [B | {"thinking": "hm"}]}),
     (ptx_row, {"text": "t"}, {"prompt": "", "completion": "t"}),
-    (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5, "confidence": None},
+    (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5", "confidence": None},
      {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5}),
     (prompt_row, {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]},
      {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]}),
@@ -114,7 +117,8 @@ def test_bad_rows_are_named_by_file_row_and_field(shape, row, named, tmp_path):
 
 @pytest.mark.parametrize("name, content, said", [
     ("a.json", b"[1]", "a.json, row 1: "), ("a.json", b"[{]", "a.json: "), ("a.jsonl", b" \n\r\n\t\n", "a.jsonl: "),
-    ("a.jsonl.gz", b"no", "a.jsonl.gz: "),
+    ("a.csv", b"prompt,answer\na,b\na\n", "a.csv, row 2: "), ("a.csv", b"prompt\n\n\xff", "a.csv, line 3: "),
+    ("a.csv", b"prompt,answer\na,1\n,2\n", "a.csv, row 2: field 'prompt'"), ("a.jsonl.gz", b"no", "a.jsonl.gz: "),
     ("a.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:-9], "a.jsonl.gz: "), ("rows.txt", b"{}", "rows.txt: ")])
 def test_damaged_files_are_one_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)

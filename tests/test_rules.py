@@ -141,6 +141,33 @@ def test_an_error_is_named_with_its_line(tmp_path):
         call_rewards([(1.0, "accuracy", accuracy)], BATCH)
 
 
+def test_async_functions_are_awaited():
+    """What one makes in a call, it can use in the next: all run in one event loop."""
+    import asyncio
+
+    events = []
+
+    async def grader(batch):
+        events.append(events[0] if events else asyncio.Event())
+        asyncio.get_running_loop().call_soon(events[-1].set)
+        await asyncio.wait_for(events[-1].wait(), 5)
+        events[-1].clear()
+        return [len(text) for text in batch["completions"]]
+
+    async def trl_judge(completions, **columns):
+        await asyncio.sleep(0)
+        return [None] + [len(columns) + 0.5] * (len(completions) - 1)
+
+    async def broken(batch):
+        return {}["nothing"]
+
+    for _ in range(2):
+        each = call_rewards([(1.0, "a", grader), (1.0, "trl", trl_judge)], BATCH)
+        assert each["a"].tolist() == [1, 2, 3] and each["trl"][1:].tolist() == [3.5, 3.5] and each["trl"][0].isnan()
+    with pytest.raises(Stop, match=f"^reward 'mine' failed at {__file__}, line [0-9]+: KeyError: 'nothing'$"):
+        called(broken)
+
+
 TRL = """
 import functools
 

@@ -224,6 +224,7 @@ def test_runs_are_called_by_what_tells_them_apart():
 def test_curves():
     records = [dict(iteration=0, a=1.0), dict(iteration=1, a=None), dict(iteration=4, a=2.0, b="x")]
     assert points(records, "a") == [(0, 1.0), (4, 2.0)] and points(records, "b") == []
+    assert points(records, "a", 0.5) == [(0, 1.0), (4, pytest.approx((0.25 * 1 + 0.5 * 2) / 0.75))]
     known = ["eval/kl", "policy/lr", "policy/steps"]
     assert choose_metrics("policy/*, eval/kl,policy/lr", known) == ["policy/lr", "policy/steps", "eval/kl"]
     with pytest.raises(BadConfig, match="no run has logged 'eval/lk'; did you mean 'eval/kl'"):

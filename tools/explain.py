@@ -3,7 +3,7 @@ One response under the microscope: every number of a PPO or GRPO iteration, toke
 the columns mean is in docs/algorithms.md.
 
 python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456="
-python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579
+python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579 --out=out/a.png
 
 Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py itself for one more
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
@@ -30,6 +30,7 @@ import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
 from engine import launch, report, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
+from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
 from engine.reward_mix import NEEDS  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
@@ -44,6 +45,7 @@ run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has 
 prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
+out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # the run: its script, its keys, its last checkpoint
@@ -51,6 +53,8 @@ config, _ = configure(globals())
 if not prompt.strip():
     raise BadConfig('prompt is empty; type --prompt="123+456="')
 check_text(prompt, "command line: the prompt")
+if out:
+    check_picture(out)
 checkpoint, state = find_checkpoint(run) if os.path.isdir(run) else (None, None)
 keys = read_json(os.path.join(checkpoint, "config.json")) if checkpoint else {}
 if "cliprange" not in keys:
@@ -206,3 +210,33 @@ if script == "grpo":
                      for text in map(repr, texts[:size])]})
     print()
 print_table(columns)
+
+# --------------------------------------------------------------------------------------------------
+# the picture: one panel above the other, all over the same tokens
+
+if out:
+    columns = {name: cells[-64:] for name, cells in columns.items()}
+    groups = (("policy", "reference", "new"), ("KL", "reward"), ("value", "ret"),
+              ("delta", "raw", "whitened", "advantage"), ("ratio", "loss"))
+    panels = [[name for name in group if name in columns] for group in groups]
+    panels = [panel for panel in panels if panel]
+    x = range(len(columns["token"]))
+    figure, axes = empty_picture(len(panels), 1, 12.8, 1.5, sharex=True)
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        for name, style in zip(panel, ("o-", "s--", "^:"), strict=False):
+            if name in ("KL", "reward", "delta"):
+                axis.bar(x, columns[name], width=0.4, alpha=0.6, label=name)
+            else:
+                axis.plot(x, columns[name], style, markersize=4, label=name)
+        if "ratio" in panel:
+            clipped = [i for i in x if columns["clipped"][i]]
+            axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3",
+                      markersize=8, label="clipped")
+        axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
+    # parse_math=False: a $ in a text is a dollar
+    axes[-1, 0].set_xticks(x, columns["token"], rotation=90, parse_math=False, fontsize=8,
+                           family="monospace")
+    figure.suptitle(f"{prompt!r} -> {texts[0]!r}, score {score:.2f}"[:110], fontsize=12,
+                    parse_math=False)
+    save_picture(figure, axes, out)
+    print(f"\nsaved {out}")

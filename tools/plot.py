@@ -15,15 +15,15 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.curves import choose_metrics, metrics_in, points, read_runs  # noqa: E402
-from errors import BadConfig  # noqa: E402
-from folders import check_writable  # noqa: E402
+from engine.curves import (  # noqa: E402
+    check_picture, choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
 
 
 # --------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # the picture; empty = only the table
 metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of the runs
+smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training.
@@ -45,9 +45,7 @@ COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores
            "kl": "{:.2f}", "loss": "{:.4f}"}
 
 if out:
-    if not out.endswith(".png"):  # matplotlib would add it, or write another kind
-        raise BadConfig(f"out = {out!r} must end with .png")
-    check_writable(out)
+    check_picture(out)
 read = read_runs(runs)
 logged = metrics_in(read)
 
@@ -67,20 +65,14 @@ shown = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logg
 if metrics:
     shown = [(metric, (metric,)) for metric in choose_metrics(metrics, logged)]
 if out:
-    import matplotlib  # here: a table alone need not wait for it
-
-    matplotlib.use("Agg")  # a file, not a window
-    import matplotlib.pyplot as plt
-
     columns = max(1, min(3, len(shown)))
     lines = max(1, -(-len(shown) // columns))
-    size = 4.2 * columns, 2.9 * lines
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
+    figure, axes = empty_picture(lines, columns, 4.2, 2.9)
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, (_, records) in enumerate(read.values()):
             for key in keys:
                 held_out = key.startswith("eval/")
-                curve = points(records, key)
+                curve = points(records, key, 0.0 if held_out else smooth)
                 if curve:
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
@@ -88,13 +80,10 @@ if out:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration", fontsize=8)
         axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
     for number, name in enumerate(read):  # a line without points, for the legend
         axes.flat[0].plot([], [], color=f"C{number}", label=name)
     axes.flat[0].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    save_picture(figure, axes, out)
     print(f"saved {out} (thick: held-out prompts, thin: training batches)")
