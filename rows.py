@@ -320,6 +320,8 @@ def has(row):
 
 PAIR = "chosen", "rejected"  # the fields of a pair
 ROLES = "system", "user", "assistant"
+THEIRS = dict(prompt=("question", "problem", "instruction", "query", "task"),
+              completion=("response", "output", "answer"))  # what others call these fields
 
 
 def sft_row(row):
@@ -410,8 +412,9 @@ def dialogue(row, *completions):
     made = {}
     for field in ("prompt", *completions):
         if row.get(field) is None:
+            theirs = next((x for x in THEIRS.get(field, ()) if x in row), "THEIRS")
             raise BadInput(f"field {field!r} is missing; {has(row)}; rename one by "
-                           f'--fields="THEIRS>{field}"')
+                           f'--fields="{theirs}>{field}"')
         made[field] = text_or_messages(row[field], field)
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"one of the fields 'prompt' and {field!r} is a string and one a list "

@@ -30,6 +30,7 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from engine.answers import last_boxed  # noqa: E402
 from errors import BadInput, one_line  # noqa: E402
 from folders import check_kept  # noqa: E402
 from rows import (PAIR, parse_fields, preference_row, prompt_row, raw_rows, rename,  # noqa: E402
@@ -196,8 +197,8 @@ def prompt(row):
     answer = pop(row, "answer", "final_answer")  # final_answer: DeepMath
     if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
         answer = row.pop("reward_model").get("ground_truth")
-    if answer is None and "\\boxed{" in str(row.get("solution")):  # MATH
-        answer = boxed(str(row.pop("solution")))
+    if answer is None and last_boxed(str(row.get("solution"))) is not None:  # MATH
+        answer = last_boxed(str(row.pop("solution")))
     return {"prompt": asked} | ({} if answer is None else {"answer": true_answer(answer)})
 
 
@@ -266,16 +267,6 @@ def true_answer(answer):
         return answer
     text = answer.rpartition("####")[2].strip()
     return text.replace(",", "") if re.fullmatch(r"-?[\d,]*\.?\d+", text) else text
-
-
-def boxed(text):
-    r"""The contents of the last \boxed{...}, up to the brace that closes it; all, if none does."""
-    text, deep = text.rpartition("\\boxed{")[2], 1
-    for end, ch in enumerate(text):
-        deep += (ch == "{") - (ch == "}")
-        if deep == 0:
-            return text[:end]
-    return text
 
 
 # --------------------------------------------------------------------------------------------------

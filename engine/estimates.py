@@ -51,15 +51,6 @@ def none_of(m, n, k):
     return math.prod((n - m - i) / (n - i) for i in range(k)) if n - m >= k else 0.0
 
 
-def kl_of_best_of(n):
-    """
-    How far the best of n samples is from the policy at most, as a KL in nats a response:
-    log n - (n - 1) / n. With n = 4: 0.636. The formula: Stiennon et al., arXiv 2009.01325, appendix
-    G.3; that it is a bound: Beirami et al., arXiv 2401.01879.
-    """
-    return math.log(n) - (n - 1) / n
-
-
 def majority(answers):
     """
     The place in `answers` (texts, as answers.final_answer returns them) of the answer that most of
@@ -100,20 +91,6 @@ def wins(ours, theirs):
     return sum(pairs) / len(pairs)
 
 
-def bootstrap(values, seed=0):
-    """
-    (low, high), the 95 % confidence interval of the mean of `values`, one for each prompt, by the
-    percentile bootstrap: draw as many values anew, with replacement, 10000 times, and take the 2.5
-    and the 97.5 percentile of their means. The seed is fixed, so the interval is always the same.
-    Meant for dozens of prompts and more: of a single one it is the value itself.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    values, n = torch.tensor(values, dtype=torch.float64), len(values)
-    means = torch.cat([values[torch.randint(n, (100, n), generator=generator)].mean(1)  # (100,)
-                       for _ in range(100)])
-    return tuple(means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist())
-
-
 def mean_and_error(values):
     """
     The mean of `values`, one for each prompt, and half the width of its 95 % confidence interval:
@@ -149,6 +126,5 @@ def agreement(scores, others):
 
 def correlation(scores, others):
     """Pearson's correlation of two reward models' scores, of one shape; 0 where one is constant."""
-    x, y = (t.double().flatten() - t.double().mean() for t in (scores, others))
-    size = (x.square().sum() * y.square().sum()).sqrt()
-    return (x @ y / size).item() if size > 0 else 0.0
+    both = torch.stack([scores.flatten(), others.flatten()]).double()  # (2, n)
+    return torch.corrcoef(both)[0, 1].nan_to_num().item()

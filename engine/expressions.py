@@ -4,17 +4,13 @@ so are \sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/M
 and compares them. It is not among our requirements: pip install math-verify.
 
 A model's text may be an expression that takes hours to compute, or all memory. So math-verify works
-in processes of its own, with a limit of memory. One that has not answered in SECONDS is ended, its
-answer counts as wrong, and the next pair gets a new process.
+in a process of its own, with a limit of memory, which ends itself where a pair takes SECONDS. The
+pair counts as wrong, and a new process goes on behind it.
 """
-import atexit
-import contextlib
 import importlib.util
 import json
 import math
 import os
-import queue
-import select
 import subprocess
 import sys
 import time
@@ -26,24 +22,25 @@ from engine.sandbox import cpus_of_a_rank
 from errors import BadInput, Stop
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
-START_SECONDS = 60  # to import math-verify and sympy
 LONGEST = 2000  # characters of an answer; a longer one is wrong
-idle = queue.SimpleQueue()  # processes that wait for work
 
-# A line in: [given, truth] as JSON; a line out: 1 or 0. An answer without dollars is one
-# expression. Whatever math-verify prints goes to stderr.
+# In: SECONDS, and behind it a line [given, truth] for each pair. Out: "ready", and a line 1 or 0
+# for each pair. An answer without dollars is one expression. faulthandler's timer is a thread
+# that ends the process even where Python hangs in one long multiplication.
 WORKER = r"""
-import json, logging, os, resource, sys
+import faulthandler, json, logging, os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
 out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
+os.dup2(2, 1)  # whatever math-verify prints goes to stderr
 logging.disable(logging.CRITICAL)
 from math_verify import parse, verify
 def read(text):
     written = "$" in text or "\\(" in text or "\\[" in text or "\\boxed" in text
     return parse(text) if written else parse(f"${text}$") or parse(text)
 print("ready", file=out, flush=True)
+seconds = float(sys.stdin.readline())
 for line in sys.stdin:
+    faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         given, truth = map(read, json.loads(line))
         same = bool(given) and bool(truth) and verify(truth, given)
@@ -90,67 +87,40 @@ def same_expressions(pairs, workers, seconds):
     of bools; None where there was no time left. workers: processes at once. seconds: for all pairs.
     """
     end = time.monotonic() + seconds
+    found = [False] * len(pairs)
+    short = [i for i, pair in enumerate(pairs) if max(map(len, pair)) <= LONGEST]
+    workers = min(workers, 1 + len(short) // 16)  # a start takes as long as a hundred pairs
+    parts = [short[i::workers] for i in range(workers)]
     # OpenMP may have pinned this thread to one CPU, and new threads and processes inherit that
     with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
-        return list(pool.map(lambda pair: same_expression(*pair, end), pairs))
+        said = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
+        for part, answers in zip(parts, said, strict=True):
+            for i, same in zip(part, answers, strict=True):
+                found[i] = same
+    return found
 
 
-def same_expression(given, truth, end):
-    """The same for one pair. end: when it must be over, by time.monotonic()."""
-    if max(len(given), len(truth)) > LONGEST:
-        return False
-    if time.monotonic() >= end:
-        return None
-    with contextlib.suppress(queue.Empty):
-        process = idle.get_nowait()
-        return ask(process, given, truth, end)
-    return ask(start(), given, truth, end)
-
-
-def start():
-    """A new process that has imported math-verify. Raises Stop."""
-    process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               start_new_session=True)  # Ctrl-C is for us, and not for it
-    if read_line(process, START_SECONDS) != b"ready\n":
-        stop(process)
-        raise Stop("the reward 'math' could not start math-verify; does python -c 'import "
-                   "math_verify' work?")
-    return process
-
-
-def ask(process, given, truth, end):
-    """What a process says of a pair; it is ended where it says nothing in time."""
-    left = min(SECONDS, end - time.monotonic())
-    try:
-        process.stdin.write(json.dumps([given, truth]).encode() + b"\n")
-        process.stdin.flush()
-        said = read_line(process, max(left, 0))
-    except BrokenPipeError:  # it has ended meanwhile
-        said = b""
-    if said in (b"0\n", b"1\n"):
-        idle.put(process)
-        return said == b"1\n"
-    stop(process)
-    return None if time.monotonic() >= end else False
-
-
-def read_line(process, seconds):
-    """The next line that it writes, b"" if it has written none in that time or has ended."""
-    ready, _, _ = select.select([process.stdout], [], [], seconds)
-    return process.stdout.readline() if ready else b""
-
-
-def stop(process):
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
-
-
-@atexit.register
-def stop_all():
-    """Its stdin closed, a process ends by itself; this one does not leave before."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            stop(idle.get_nowait())
+def ask(pairs, end):
+    """The same by one process after the other. end: when it must be over, by time.monotonic()."""
+    said = []
+    while len(said) < len(pairs):
+        left = end - time.monotonic()
+        if left <= 0:
+            return said + [None] * (len(pairs) - len(said))
+        lines = [str(SECONDS), *map(json.dumps, pairs[len(said):])]
+        try:
+            written = subprocess.run(
+                [sys.executable, "-c", WORKER], input="\n".join(lines).encode(),
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+                timeout=None if left == math.inf else left).stdout
+        except subprocess.TimeoutExpired as e:
+            said += [line == b"1" for line in (e.stdout or b"").splitlines()[1:]]
+            continue  # there is no time left
+        answers = written.splitlines()
+        if not answers:
+            raise Stop("the reward 'math' could not start math-verify; does python -c 'import "
+                       "math_verify' work?")
+        said += [line == b"1" for line in answers[1:]]
+        if len(said) < len(pairs):
+            said.append(False)  # the pair at which the process has ended
+    return said

@@ -77,7 +77,6 @@ TABLE = {
     # tools
     "sample row": ("tools/sample.py", dict(policy_path="POLICY", prompts="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
     "sample surrogate": ("tools/sample.py", dict(policy_path="POLICY", prompt="\udcff"), ["command line"]),
-    "best of nothing": ("tools/sample.py", dict(prompt=1, best_of=4), ["best_of = 4", "--reward_path"]),
     "sample many": ("tools/sample.py", dict(prompt=1, samples=1000001), ["1000001"]),
 }
 ON_TWO = ("groups", "no answer", "no such rules", "roles of three", "patience")  # these on two ranks: rank 0 alone says so

@@ -33,7 +33,7 @@ sys.path.insert(0, ROOT)
 from configurator import configure  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
-from errors import Stop  # noqa: E402
+from errors import BadConfig, Stop  # noqa: E402
 from model import from_scratch  # noqa: E402
 from rollout import generate  # noqa: E402
 
@@ -194,6 +194,9 @@ def iterations(script, folder, keys):
 
 
 if __name__ == "__main__":
+    wanted = [word.strip() for word in work.split(",")]
+    if not set(wanted) <= {"sampling", "ppo", "grpo"}:
+        raise BadConfig(f"work = {work!r}: wanted sampling, ppo, grpo, or some of them")
     device = torch.device(choose_device(device_type))
     print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}; "
           f"{batch_size} responses of up to {max_new_tokens} tokens to prompts of {prompt_length}")
@@ -203,7 +206,7 @@ if __name__ == "__main__":
                      num_key_value_heads=n_kv_head)
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0)
-        if "sampling" in work:
+        if "sampling" in wanted:
             prompts = torch.randint(0, vocab_size - 2, (batch_size, prompt_length),
                                     generator=torch.Generator().manual_seed(0))
             took = sampling(folder, device, dtype, prompts, max_new_tokens, repeats)
@@ -212,7 +215,7 @@ if __name__ == "__main__":
                 rate = statistics.median(n / s for s, n in runs)
                 print(f"  {name:<13}{statistics.median(seconds):8.3f} s ({min(seconds):.3f} to "
                       f"{max(seconds):.3f}){rate:8.0f} tokens/s", flush=True)
-        scripts = [script for script in ("ppo", "grpo") if script in work]
+        scripts = [script for script in ("ppo", "grpo") if script in wanted]
         if scripts:
             print(f"  {'seconds of':<13}" + "".join(f"{x:>10}" for x in PHASES)
                   + f"{'peak MiB':>10}{'tokens':>8}")

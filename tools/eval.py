@@ -30,8 +30,8 @@ from data import encode_for_all  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.checkpoint import write_json  # noqa: E402
 from engine.curves import short_names  # noqa: E402
-from engine.estimates import (best_of_k, bootstrap, majority_at_k,  # noqa: E402
-                              mean_and_error, pass_at_k, wins)
+from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
+                              pass_at_k, wins)
 from engine.judging import Judge  # noqa: E402
 from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
@@ -238,19 +238,21 @@ for (name, mode), prompts in by_prompt.items():
         metric = score if score in ("accuracy", "scores") else f"reward/{score}"
         each = [scores_of(prompt, score) for prompt in prompts]
         numbers[metric] = [mean(values) for values in each if values]
+    judged = scored(prompts, right_by)
+    best_by = {score: scored(scored(prompts, by), score) for score in known if terms}
     for x in ks if mode == "sampled" else ():
         numbers[f"pass@{x}"], numbers[f"majority@{x}"] = [], []
-        for prompt in scored(prompts, right_by):
+        for prompt in judged:
             right = [float(value == 1.0) for value in scores_of(prompt, right_by)]
             numbers[f"pass@{x}"].append(pass_at_k(samples, int(sum(right)), x))
             if right_by == "accuracy":
                 answers = [record["answer"] for record in prompt]
                 numbers[f"majority@{x}"].append(majority_at_k(answers, right, x))
         # the best of k samples by the reward: its own score, and what else is measured of it
-        for score in known if terms else ():
+        for score, with_both in best_by.items():
             numbers[f"best@{x} {score}"] = [
                 best_of_k(scores_of(prompt, by), scores_of(prompt, score), x)
-                for prompt in scored(scored(prompts, by), score)]
+                for prompt in with_both]
     numbers["length"] = [mean([record["length"] for record in prompt]) for prompt in prompts]
     numbers["finished"] = [mean([record["finished"] for record in prompt]) for prompt in prompts]
     figures[name] |= {f"{mode} {metric}": mean_and_error(values)
@@ -263,9 +265,10 @@ for other in names[1:]:
             in zip(by_prompt[names[0], last], by_prompt[other, last], strict=True)]
     values = [wins(ours, theirs) for ours, theirs in both if ours and theirs]
     if values:
-        low, high = bootstrap(values)
-        duels.append(dict(policy=names[0], against=other, by=by, responses=last, low=low, high=high,
-                          prompts=len(values), win_rate=mean(values)))
+        win_rate, error = mean_and_error(values)
+        duels.append(dict(policy=names[0], against=other, by=by, responses=last,
+                          prompts=len(values), win_rate=win_rate,
+                          error=None if math.isnan(error) else error))
 
 # --------------------------------------------------------------------------------------------------
 # what is printed and written, by rank 0
@@ -295,9 +298,9 @@ if rank == 0:
             cells.append(f"{middle:.{digits}f}{more}")
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
     for duel in duels:
-        print(f"{duel['policy']} wins {duel['win_rate']:.1%} against {duel['against']} "
-              f"(95 %: {duel['low']:.1%} to {duel['high']:.1%}; by {duel['by']}, ties count half, "
-              f"{duel['prompts']} prompts)")
+        more = "" if duel["error"] is None else f" ±{duel['error']:.1%}"
+        print(f"{duel['policy']} wins {duel['win_rate']:.1%}{more} against {duel['against']} (by "
+              f"{duel['by']}, ties count half, {duel['prompts']} prompts)")
 together.alone(write)
 if rank == 0:
     print(f"saved {out}.json and {out}.jsonl")

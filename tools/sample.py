@@ -22,14 +22,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
-from engine.estimates import kl_of_best_of  # noqa: E402
-from engine.judging import Judge  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
-from rewards import judge_scores, read_texts, score_sequences  # noqa: E402
+from rewards import read_texts, score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of  # noqa: E402
 
 
@@ -40,10 +38,7 @@ prompts = ""  # JSONL file with "prompt"; both empty = each line of standard inp
 fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
-best_of = 1  # of so many for each of these only that of the best score is shown [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
-judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
-judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/feedback.md
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
@@ -62,12 +57,6 @@ config, _ = configure(globals())
 
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
-if best_of > 1 and not (reward_path or judge_path):
-    raise BadConfig(f"best_of = {best_of} needs a score to find the best by; give one with "
-                    "--reward_path=FOLDER or --judge_path=FOLDER")
-if best_of > 1:
-    print(f"the best of {best_of} by its score: at most {kl_of_best_of(best_of):.3f} nats a "
-          "response from the policy")
 device = torch.device(choose_device(device_type))
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p) if temperature else None
@@ -87,13 +76,6 @@ if reward_path:
     scorer = load(reward_path, "scalar")
     scorer_tokenizer = load_reader(reward_path, scorer, tokenizer)
     models["reward_model"] = scorer
-judge = None
-if judge_path:
-    judge_tokenizer = load_tokenizer(judge_path)
-    model = load(judge_path)
-    check_tokenizer_fits(judge_tokenizer, model, judge_path)
-    judge = Judge(model, judge_tokenizer, judge_path, judge_template)
-    print(judge.in_words)
 
 
 def answer(rows, path, first=0):
@@ -102,22 +84,16 @@ def answer(rows, path, first=0):
     from, for errors. first: the number of the first prompt; seed and number decide the noise.
     """
     ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer)
-    if judge:
-        judge.check_rows(rows, path, max_new_tokens)
-    each, waiting = samples * best_of, []  # responses to a prompt; those that wait for others
-    for begin in range(0, len(rows) * each, batch_size):
-        picks = [divmod(i, each) for i in range(begin, min(begin + batch_size, len(rows) * each))]
-        waiting += respond([(rows[p], ids[p], first + p, sample) for p, sample in picks])
-        while len(waiting) >= best_of:
-            show(*max(waiting[:best_of], key=lambda response: response[-1]), waiting[0][1])
-            waiting = waiting[best_of:]
+    picks = [(i, sample) for i in range(len(rows)) for sample in range(samples)]
+    for begin in range(0, len(picks), batch_size):
+        respond([(rows[i], ids[i], first + i, sample)
+                 for i, sample in picks[begin:begin + batch_size]])
 
 
 def respond(picks):
     """
-    A response to each of [(row, prompt ids, the prompt's number, which of its samples)], which
-    decode together: [(row, which, text, finished, score), ...]; the score is the reward model's
-    plus the judge's, 0 without both.
+    Print a response to each of [(row, prompt ids, the prompt's number, which of its samples)],
+    which decode together, with its score where there is a reward model.
     """
     rows, ids, numbers, which = zip(*picks, strict=True)
     uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
@@ -125,25 +101,24 @@ def respond(picks):
         batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
                          tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                          truncation=truncation, has_stop=tokenizer.has_stop)
-        batch |= texts_of(list(zip(rows, ids, strict=True)), batch, tokenizer)
-        texts = batch["completions"]
-        scores = torch.zeros(len(rows), device=device)
+        texts = texts_of(list(zip(rows, ids, strict=True)), batch, tokenizer)["completions"]
+        scores = torch.zeros(len(rows))
         if reward_path:
             read = read_texts(rows, texts, batch["finished"].tolist(), scorer_tokenizer,
                               scorer.max_positions, device)
             scores = score_sequences(scorer, *read, batch_size)
-        if judge:
-            scores = scores + judge_scores(batch, judge, batch_size)
-    return list(zip(rows, which, texts, batch["finished"].tolist(), scores.tolist(), strict=True))
+    finished = batch["finished"].tolist()
+    for response in zip(rows, which, texts, finished, scores.tolist(), strict=True):
+        show(*response)
 
 
-def show(row, _, text, finished, score, which):
+def show(row, which, text, finished, score):
     """Print a response, and above the first of a prompt, which = 0, the prompt."""
     if which == 0 and (prompt or prompts):
         said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"> {said}")
     cut = "" if finished else " [cut off at max_new_tokens]"
-    scored = f"   (score {score:.2f})" if reward_path or judge else ""
+    scored = f"   (score {score:.2f})" if reward_path else ""
     print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 
 

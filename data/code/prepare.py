@@ -137,7 +137,7 @@ def examine(rng, problem):
 
 def rows(args, everything):
     """(our file, row) of all files, from the shuffled problems."""
-    rng = random.Random(args.seed)
+    rng = random.Random(1)
     rng.shuffle(everything)
     parts = ("val", everything[:args.val], 500), ("train", everything[args.val:], args.sft)
     for part, chosen, size in parts:
@@ -157,8 +157,6 @@ def main():
                         help="demonstrations to learn from (default: %(default)s)")
     parser.add_argument("--val", type=int, default=200,
                         help="held-out problems (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1,
-                        help="decides everything else (default: %(default)s)")
     args, everything = parser.parse_args(), problems()
     check_range("sft", args.sft, 1, 1_000_000)
     check_range("val", args.val, 1, len(everything) - 1)

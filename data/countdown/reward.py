@@ -5,6 +5,8 @@ The reward of Countdown, an example of a reward of your own: reach a target with
 
 Rows have `numbers` and `target`, as prepare.py writes them.
 """
+import ast
+import operator
 import re
 from fractions import Fraction
 
@@ -13,7 +15,8 @@ import torch
 from engine.answers import after_thinking, last_tagged, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
-DEEPEST = 20  # parentheses inside each other
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv}
 
 
 def countdown(batch):
@@ -46,45 +49,24 @@ def evaluate_arithmetic(text):
     The exact value of an arithmetic expression as a Fraction: evaluate_arithmetic("3*7+5") is 26.
 
     It may hold integers without a sign, + - * / (or × ÷), parentheses and unary minus. None for
-    anything else, for a division by zero, for more than LONGEST characters (which also bounds the
-    digits) and for more than DEEPEST parentheses inside each other.
-
-    It never evaluates text as Python, which a model could abuse, and never raises an exception. It
-    is a parser by recursive descent: a total is made of products, a product of factors, and a
-    factor is a number, or minus a factor, or a total in parentheses.
+    anything else, for a division by zero, and for more than LONGEST characters. Python only parses
+    the text, and never evaluates it: a model could abuse that.
     """
-    text = text.translate(str.maketrans("×÷−", "*/-"))
-    if len(text) > LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", text):
+    text = " ".join(text.translate(str.maketrans("×÷−", "*/-")).split())
+    if len(text) > LONGEST or not re.fullmatch(r"[-+*/()0-9 ]*", text):
         return None
-    tokens = ["end", *reversed(re.findall(r"[0-9]+|[-+*/()]", text))]
-
-    def total(depth):
-        value = product(depth)
-        while tokens[-1] in ("+", "-"):
-            value = value + product(depth) if tokens.pop() == "+" else value - product(depth)
-        return value
-
-    def product(depth):
-        value = factor(depth)
-        while tokens[-1] in ("*", "/"):
-            value = value * factor(depth) if tokens.pop() == "*" else value / factor(depth)
-        return value
-
-    def factor(depth):
-        token = tokens.pop() if tokens[-1] != "end" and depth < DEEPEST else "end"
-        if token == "-":
-            return -factor(depth + 1)
-        if token == "(":
-            value = total(depth + 1)
-            if tokens[-1] == ")":
-                tokens.pop()
-                return value
-        elif token.isdigit() and (token == "0" or token[0] != "0"):
-            return Fraction(int(token))
-        raise ValueError(token)
-
     try:
-        value = total(0)
-    except (ValueError, ZeroDivisionError):
+        return value_of(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    return value if tokens == ["end"] else None
+
+
+def value_of(node):
+    """The value of a parsed expression as a Fraction. Raises ValueError for what is not allowed."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value_of(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](value_of(node.left), value_of(node.right))
+    raise ValueError(ast.dump(node))

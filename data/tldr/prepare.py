@@ -20,16 +20,11 @@ The details of the N+ paper (arXiv 2403.17031) that this file keeps, by their nu
      3  A completion begins with a space. The trainer adds the EOS.
      4  A completion has at most 53 tokens with its EOS for SFT, 169 for preferences.
     21  PPO's prompts are those of SFT.
-By Pythia's tokenizer nothing in the data is longer (the N+ code asserts it), so that no row should
-be dropped for its length. By another tokenizer some may be.
+By Pythia's tokenizer nothing in the data is longer (the N+ code asserts it). Batches of news, not
+Reddit (batch0_cnndm, cnndm0, cnndm2), are not used.
 
-Sources: OpenAI's README and code (URLs, field names, splits); the Hub's
-openai/summarize_from_feedback (the list of batches; its batch0_cnndm, cnndm0 and cnndm2 are news,
-not Reddit, and are not used); the N+ code (format, lengths, spaces).
-
-Not verified: this is tested on made-up files of the same layout; we have not run the full
-download yet. So we cannot say how many comparisons there are, nor that every real row passes the
-checks. The posts should be 116,722 and 6,447, as in N+'s published copy.
+Not verified: this is tested on made-up files of the same layout; we have not run the full download
+yet. The posts should be 116,722 and 6,447, as in N+'s published copy.
 """
 import collections
 import json
@@ -80,11 +75,8 @@ def query(subreddit, title, post, count):
 
 
 def spaced(text):
-    """
-    The text with a space in front, to follow "TL;DR:". The summaries of the comparisons come with
-    the space, those of the posts without it.
-    """
-    return text if text.startswith(" ") else " " + text
+    """The text with a space in front, as only the summaries of the comparisons come with it."""
+    return " " + text.removeprefix(" ")
 
 
 def as_chat(prompt):
