@@ -2,19 +2,19 @@
 A fault campaign, from outside: nothing in the scripts knows of it. They are killed at chosen calls and at random times, the
 same command is run again, and what it leaves must be, bit for bit, what an uninterrupted run leaves.
 
-python tests/campaign.py --kills=200 --corrupt=ppo.py         # fails on any difference
+python tests/campaign.py --kills=200                          # fails on any difference
 python tests/campaign.py --roles --kills=40 --signals=12      # ranks with roles; and SIGTERM and SIGINT
-python tests/campaign.py --only=ppo.py:2/file:0:37:before     # one kill again, as the campaign has named it
+python tests/campaign.py --only='[["ppo.py", 2], ["file", 0, 37, "before"]]'  # one kill again, as the campaign has named it
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
 forks the ranks of each run: 0.2 s. tests/forked.py runs other tests' scripts in the same way.
 
-A fault is KIND:RANK:AT:WHEN. The kinds:
+A fault is KIND, RANK, AT, WHEN. The kinds:
     collective, compute    the AT-th call of a collective; of a model, of backward, of an optimizer's step. before | after it
     file                   the AT-th rename, unlink, mkdir, fsync, ... in out_dir. before | after
     write                  the AT-th file that is written there. before | empty | half (of it is on the disk) | after
     time                   the fraction AT of the run's usual duration. RANK -1: all ranks at once
-A second fault, after a /, hits the resumption.
+A second fault hits the resumption.
 """
 import argparse
 import builtins
@@ -27,7 +27,6 @@ import glob
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import os
 import random
@@ -70,7 +69,8 @@ LONGEST = 450  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True),
+        "ppo.py": dict(max_iters=3, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True,
+                       batch_size=4, ppo_epochs=1),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
@@ -659,86 +659,14 @@ def plan(n, seed, references):
     return trials
 
 
-def name_of(job, faults):
-    """What --only takes."""
-    return "/".join([":".join(map(str, job)), *(":".join(map(str, fault)).rstrip(":") for fault in faults)])
-
-
-def from_name(text):
-    """(job, faults) of what name_of has written."""
-    job, *names = text.split("/")
-    script, ranks, *rest = job.split(":")
-    faults = []
-    for name in names:
-        kind, rank, at, when = (name.split(":") + [""])[:4]
-        faults.append(Fault(kind, int(rank), float(at) if kind == "time" else int(at), when))
-    return (script, int(ranks), *rest[:1], *map(int, rest[1:])), faults
-
-
 def describe(result, references):
     """A failed trial, for the reader: how to repeat it, where it was, what was wrong, where its files are."""
     points = references[result["job"]]["points"]
-    lines = [f"FAILED --only={name_of(result['job'], result['faults'])} {result.get('signal', '')}".rstrip()]
+    only = json.dumps([result["job"], *result["faults"]])
+    lines = [f"FAILED --only='{only}' {result.get('signal', '')}".rstrip()]
     lines += [f"    {fault.when} {points[fault[:3]]}" for fault in result["faults"] if fault[:3] in points]
     lines += [f"  - {problem}" for problem in result["problems"][:6]]
     return "\n".join([*lines, *(f"    | {line}" for line in result["said"]), f"    files: {result['folder']}"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a damaged checkpoint is refused
-
-
-def damages(content, older, rng):
-    """[(what, bytes, or None to delete)] of a file: something everywhere, its end, all of it, that of the older checkpoint."""
-    size, found = len(content), []
-    edges = [size * i // min(size, 24) for i in range(min(size, 24) + 1)]
-    for a, b in itertools.pairwise(edges):
-        at, bit = rng.randrange(a, b), rng.randrange(8)
-        found.append((f"bit {bit} of byte {at} flipped", content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1:]))
-        found.append((f"bytes {a} to {b} zeroed", content[:a] + bytes(b - a) + content[b:]))
-        found.append((f"cut to {a} of {size} bytes", content[:a]))
-    found += [("a newline appended", content + b"\n"), ("deleted", None), ("that of the older checkpoint", older)]
-    return [(what, new) for what, new in found if new != content]
-
-
-def corrupt(out_dir, step):
-    """
-    Damage each file of out_dir's newest checkpoint in many ways, one at a time (of each file's ways every step-th).
-    find_checkpoint must return the one before it. Returns how many ways, and [what went wrong].
-    """
-    rng, tried, wrong = random.Random(0), 0, []
-    *_, older, folder = checkpoint.list_checkpoints(out_dir)
-    for name in sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs):
-        path, before = os.path.join(folder, name), None
-        with open(path, "rb") as f:
-            content = f.read()
-        if os.path.exists(os.path.join(older, name)):
-            with open(os.path.join(older, name), "rb") as f:
-                before = f.read()
-        ways = damages(content, before, rng)[::step]
-        if name == "manifest.json":  # a file that it does not know could be anything
-            entries = json.loads(content)
-            ways += [(f"without {key}", json.dumps({k: v for k, v in entries.items() if k != key}, indent=2).encode())
-                     for key in entries]
-        for what, new in ways:
-            tried += 1
-            with contextlib.suppress(FileNotFoundError):  # the way before has deleted it
-                os.remove(path)
-            if new is not None:
-                with open(path, "wb") as f:
-                    f.write(new)
-            said = io.StringIO()
-            try:
-                with contextlib.redirect_stdout(said):
-                    found, _ = checkpoint.find_checkpoint(out_dir)
-                if found != older or folder not in said.getvalue():
-                    wrong.append(f"{name}, {what}: found {found}, said {said.getvalue()!r}")
-            except Exception as e:  # whatever it raises, the user gets no older checkpoint
-                wrong.append(f"{name}, {what}: it raised {type(e).__name__}: {e}")
-        with open(path, "wb") as f:
-            f.write(content)
-    assert checkpoint.find_checkpoint(out_dir)[0] == folder
-    return tried, wrong
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -760,15 +688,14 @@ def build_world(folder):
     return tiny.World(folder)
 
 
-def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=(), corrupted="", step=1):
+def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=()):
     """
     Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. signals:
     how many runs to stop by SIGTERM or SIGINT. roles, jobs: ROLE_JOBS or these in the place of JOBS. only: these trials and
-    no others. corrupted: a script whose checkpoint is damaged in every step-th way. Returns a report for JSON, whose
-    "problems" are empty if all is well.
+    no others. Returns a report for JSON, whose "problems" are empty if all is well.
     """
     world = build_world(os.path.join(work, "world"))
-    only = [from_name(text) for text in only]
+    only = [(tuple(job), [Fault(*fault) for fault in faults]) for job, *faults in map(json.loads, only)]
     jobs = [job for job, _ in only] or [tuple(job) for job in jobs] or (ROLE_JOBS if roles else JOBS)
     references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter(), graceful=0)
     if kills or signals or only:
@@ -792,12 +719,6 @@ def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=(), co
             report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
         if result["problems"]:
             report["problems"].append(describe(result, references))
-    if corrupted:
-        job = (corrupted, 1)
-        run = Run(job, command(world, job, keep_checkpoints=2), os.path.join(work, "corrupt")).wait()
-        assert run.codes == {0: 0}, run.output()
-        report["damages"], wrong = corrupt(os.path.join(work, "corrupt", "out"), step)
-        report["problems"] += wrong
     return report
 
 
@@ -808,14 +729,13 @@ def main():
     parser.add_argument("--signals", type=int, default=0, help="how many runs to stop by SIGTERM or SIGINT")
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles, staleness and zero_stage instead")
     parser.add_argument("--only", action="append", default=[], help="this fault and no other (may be repeated)")
-    parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows finally is done
     warm()
     work = tempfile.mkdtemp(prefix="campaign-")
     print(f"working in {work}", flush=True)
     try:
-        report = campaign(work, options.kills, options.signals, options.seed, options.roles, (), options.only, options.corrupt)
+        report = campaign(work, options.kills, options.signals, options.seed, options.roles, (), options.only)
     finally:
         for pid in list(LIVE):
             end(pid)

@@ -1,6 +1,6 @@
 """
-Kill it anywhere, get the same weights: a sample of the fault campaign (campaign.py says what it does), and a damaged checkpoint
-is refused. The long campaign is `pytest -m campaign tests/test_campaign.py`.
+Kill it anywhere, get the same weights: a sample of the fault campaign (campaign.py says what it does).
+The long campaign is `pytest -m campaign tests/test_campaign.py`.
 """
 import json
 
@@ -27,13 +27,9 @@ def test_killed_runs_end_in_the_same_bits(tmp_path):
     assert report["kills"] >= 5 and report["by_kind"].keys() == KINDS, report
 
 
-def test_damaged_checkpoints_are_refused(tmp_path):
-    assert campaign(str(tmp_path), corrupted="sft.py", step=4)["damages"] > 100
-
-
 @pytest.mark.campaign
 def test_the_whole_campaign(tmp_path):
-    report = campaign(str(tmp_path), kills=240, signals=60, corrupted="ppo.py")
+    report = campaign(str(tmp_path), kills=240, signals=60)
     assert report["kills"] >= 200 and report["by_kind"].keys() == KINDS and len(report["by_job"]) == 8, report
     assert report["graceful"] > 20
 

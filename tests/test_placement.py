@@ -45,15 +45,6 @@ def test_forwards_without_gradients_move_each_trunk_once_and_free_what_they_gath
         "reshard policy", "reshard policy's layer", "reshard ref", "reshard ref's layer"]
 
 
-def test_what_is_held():
-    one, two, shapes = from_scratch(TINY), from_scratch(TINY), from_scratch(TINY, device="meta")
-    assert placement.in_memory(policy=one, ref=None, reward=two, judge=two) == {"policy": one, "reward": two}
-    head = Adapted(one, "scalar")
-    assert placement.in_memory(policy=one, value=head) == {"policy": one, "value": head}
-    assert placement.in_memory(value=head) == {"value": head, "value's trunk": one}
-    assert placement.held(dict(policy=one, value=shapes)) == {"policy": one}
-
-
 def test_a_frozen_head_is_not_rounded(tmp_path):
     """Where frozen matrices are stored in 16 bits, the scalar head is not."""
     world = tiny.build(str(tmp_path))
