@@ -67,9 +67,9 @@ TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
 LONGEST = 450  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
-INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
+INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 1, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=3, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True,
+        "ppo.py": dict(max_iters=2, eval_interval=1, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True,
                        batch_size=4, ppo_epochs=1),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
