@@ -317,7 +317,7 @@ WAYS = {
     "ppo, uncentered": ["three, stopped"],
     "ppo, one token": ["two"],
     "ppo, stale": ["roles, stopped"],
-    "ppo, endless": ["score"],
+    "ppo, learned": ["score"],
     "ppo, stale, capped": ["generate"],
     "grpo, stale, capped": ["roles, stopped"],
     "grpo": ["three, stopped"],
