@@ -39,7 +39,8 @@ CASES = {  # (script, name) -> the keys; ranks and keys until a stop in iteratio
     ("ppo.py", "one trunk, shared"): (dict(lora="policy=4:8:attn.c_attn", share_base=True, reward_path="ADAPTER",
                                            value_init="shared", num_minibatches=1), (3, dict(zero_stage="2")), (2, {})),
     ("ppo.py", "16 bits"): (SHORT, (2, dict(zero_stage="1")), (2, dict(zero_stage="1"))),
-    ("grpo.py", "rows"): (ROWS | JUDGE | dict(epochs=0.2, lora="4", max_refills=1, reward_functions="ODD,0.5*reward_model,judge"),
+    ("grpo.py", "rows"): (ROWS | JUDGE | dict(epochs=0.2, lora="4", share_base=True, reward_path="ADAPTER", max_refills=1,
+                                              reward_functions="ODD,0.5*reward_model,judge"),
                           (2, dict(zero_stage="2", gradient_checkpointing=True)), (1, dict(offload="policy=optimizer"))),
     # tied, with sizes that no number of ranks divides
     ("grpo.py", "tied"): (dict(policy_path="QWEN", ema_decay=0.5, eval_size=1), (3, dict(zero_stage="3")), (2, {})),
