@@ -3,7 +3,7 @@ A fault campaign, from outside: nothing in the scripts knows of it. They are kil
 same command is run again, and what it leaves must be, bit for bit, what an uninterrupted run leaves.
 
 python tests/campaign.py --kills=200                          # fails on any difference
-python tests/campaign.py --roles --kills=40 --signals=12      # ranks with roles; and SIGTERM and SIGINT
+python tests/campaign.py --roles --kills=40                   # ranks with roles
 python tests/campaign.py --only='[["ppo.py", 2], ["file", 0, 37, "before"]]'  # one kill again, as the campaign has named it
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
@@ -14,6 +14,7 @@ A fault is KIND, RANK, AT, WHEN. The kinds:
     file                   the AT-th rename, unlink, mkdir, fsync, ... in out_dir. before | after
     write                  the AT-th file that is written there. before | empty | half (of it is on the disk) | after
     time                   the fraction AT of the run's usual duration. RANK -1: all ranks at once
+    signal                 as time, but the run is only asked, by the signal WHEN: it must save and end with 0
 A second fault hits the resumption.
 """
 import argparse
@@ -78,7 +79,7 @@ JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 ROLE_JOBS = [("ppo.py", 2, "train=1,generate=1", 1), ("grpo.py", 2, "train=1,generate=1", 0), ("grpo.py", 1, "", 2),
              ("ppo.py", 3, "train=1,generate=1,score=1", 0), ("grpo.py", 4, "train=2,generate=1,score=1", 1),
              ("ppo.py", 2, "train=1,score=1", 1), ("ppo.py", 2, "", 0, 3), ("grpo.py", 3, "", 0, 2), ("ppo.py", 2, "", 0, 1)]
-KINDS = ["collective", "file", "write", "time", "compute"]
+KINDS = ["collective", "file", "write", "time", "compute", "signal"]
 
 OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=ROOT) + glob.glob("engine/[!_]*.py", root_dir=ROOT)
         if name not in KEYS]  # every module that the scripts may import
@@ -524,42 +525,41 @@ def read_points(folder, job):
     return points
 
 
-def new_result(job, faults, folder):
-    return dict(job=job, faults=faults, kills=[], problems=[], slowest=0.0, folder=folder, said=[])
-
-
 def kill(world, uninterrupted, faults, folder):
-    """Kill a run, kill its resumption at each further fault, then let the same command run to its end, and compare."""
-    job, whole = uninterrupted["job"], uninterrupted["whole"]
-    result = new_result(job, faults, folder)
-    problems = result["problems"]
+    """Kill a run, or ask it to stop; its resumption at each further fault; let the same command run to its end, and compare."""
+    job, whole, problems = uninterrupted["job"], uninterrupted["whole"], []
+    result = dict(job=job, faults=faults, kills=[], problems=problems, folder=folder, said=[])
     for i, fault in enumerate(faults):
+        timed = fault.kind in ("time", "signal")
+        number = signal.Signals[fault.when] if fault.kind == "signal" else signal.SIGKILL
         before, seconds = newest(folder), uninterrupted["again_seconds" if i else "seconds"]
-        # a run that was over before its time came is killed earlier, from the start; what is over early while it resumes is over
-        for attempt in range(1 if i or fault.kind != "time" else ATTEMPTS):
+        # a run that was over before its time came is hit earlier, from the start; what is over early while it resumes is over
+        for attempt in range(1 if i or not timed else ATTEMPTS):
             if attempt:
                 shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
-            kick = None
-            if fault.kind == "time":
-                kick = (seconds * fault.at * 0.7 ** attempt, victims_of(fault, job), signal.SIGKILL)
+            kick = (seconds * fault.at * 0.7 ** attempt, victims_of(fault, job), number) if timed else None
             run = yield Run(job, command(world, job), folder, None if kick else fault, kick)
-            if run.killed():
+            hit = run.killed() if number == signal.SIGKILL else run.kicked
+            if hit:
                 break
-        killed = run.killed()
+        ended_well = set(run.codes.values()) == {0}
         if run.hung:
             problems.append(f"rank {run.hung} had to be killed after {TIMEOUT + GRACE} s")
-        if not killed and (not i or set(run.codes.values()) != {0}):
+        if not hit and not (i and ended_well):
             problems.append(f"the fault did not happen; the run ended with {run.codes}")
             result["said"] = run.output()
-        if not killed:
+        if not hit:
             continue
         result["kills"].append(fault)
-        death = min(run.ended[rank] for rank in killed)
-        others = run.codes.keys() - set(killed) - set(run.hung)
-        result["slowest"] = max([result["slowest"], *(run.ended[rank] - death for rank in others)])
         # what was saved must stay: the log is written after the checkpoint that is due before it
         done = max((r["iteration"] for r in read_records(folder)), default=0)
-        if newest(folder) < max(before, done // INTERVAL[job[0]] * INTERVAL[job[0]]):
+        due = done // INTERVAL[job[0]] * INTERVAL[job[0]]
+        # a run that is asked, and has logged nothing yet, may just die of it: it had not set up its handler
+        if fault.kind == "signal" and not ended_well and (run.logged or -number not in run.codes.values()):
+            problems.append(f"asked to stop, the ranks ended with {run.codes}")
+        if fault.kind == "signal" and ended_well and differences(left_by(folder), whole):  # else it was about to end anyway
+            due = len(read_records(folder))
+        if newest(folder) < max(before, due):
             problems.append(f"a checkpoint is gone; the newest good one is {newest(folder)}, {done} was logged")
     yield from go_on(world, job, whole, result)
     return result
@@ -586,44 +586,14 @@ def go_on(world, job, whole, result):
         shutil.rmtree(folder)
 
 
-def ask(world, uninterrupted, fault, number, folder):
-    """
-    A signal that asks (SIGTERM, SIGINT) instead, at a fault of the kind time: all ranks must end with 0, having saved, and the
-    same command must go on. A run that has logged nothing yet may just die of it: it had not set up its handler.
-    """
-    job, whole = uninterrupted["job"], uninterrupted["whole"]
-    result = new_result(job, [fault], folder) | dict(signal=signal.Signals(number).name, graceful=0)
-    problems = result["problems"]
-    for attempt in range(ATTEMPTS):  # a run that was over before its time came is signalled earlier
-        shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
-        due = uninterrupted["seconds"] * fault.at * 0.7 ** attempt
-        run = yield Run(job, command(world, job), folder, kick=(due, victims_of(fault, job), number))
-        if run.kicked:
-            break
-    if run.kicked:
-        result["kills"].append(fault)
-        result["slowest"], result["said"] = run.duration() - due, run.output()
-        if set(run.codes.values()) == {0}:
-            result["graceful"] = 1
-            done = len(read_records(folder))
-            if newest(folder) < done and differences(left_by(folder), whole):  # else it was about to end anyway
-                problems.append(f"it stopped after {done} iterations, and left checkpoint {newest(folder)}")
-        elif run.logged or -number not in run.codes.values():
-            problems.append(f"the ranks ended with {run.codes}")
-        if run.hung or result["slowest"] > 30:
-            problems.append(f"it took {result['slowest']:.0f} s to end")
-    yield from go_on(world, job, whole, result)
-    return result
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # which faults
 
 
 def candidates(points, kind):
     """
-    The faults of a kind (but time) that a run with these points could have. Of the many that are alike (a line broadcasts every
-    parameter, a folder is synced or removed file by file), the first, the one in the middle and the last.
+    The faults of a kind, which is not time or signal, that a run with these points could have. Of the many that are alike (a
+    line broadcasts every parameter, a folder is synced or removed file by file), the first, the middle one and the last.
     """
     whens = ("before", "empty", "half", "after") if kind == "write" else ("before", "after")
     alike = {}
@@ -638,7 +608,10 @@ def candidates(points, kind):
 def draw(points, ranks, kind, rng):
     """A fault of a kind; at a time where there is none of it."""
     found = candidates(points, kind)
-    return rng.choice(found) if found else Fault("time", rng.choice([-1, *range(ranks)]), round(rng.random(), 4), "")
+    if found:
+        return rng.choice(found)
+    when = rng.choice(["SIGTERM", "SIGINT"]) if kind == "signal" else ""
+    return Fault(kind if kind == "signal" else "time", rng.choice([-1, *range(ranks)]), round(rng.random(), 4), when)
 
 
 def plan(n, seed, references):
@@ -654,7 +627,8 @@ def plan(n, seed, references):
         if i % 11 == 4:
             fault = draw(points, job[1], rng.choice(KINDS), rng)
             # the resumption is shorter than the run
-            faults.append(fault._replace(at=round(fault.at * 0.6, 4) if fault.kind == "time" else 1 + int(fault.at * 0.6)))
+            at = round(fault.at * 0.6, 4) if fault.kind in ("time", "signal") else 1 + int(fault.at * 0.6)
+            faults.append(fault._replace(at=at))
         trials.append((job, faults))
     return trials
 
@@ -663,7 +637,7 @@ def describe(result, references):
     """A failed trial, for the reader: how to repeat it, where it was, what was wrong, where its files are."""
     points = references[result["job"]]["points"]
     only = json.dumps([result["job"], *result["faults"]])
-    lines = [f"FAILED --only='{only}' {result.get('signal', '')}".rstrip()]
+    lines = [f"FAILED --only='{only}'"]
     lines += [f"    {fault.when} {points[fault[:3]]}" for fault in result["faults"] if fault[:3] in points]
     lines += [f"  - {problem}" for problem in result["problems"][:6]]
     return "\n".join([*lines, *(f"    | {line}" for line in result["said"]), f"    files: {result['folder']}"])
@@ -688,35 +662,26 @@ def build_world(folder):
     return tiny.World(folder)
 
 
-def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=()):
+def campaign(work, kills=0, seed=1, roles=False, jobs=(), only=()):
     """
-    Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. signals:
-    how many runs to stop by SIGTERM or SIGINT. roles, jobs: ROLE_JOBS or these in the place of JOBS. only: these trials and
-    no others. Returns a report for JSON, whose "problems" are empty if all is well.
+    Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. roles, jobs:
+    ROLE_JOBS or these in the place of JOBS. only: these trials and no others. Returns a report for JSON, whose "problems" are
+    empty if all is well.
     """
     world = build_world(os.path.join(work, "world"))
     only = [(tuple(job), [Fault(*fault) for fault in faults]) for job, *faults in map(json.loads, only)]
     jobs = [job for job, _ in only] or [tuple(job) for job in jobs] or (ROLE_JOBS if roles else JOBS)
-    references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter(), graceful=0)
-    if kills or signals or only:
-        for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
-            references[r["job"]] = r
-            report["problems"] += r["problems"]
+    references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter())
+    for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
+        references[r["job"]] = r
+        report["problems"] += r["problems"]
     planned = only or plan(kills, seed, references)
     trials = [(job[1], kill(world, references[job], faults, f"{work}/kill-{i}")) for i, (job, faults) in enumerate(planned)]
-    rng = random.Random(f"signals {seed}")
-    for i in range(signals):
-        job = jobs[i % len(jobs)]
-        fault = Fault("time", rng.choice([-1, *range(job[1])]), round(rng.random(), 4), "")
-        number = [signal.SIGTERM, signal.SIGINT][i // len(jobs) % 2]
-        trials.append((job[1], ask(world, references[job], fault, number, f"{work}/signal-{i}")))
     trials.sort(key=lambda trial: -trial[0])  # those of most ranks first: no core stays empty beside them at the end
     for result in schedule(trials):
-        report["graceful"] += result.get("graceful", 0)
-        if "graceful" not in result:
-            report["kills"] += len(result["kills"])
-            report["by_kind"].update(fault.kind for fault in result["kills"])
-            report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
+        report["kills"] += len(result["kills"])
+        report["by_kind"].update(fault.kind for fault in result["kills"])
+        report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
         if result["problems"]:
             report["problems"].append(describe(result, references))
     return report
@@ -726,7 +691,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, help="how many trials, spread over scripts, ranks and kinds of faults")
     parser.add_argument("--seed", type=int, default=1, help="decides which")
-    parser.add_argument("--signals", type=int, default=0, help="how many runs to stop by SIGTERM or SIGINT")
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles, staleness and zero_stage instead")
     parser.add_argument("--only", action="append", default=[], help="this fault and no other (may be repeated)")
     options = parser.parse_args()
@@ -735,7 +699,7 @@ def main():
     work = tempfile.mkdtemp(prefix="campaign-")
     print(f"working in {work}", flush=True)
     try:
-        report = campaign(work, options.kills, options.signals, options.seed, options.roles, (), options.only)
+        report = campaign(work, options.kills, options.seed, options.roles, (), options.only)
     finally:
         for pid in list(LIVE):
             end(pid)

@@ -301,10 +301,10 @@ LAYOUTS = {
     "stage 1": (2, dict(zero_stage="1")),
     "stage 2": (2, dict(zero_stage="2", gradient_checkpointing=True, micro_batch_size=64)),
     "stage 3": (2, dict(zero_stage="3", offload="policy=params", micro_batch_size=1)),
-    "three, stage 3": (3, dict(zero_stage="3", gradient_checkpointing=True)),
     "tuned, stage 3": (2, dict(zero_stage="3", offload="optimizer")),
     "generate": (2, dict(roles="train=1,generate=1")),
     "score": (2, dict(roles="train=1,score=1")),
+    "three roles": (3, dict(roles="train=1,generate=1,score=1")),
     "roles": (4, dict(roles="train=2,generate=1,score=1")),
 }
 # The ways of a case; alone, where none is said. What is stopped, is stopped by a signal before the
@@ -319,11 +319,11 @@ WAYS = {
     "ppo, stale": ["roles, stopped"],
     "ppo, learned": ["score"],
     "ppo, stale, capped": ["generate"],
-    "grpo, stale, capped": ["roles, stopped"],
+    "grpo, stale, capped": ["three roles, stopped"],
     "grpo": ["three, stopped"],
     "dapo": ["stage 3"],
     "grpo, one token": ["two"],
-    "cispo, rloo": ["three, stage 3"],
+    "cispo, rloo": ["three"],
     "rloo": ["score"],
     "sft": ["tuned, stage 3, stopped"],
     "sft, plain": ["stage 1"],
@@ -334,7 +334,7 @@ WAYS = {
 }
 for script, count in DRAWN.items():
     for i in range(count):
-        WAYS[f"{script[:-3]}, drawn {i}"] = [["alone", "two", "stage 2", "three"][i % 4]]
+        WAYS[f"{script[:-3]}, drawn {i}"] = [["alone", "two"][i % 2]]
 RUNS = [(name, way) for name in CASES for way in WAYS.get(name, ["alone"])]
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can

@@ -1,5 +1,5 @@
 """
-rollout.py against a naive loop, transformers' warpers, CDFs worked out in NumPy, and itself in other batches. (Which uniforms a
+rollout.py against a naive loop, transformers' warpers, and itself in other batches. (Which uniforms a
 response gets, by_hand.py says again.)
 """
 from types import SimpleNamespace
@@ -43,13 +43,6 @@ class TableModel:
 
 def random_table(positions, V, seed=0):
     return torch.randn(positions, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def cdf(logits, temperature=1.0):
-    """Exact CDF in NumPy, float64, over the last dimension."""
-    x = np.asarray(logits, dtype=np.float64) / temperature
-    p = np.exp(x - x.max(-1, keepdims=True))
-    return (p / p.sum(-1, keepdims=True)).cumsum(-1)
 
 
 def load(variant, tmp_path, dtype=torch.float64):
@@ -153,9 +146,8 @@ def test_a_truncated_distribution_equals_transformers(keys):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_extreme_uniforms_never_give_an_impossible_token(dtype):
     """0 and the largest uniform below 1, in rows whose float32 CDFs end beside 1, with impossible ids at both ends."""
-    rows, V, vocab_size, temperature = 400, 1000, 990, 0.5
-    generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(rows, V, generator=generator)).to(dtype)
+    rows, V, vocab_size = 400, 1000, 990
+    logits = (4 * torch.randn(rows, V, generator=torch.Generator().manual_seed(0))).to(dtype)
     impossible = torch.zeros(rows, V, dtype=torch.bool)
     impossible[:, :3] = impossible[:, 500:510] = impossible[:, 980:] = True
     logits = logits.masked_fill(impossible, -torch.inf)
@@ -163,17 +155,10 @@ def test_extreme_uniforms_never_give_an_impossible_token(dtype):
     only = torch.arange(0, vocab_size, 43)
     alone = torch.full((len(only), V), -torch.inf, dtype=dtype).scatter(1, only[:, None], 0.0)  # one possible token each
     for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-25, 1 - 2.0**-53):
-        token, logprob = sample(logits, torch.full((rows,), u, dtype=torch.float64), temperature, vocab_size)
-        assert (0 <= token).all() and (token < vocab_size).all()
-        assert not impossible.gather(1, token[:, None]).any()
-        assert logprob.isfinite().all()
-        token, logprob = sample(alone, torch.full((len(only),), u, dtype=torch.float64), temperature, vocab_size)
-        assert torch.equal(token, only)
-        assert (logprob == 0).all()
-    first, _ = sample(logits, torch.zeros(rows, dtype=torch.float64), temperature, vocab_size)
-    last, _ = sample(logits, torch.full((rows,), 1 - 2.0**-53, dtype=torch.float64), temperature, vocab_size)
-    curves = torch.from_numpy(cdf(logits[:, :vocab_size].double().numpy(), temperature))  # (rows, vocab_size)
-    assert (first < 30).all() and (curves.gather(1, last[:, None]) > 1 - 1e-6).all()  # the two ends of the CDF
+        token, logprob = sample(logits, torch.full((rows,), u, dtype=torch.float64), 0.5, vocab_size)
+        assert not impossible.gather(1, token[:, None]).any() and logprob.isfinite().all()
+        token, logprob = sample(alone, torch.full((len(only),), u, dtype=torch.float64), 0.5, vocab_size)
+        assert torch.equal(token, only) and (logprob == 0).all()
 
 
 @torch.no_grad()
