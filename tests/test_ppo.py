@@ -114,20 +114,20 @@ def broadcast(original, models):
 def batch_rows(original, seed, iteration, *rest):
     global now
     now = iteration
-    if now == 2 and (case == "reward_model on rank 1" and RANK == 1 or case == "ref_policy on all ranks"):
-        hurt("reward_model" if RANK == 1 and case.startswith("reward_model") else "ref_policy")
+    if now == 1 and case == "ref_policy on all ranks":
+        hurt("ref_policy")
     return original(seed, iteration, *rest)
 
 def step(original, optimizer, *args):
     global steps
     steps += 1
-    if now == 2 and RANK == 1 and case.startswith("policy"):  # not earlier, or the on-policy check would notice first
+    if now == 1 and RANK == 1 and case.startswith("policy"):  # not earlier, or the on-policy check would notice first
         hurt("policy")
     return original(optimizer, *args)
 
 def scores(original, *args):
     x = original(*args)
-    if now == 2 and RANK == 1 and case == "NaN score":
+    if now == 1 and RANK == 1 and case == "NaN score":
         x[0] = torch.nan
     return x
 
@@ -135,7 +135,7 @@ def spoil(name):
     def change(original, *args, **kwargs):  # the number is right, its gradient is not
         said = original(*args, **kwargs)
         x = said[0] if name == "policy" else said
-        if now == 2 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
+        if now == 1 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
             x.register_hook(lambda gradient: gradient * torch.nan)
         return said
     return change
@@ -173,20 +173,17 @@ patch(runpy, "run_path", run_path)
 
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
 CASES = {  # case -> what is said, optimizer steps before
-    "policy on rank 1": (r"iteration 3: .*: policy, parameter \S+, differs on rank 0 and rank 1", 3 * STEPS),
+    "policy on rank 1": (r"iteration 2: .*: policy, parameter \S+, differs on rank 0 and rank 1", 2 * STEPS),
     # between two audits, the log-probs differ first: the model is named all the same
-    "policy on rank 1, late audit": (r"iteration 3: the ranks have drifted apart: policy, parameter \S+, differs on", 3 * STEPS),
-    "reward_model on rank 1": (
-        r"iteration 3: .*: reward_model, parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight, differs on .*rank 1", 3 * STEPS),
+    "policy on rank 1, late audit": (r"iteration 2: the ranks have drifted apart: policy, parameter \S+, differs on", 2 * STEPS),
     "ref_policy on all ranks": (
-        r"iteration 3: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 3 * STEPS),
-    "NaN score": (r"iteration 2: reward/reward_model is not finite \(first in response 3 ", 2 * STEPS),
-    "NaN policy": (r"iteration 2: the gradient of policy's \w\S+ is not finite; stopped before the step", 2 * STEPS),
-    "NaN value_model": (r"iteration 2: the gradient of value_model's \w\S+ is not finite; stopped before the step", 2 * STEPS),
+        r"iteration 2: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 2 * STEPS),
+    "NaN score": (r"iteration 1: reward/reward_model is not finite \(first in response \d ", STEPS),
+    "NaN policy": (r"iteration 1: the gradient of policy's \w\S+ is not finite; stopped before the step", STEPS),
+    "NaN value_model": (r"iteration 1: the gradient of value_model's \w\S+ is not finite; stopped before the step", STEPS),
     "another reference": (r"iteration 0: before any update, the log-probs of the reference differ", 0),
     "sampler": (r"iteration 0: before any update, the log-probs of the sampler differ .*temperature", 0),
     "forward": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
-    "": ("", 3 * STEPS),  # without sabotage, the sabotaged script is ppo.py
 }
 
 
@@ -196,19 +193,19 @@ def sabotaged(world, tmp_path_factory):
     out, runs = tmp_path_factory.mktemp("sabotage"), {}
     for case in CASES:
         code = f"import os\nos.environ['CASE'] = {case!r}\n{SABOTAGE}{RAISED}"
-        late = dict(sync_check_interval=1000, max_iters=4) if "late audit" in case else dict(sync_check_interval=1)
-        args = world.ppo("out", timeout=20, eval_path="", **late)
-        runs[case or "none"] = [one_run("ppo.py", (args, code), (args, code))]
+        late = dict(sync_check_interval=1000, max_iters=3) if "late audit" in case else dict(max_iters=2)
+        args = world.ppo("out", **dict(sync_check_interval=1, timeout=20, eval_path="") | late)
+        runs[case] = [one_run("ppo.py", (args, code), (args, code))]
     for (result,) in forked(str(out), runs, at_once=4).values():
         assert result["codes"] == [0, 0], result
-    return {case: [json.loads((out / (case or "none") / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}
+    return {case: [json.loads((out / case / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
     pattern, steps = CASES[case]
     for said in sabotaged[case]:
-        assert said["kind"] == ("Stop" if case else "nothing"), said
+        assert said["kind"] == "Stop", said
         assert re.search(pattern, said["message"]) and "\n" not in said["message"], said
         assert said["steps"] == steps and said["finite"], said
     assert sabotaged[case][0]["message"] == sabotaged[case][1]["message"]

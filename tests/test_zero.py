@@ -4,7 +4,6 @@ the keys. (That shards, ranks, adapters and offload change nothing in float64, t
 needs a second device: tests/test_gpu.py has it.)
 """
 import json
-import os
 import re
 
 import pytest
@@ -52,20 +51,13 @@ data.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """tiny's world, and a reward model that is an adapter on the policy."""
-    world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    folder = str(tmp_path_factory.mktemp("reward"))
-    succeeded(in_a_row(folder, {"run": one_run("rm.py", world.rm("out", lora="4", max_iters=1))}))
-    os.symlink(f"{folder}/run/out/reward_model_adapter", f"{world.root}/adapter")
-    return world
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
 
 
-def ppo(world, ranks=2, code="", **keys):
-    """A run of ppo.py, watched, and small: minibatches of 3 and 2 rows. code: put in before it, on rank 1."""
-    if keys.get("share_base"):
-        keys["reward_path"] = world.adapter
+def ppo(world, code="", **keys):
+    """A run of ppo.py on two ranks, watched, and small: minibatches of 3 and 2 rows. code: put in before it, on rank 1."""
     arguments = world.ppo("out", **dict(batch_size=5, ppo_epochs=1) | keys)
-    return one_run("ppo.py", *((arguments, f"{WATCH}\n{code if rank else ''}") for rank in range(ranks)))
+    return one_run("ppo.py", *((arguments, f"{WATCH}\n{code if rank else ''}") for rank in range(2)))
 
 
 def facts(folder, rank=0):
@@ -85,15 +77,14 @@ def succeeded(outcomes):
 SHORT = {
     "bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=5),
     "pure, sharded": dict(dtype="bfloat16", master_weights=False, zero_stage="3"),
-    "float16, one trunk, lora": dict(dtype="float16", lora="4", share_base=True, zero_stage="3", gradient_checkpointing=True),
+    "float16, lora": dict(dtype="float16", lora="4", zero_stage="3", gradient_checkpointing=True),
 }
 
 
 @pytest.fixture(scope="module")
 def short(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("short"))
-    cases = {name: ppo(world, 2 if "zero_stage" in keys else 1, max_iters=1, num_minibatches=1, **keys)
-             for name, keys in SHORT.items()}
+    cases = {name: ppo(world, max_iters=1, num_minibatches=1, **keys) for name, keys in SHORT.items()}
     return folder, succeeded(in_a_row(folder, cases))
 
 
