@@ -13,6 +13,7 @@ Prompts, noise and minibatches are drawn by the hashes that the scripts promise 
 said again in by_hand.py. Any others would be as right. But a run that gave a response the noise of
 another, or a step the rows of another, would sample other tokens or end in other weights.
 """
+import functools
 import math
 import os
 import random
@@ -401,20 +402,24 @@ def worked_out(world, script, keys):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
-    """
-    What the tests of this session ask for: {name and way: (folder of the run, what it said)}, and
-    {name: the run by hand}.
-    """
+    """A function: script -> made(...) of what the tests of this session ask for, made when first asked."""
     folder = str(tmp_path_factory.mktemp("by_hand"))
     world = build(folder)
     asked = [item.callspec.params for item in request.session.items if item.path == request.path]
     names = {params.get("name") for params in asked}
     names |= {name for params in asked if "script" in params for name in CASES if CASES[name][0] == params["script"]}
+    ways = [(name, way) for name, way in RUNS if dict(name=name, way=way) in asked]
+    return functools.cache(lambda script: made(folder, world, script, ways, names))
+
+
+def made(folder, world, wanted, ways, names):
+    """Of one script: {name and way: (folder of the run, what it said)}, and {name: the run by hand}."""
+    names = [name for name in names if name and (CASES | OFF)[name][0] == wanted]
     in_rows, with_roles = {}, {}
-    for name, way in RUNS:
-        if dict(name=name, way=way) not in asked:
-            continue
+    for name, way in ways:
         script, keys = CASES[name]
+        if script != wanted:
+            continue
         layout, stopped, _ = way.partition(", stopped")
         ranks, more = LAYOUTS[layout]
         arguments = [command(world, script, keys | more)] * ranks
@@ -426,7 +431,7 @@ def runs(tmp_path_factory, request):
             stop = one_run(script, *[(given, tiny.stops(1, ranks - 1)) for given in arguments])
             in_rows[f"{name}: {way}, at first"] = stop | dict(folder=f"{name}: {way}")
         in_rows[f"{name}: {way}"] = one_run(script, *arguments)
-    for name in names & OFF.keys():
+    for name in OFF.keys() & names:
         script, keys = OFF[name]
         in_rows[name] = one_run(script, (command(world, script, keys), ANOTHER_SAMPLER))
     with ThreadPoolExecutor(1) as pool:
@@ -445,7 +450,8 @@ def runs(tmp_path_factory, request):
 
 @pytest.mark.parametrize("name, way", RUNS, ids=map(": ".join, RUNS))
 def test_a_run_agrees_with_one_by_hand(runs, name, way):
-    (out, said), expected = runs[0][f"{name}: {way}"], runs[1][name]
+    results, by_hands = runs(CASES[name][0])
+    (out, said), expected = results[f"{name}: {way}"], by_hands[name]
     tolerance = LLAMA if name == "ppo, llama" else TOLERANCE
     assert said == ""
     assert not differences(out, expected, tolerance)
@@ -496,13 +502,13 @@ BRANCHES = {
 
 @pytest.mark.parametrize("script", BRANCHES)
 def test_these_runs_take_every_branch(runs, script):
-    seen = sum((run.seen for name, run in runs[1].items() if CASES[name][0] == script), Counter())
+    seen = sum((run.seen for run in runs(script)[1].values()), Counter())
     assert not [branch for branch in BRANCHES[script] if not seen[branch]], seen
 
 
 @pytest.mark.parametrize("name", OFF)
 def test_a_ratio_is_to_the_training_forward_and_not_to_the_sampler(runs, name):
-    out, said = runs[0][name]
+    out, said = runs(OFF[name][0])[0][name]
     assert said == ""
     for record in tiny.read_log(out)[:-1]:
         assert record["policy/sampler_gap"] > 1e-5

@@ -188,23 +188,6 @@ def log_lines(out_dir):
     return (out_dir / "log.jsonl").read_text().splitlines()
 
 
-def test_open_run_begins_and_resumes(tmp_path, capsys):
-    out_dir = tmp_path / "deep" / "run"
-    assert open_run(str(out_dir), CONFIG, MATCH) == (None, None)
-    assert json.loads((out_dir / "config.json").read_text()) == CONFIG | {"sha256": {}}
-    for iteration in range(6):
-        write_log(str(out_dir), {"iteration": iteration, "loss/a": iteration / 7})
-    assert [json.loads(line) for line in log_lines(out_dir)] == [{"iteration": i, "loss/a": i / 7} for i in range(6)]
-    save(out_dir, 4, state={"kl_coef": 0.3})
-    changed = dict(CONFIG, learning_rate=0.2)  # may differ
-    folder, state = open_run(str(out_dir), changed, MATCH)
-    assert capsys.readouterr().out == "since the checkpoint these keys have changed: learning_rate 0.1 -> 0.2\n"
-    assert (folder, state) == (str(out_dir / "checkpoint-000004"), {"iteration": 4, "kl_coef": 0.3})
-    assert json.loads((out_dir / "config.json").read_text()) == changed | {"sha256": {}}
-    load_checkpoint(folder, {"policy": tiny()}, {"policy": adamw(tiny())})
-    assert [json.loads(line)["iteration"] for line in log_lines(out_dir)] == [0, 1, 2, 3]
-
-
 def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
     """A checkpoint's own config.json, under the manifest, says whose it is; a damaged one in out_dir is written anew."""
     open_run(str(tmp_path), CONFIG, MATCH)

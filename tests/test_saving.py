@@ -1,7 +1,5 @@
-"""What a run leaves: dtypes, parts of several ranks, model cards."""
+"""What a run leaves: dtypes, files that transformers loads, model cards. (What ranks with shards save: test_knobs.py.)"""
 import json
-import os
-import re
 
 import pytest
 import torch
@@ -59,89 +57,6 @@ def test_what_is_saved_transformers_loads(variant, head, tmp_path):
     again = load_model(str(tmp_path / "ours"), head)
     assert again.score_shift == (-0.5 if head == "scalar" else 0.0) and not again.new_head
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), ours.parameters(), strict=True))
-
-
-# Saves a model of which ranks have parts, with optimizer and average, in small files; or goes on from such a checkpoint
-# and saves that again.
-SAVE = """
-import json, os, sys
-import torch
-from engine import checkpoint, launch, optimizers, placement
-from engine.tokenizers import load_tokenizer
-path, out, goes_on, keys = json.loads(sys.argv[1])
-checkpoint.FILE_BYTES = 3000
-rank, ranks, device = launch.init("cpu", 60)
-place = placement.Place(**keys)
-dtype = torch.bfloat16 if keys["optimizer"] == "bf16" else torch.float32
-place.optimizer = "adamw"
-model = placement.load_placed(path, place, device, dtype=dtype, trained=True)
-optimizer = optimizers.make_optimizer(model, place, 1e-3, (0.9, 0.95), 1e-8, 0.0)
-average = optimizers.MovingAverage(model, 0.5)
-os.makedirs(out, exist_ok=True)
-if goes_on:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    folder, state = checkpoint.find_checkpoint(out)
-    checkpoint.load_checkpoint(folder, {"policy": model}, {"policy": optimizer}, average)
-else:
-    with open(f"{out}/config.json", "w") as f:
-        f.write("{}")
-    generator, states = torch.Generator().manual_seed(3), {}
-    for name, p in model.named_parameters():
-        states |= {f"{name}.{key}": torch.randn(p.shape, generator=generator) for key in ("exp_avg_sq", "exp_avg")}
-        states[f"{name}.step"] = torch.tensor(3.0)
-    optimizers.fill_optimizer(model, optimizer, states)
-    average.update()
-open(f"{out}/log.jsonl", "a").close()
-tokenizer = load_tokenizer(path)
-checkpoint.save_checkpoint(out, 2 if goes_on else 1, {"policy": model}, {"policy": optimizer}, {}, tokenizer, 9, average)
-checkpoint.save_final(out, "policy", model, tokenizer)
-launch.finish()
-"""
-KINDS = {"16 bits": dict(stage=2, optimizer="bf16"),
-         "offloaded": dict(stage=3, optimizer="adamw", offload="optimizer")}
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """A folder with one named "KIND RANKS" for each of KINDS, saved by 1 and by 3 ranks, and loaded and saved again by 2."""
-    folder = str(tmp_path_factory.mktemp("side"))
-    world = tiny.build(f"{folder}/world")
-    tiny.add_qwen(world)
-    with open(f"{folder}/save.py", "w", encoding="utf-8") as f:
-        f.write(SAVE)
-    cases = {}
-    for kind, keys in KINDS.items():
-        for ranks, goes_on in ((1, []), (3, [(2, True)])):
-            cases[f"{kind} {ranks}"] = [one_run(f"{folder}/save.py", *[[json.dumps([world.qwen, "out", on, keys])]] * n)
-                                        for n, on in [(ranks, False), *goes_on]]
-    results = forked(folder, cases, at_once=3)
-    for name, each in results.items():
-        for result in each:
-            assert set(result["codes"]) == {0}, (name, result)
-    return folder
-
-
-def every_file(folder):
-    return {os.path.relpath(os.path.join(d, f), folder): open(os.path.join(d, f), "rb").read()
-            for d, _, files in os.walk(folder) for f in files}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_several_ranks_hold_is_saved_as_of_one(parts, kind):
-    """Byte for byte, manifest too; and what was loaded on another number of ranks is what was saved."""
-    one = {name: every_file(f"{parts}/{kind} 1/out/{name}") for name in ("checkpoint-000001", "policy")}
-    assert sum(bool(re.search(r"policy_optimizer-\d+-of-\d+.safetensors$", f)) for f in one["checkpoint-000001"]) > 2
-    assert {"model.safetensors", "README.md"} <= one["policy"].keys()
-    out = f"{parts}/{kind} 3/out"
-    assert set(os.listdir(out)) == {"checkpoint-000001", "checkpoint-000002", "config.json", "log.jsonl", "policy"}
-    for name, files in one.items():
-        assert every_file(f"{out}/{name}") == files, name
-    first, again = one["checkpoint-000001"], every_file(f"{out}/checkpoint-000002")
-    assert again.keys() == first.keys()
-    different = {name for name in first if first[name] != again[name]}
-    assert different == {"manifest.json", "state.json"}  # the iteration; so its hash
 
 
 def tiny_tokenizer(folder):
