@@ -114,6 +114,9 @@ for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
     said["gathers"].append(list(got) == list(everything) and all(
         torch.equal(bits(got[k]), bits(x)) and (got[k].dtype, got[k].shape) == (x.dtype, x.shape) for k, x in everything.items()))
 
+largest = parallel.all_reduce_max(torch.tensor([float(rank), torch.nan if rank == 2 else 0.0]))
+said["max"] = [str(x) for x in largest.tolist()]
+
 models, frozen = dict(policy=two_layers(), reward_model=two_layers(seed=9).requires_grad_(False)), {}
 for iteration, (name, owners) in enumerate([("policy", []), ("policy", [1]), ("reward_model", [2]), ("reward_model", range(3))]):
     p = models[name][1].weight
@@ -137,7 +140,7 @@ def test_three_ranks_gather_every_bit_and_audit_every_bit(tmp_path):
     assert result["codes"] == [0] * 3, result
     said = [json.loads((tmp_path / "run" / f"said-{rank}.json").read_text()) for rank in range(3)]
     assert said[0] == said[1] == said[2]  # all ranks stop, with the same words
-    assert said[0]["gathers"] == [True] * 4
+    assert said[0]["gathers"] == [True] * 4 and said[0]["max"] == ["2.0", "inf"]
     well, policy, reward, frozen = said[0]["audits"]
     assert well is None
     assert re.match("iteration 1: the ranks have drifted apart: policy, parameter 1.weight, differs on rank 1 ", policy)
