@@ -2,19 +2,20 @@
 A fault campaign, from outside: nothing in the scripts knows of it. They are killed at chosen calls and at random times, the
 same command is run again, and what it leaves must be, bit for bit, what an uninterrupted run leaves.
 
-python tests/campaign.py --kills=200 --corrupt=ppo.py         # fails on any difference
-python tests/campaign.py --roles --kills=40 --signals=12      # ranks with roles; and SIGTERM and SIGINT
-python tests/campaign.py --only=ppo.py:2/file:0:37:before     # one kill again, as the campaign has named it
+python tests/campaign.py --kills=200                          # fails on any difference
+python tests/campaign.py --roles --kills=40                   # ranks with roles
+python tests/campaign.py --only='[["ppo.py", 2], ["file", 0, 37, "before"]]'  # one kill again, as the campaign has named it
 
 A run as a user starts it costs 4 to 8 s, nearly all of it imports. Here one process imports everything, never computes, and
 forks the ranks of each run: 0.2 s. tests/forked.py runs other tests' scripts in the same way.
 
-A fault is KIND:RANK:AT:WHEN. The kinds:
+A fault is KIND, RANK, AT, WHEN. The kinds:
     collective, compute    the AT-th call of a collective; of a model, of backward, of an optimizer's step. before | after it
     file                   the AT-th rename, unlink, mkdir, fsync, ... in out_dir. before | after
     write                  the AT-th file that is written there. before | empty | half (of it is on the disk) | after
     time                   the fraction AT of the run's usual duration. RANK -1: all ranks at once
-A second fault, after a /, hits the resumption.
+    signal                 as time, but the run is only asked, by the signal WHEN: it must save and end with 0
+A second fault hits the resumption.
 """
 import argparse
 import builtins
@@ -27,7 +28,6 @@ import glob
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import os
 import random
@@ -68,9 +68,10 @@ TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
 LONGEST = 450  # seconds that a run may take in all
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
-INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 2, "grpo.py": 2}  # checkpoint_interval
+INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 1, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True),
+        "ppo.py": dict(max_iters=2, eval_interval=1, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True,
+                       batch_size=4, ppo_epochs=1),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
@@ -78,7 +79,7 @@ JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
 ROLE_JOBS = [("ppo.py", 2, "train=1,generate=1", 1), ("grpo.py", 2, "train=1,generate=1", 0), ("grpo.py", 1, "", 2),
              ("ppo.py", 3, "train=1,generate=1,score=1", 0), ("grpo.py", 4, "train=2,generate=1,score=1", 1),
              ("ppo.py", 2, "train=1,score=1", 1), ("ppo.py", 2, "", 0, 3), ("grpo.py", 3, "", 0, 2), ("ppo.py", 2, "", 0, 1)]
-KINDS = ["collective", "file", "write", "time", "compute"]
+KINDS = ["collective", "file", "write", "time", "compute", "signal"]
 
 OURS = [name[:-3].replace(os.sep, ".") for name in glob.glob("*.py", root_dir=ROOT) + glob.glob("engine/[!_]*.py", root_dir=ROOT)
         if name not in KEYS]  # every module that the scripts may import
@@ -524,42 +525,41 @@ def read_points(folder, job):
     return points
 
 
-def new_result(job, faults, folder):
-    return dict(job=job, faults=faults, kills=[], problems=[], slowest=0.0, folder=folder, said=[])
-
-
 def kill(world, uninterrupted, faults, folder):
-    """Kill a run, kill its resumption at each further fault, then let the same command run to its end, and compare."""
-    job, whole = uninterrupted["job"], uninterrupted["whole"]
-    result = new_result(job, faults, folder)
-    problems = result["problems"]
+    """Kill a run, or ask it to stop; its resumption at each further fault; let the same command run to its end, and compare."""
+    job, whole, problems = uninterrupted["job"], uninterrupted["whole"], []
+    result = dict(job=job, faults=faults, kills=[], problems=problems, folder=folder, said=[])
     for i, fault in enumerate(faults):
+        timed = fault.kind in ("time", "signal")
+        number = signal.Signals[fault.when] if fault.kind == "signal" else signal.SIGKILL
         before, seconds = newest(folder), uninterrupted["again_seconds" if i else "seconds"]
-        # a run that was over before its time came is killed earlier, from the start; what is over early while it resumes is over
-        for attempt in range(1 if i or fault.kind != "time" else ATTEMPTS):
+        # a run that was over before its time came is hit earlier, from the start; what is over early while it resumes is over
+        for attempt in range(1 if i or not timed else ATTEMPTS):
             if attempt:
                 shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
-            kick = None
-            if fault.kind == "time":
-                kick = (seconds * fault.at * 0.7 ** attempt, victims_of(fault, job), signal.SIGKILL)
+            kick = (seconds * fault.at * 0.7 ** attempt, victims_of(fault, job), number) if timed else None
             run = yield Run(job, command(world, job), folder, None if kick else fault, kick)
-            if run.killed():
+            hit = run.killed() if number == signal.SIGKILL else run.kicked
+            if hit:
                 break
-        killed = run.killed()
+        ended_well = set(run.codes.values()) == {0}
         if run.hung:
             problems.append(f"rank {run.hung} had to be killed after {TIMEOUT + GRACE} s")
-        if not killed and (not i or set(run.codes.values()) != {0}):
+        if not hit and not (i and ended_well):
             problems.append(f"the fault did not happen; the run ended with {run.codes}")
             result["said"] = run.output()
-        if not killed:
+        if not hit:
             continue
         result["kills"].append(fault)
-        death = min(run.ended[rank] for rank in killed)
-        others = run.codes.keys() - set(killed) - set(run.hung)
-        result["slowest"] = max([result["slowest"], *(run.ended[rank] - death for rank in others)])
         # what was saved must stay: the log is written after the checkpoint that is due before it
         done = max((r["iteration"] for r in read_records(folder)), default=0)
-        if newest(folder) < max(before, done // INTERVAL[job[0]] * INTERVAL[job[0]]):
+        due = done // INTERVAL[job[0]] * INTERVAL[job[0]]
+        # a run that is asked, and has logged nothing yet, may just die of it: it had not set up its handler
+        if fault.kind == "signal" and not ended_well and (run.logged or -number not in run.codes.values()):
+            problems.append(f"asked to stop, the ranks ended with {run.codes}")
+        if fault.kind == "signal" and ended_well and differences(left_by(folder), whole):  # else it was about to end anyway
+            due = len(read_records(folder))
+        if newest(folder) < max(before, due):
             problems.append(f"a checkpoint is gone; the newest good one is {newest(folder)}, {done} was logged")
     yield from go_on(world, job, whole, result)
     return result
@@ -586,44 +586,14 @@ def go_on(world, job, whole, result):
         shutil.rmtree(folder)
 
 
-def ask(world, uninterrupted, fault, number, folder):
-    """
-    A signal that asks (SIGTERM, SIGINT) instead, at a fault of the kind time: all ranks must end with 0, having saved, and the
-    same command must go on. A run that has logged nothing yet may just die of it: it had not set up its handler.
-    """
-    job, whole = uninterrupted["job"], uninterrupted["whole"]
-    result = new_result(job, [fault], folder) | dict(signal=signal.Signals(number).name, graceful=0)
-    problems = result["problems"]
-    for attempt in range(ATTEMPTS):  # a run that was over before its time came is signalled earlier
-        shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
-        due = uninterrupted["seconds"] * fault.at * 0.7 ** attempt
-        run = yield Run(job, command(world, job), folder, kick=(due, victims_of(fault, job), number))
-        if run.kicked:
-            break
-    if run.kicked:
-        result["kills"].append(fault)
-        result["slowest"], result["said"] = run.duration() - due, run.output()
-        if set(run.codes.values()) == {0}:
-            result["graceful"] = 1
-            done = len(read_records(folder))
-            if newest(folder) < done and differences(left_by(folder), whole):  # else it was about to end anyway
-                problems.append(f"it stopped after {done} iterations, and left checkpoint {newest(folder)}")
-        elif run.logged or -number not in run.codes.values():
-            problems.append(f"the ranks ended with {run.codes}")
-        if run.hung or result["slowest"] > 30:
-            problems.append(f"it took {result['slowest']:.0f} s to end")
-    yield from go_on(world, job, whole, result)
-    return result
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # which faults
 
 
 def candidates(points, kind):
     """
-    The faults of a kind (but time) that a run with these points could have. Of the many that are alike (a line broadcasts every
-    parameter, a folder is synced or removed file by file), the first, the one in the middle and the last.
+    The faults of a kind, which is not time or signal, that a run with these points could have. Of the many that are alike (a
+    line broadcasts every parameter, a folder is synced or removed file by file), the first, the middle one and the last.
     """
     whens = ("before", "empty", "half", "after") if kind == "write" else ("before", "after")
     alike = {}
@@ -638,7 +608,10 @@ def candidates(points, kind):
 def draw(points, ranks, kind, rng):
     """A fault of a kind; at a time where there is none of it."""
     found = candidates(points, kind)
-    return rng.choice(found) if found else Fault("time", rng.choice([-1, *range(ranks)]), round(rng.random(), 4), "")
+    if found:
+        return rng.choice(found)
+    when = rng.choice(["SIGTERM", "SIGINT"]) if kind == "signal" else ""
+    return Fault(kind if kind == "signal" else "time", rng.choice([-1, *range(ranks)]), round(rng.random(), 4), when)
 
 
 def plan(n, seed, references):
@@ -654,91 +627,20 @@ def plan(n, seed, references):
         if i % 11 == 4:
             fault = draw(points, job[1], rng.choice(KINDS), rng)
             # the resumption is shorter than the run
-            faults.append(fault._replace(at=round(fault.at * 0.6, 4) if fault.kind == "time" else 1 + int(fault.at * 0.6)))
+            at = round(fault.at * 0.6, 4) if fault.kind in ("time", "signal") else 1 + int(fault.at * 0.6)
+            faults.append(fault._replace(at=at))
         trials.append((job, faults))
     return trials
-
-
-def name_of(job, faults):
-    """What --only takes."""
-    return "/".join([":".join(map(str, job)), *(":".join(map(str, fault)).rstrip(":") for fault in faults)])
-
-
-def from_name(text):
-    """(job, faults) of what name_of has written."""
-    job, *names = text.split("/")
-    script, ranks, *rest = job.split(":")
-    faults = []
-    for name in names:
-        kind, rank, at, when = (name.split(":") + [""])[:4]
-        faults.append(Fault(kind, int(rank), float(at) if kind == "time" else int(at), when))
-    return (script, int(ranks), *rest[:1], *map(int, rest[1:])), faults
 
 
 def describe(result, references):
     """A failed trial, for the reader: how to repeat it, where it was, what was wrong, where its files are."""
     points = references[result["job"]]["points"]
-    lines = [f"FAILED --only={name_of(result['job'], result['faults'])} {result.get('signal', '')}".rstrip()]
+    only = json.dumps([result["job"], *result["faults"]])
+    lines = [f"FAILED --only='{only}'"]
     lines += [f"    {fault.when} {points[fault[:3]]}" for fault in result["faults"] if fault[:3] in points]
     lines += [f"  - {problem}" for problem in result["problems"][:6]]
     return "\n".join([*lines, *(f"    | {line}" for line in result["said"]), f"    files: {result['folder']}"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a damaged checkpoint is refused
-
-
-def damages(content, older, rng):
-    """[(what, bytes, or None to delete)] of a file: something everywhere, its end, all of it, that of the older checkpoint."""
-    size, found = len(content), []
-    edges = [size * i // min(size, 24) for i in range(min(size, 24) + 1)]
-    for a, b in itertools.pairwise(edges):
-        at, bit = rng.randrange(a, b), rng.randrange(8)
-        found.append((f"bit {bit} of byte {at} flipped", content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1:]))
-        found.append((f"bytes {a} to {b} zeroed", content[:a] + bytes(b - a) + content[b:]))
-        found.append((f"cut to {a} of {size} bytes", content[:a]))
-    found += [("a newline appended", content + b"\n"), ("deleted", None), ("that of the older checkpoint", older)]
-    return [(what, new) for what, new in found if new != content]
-
-
-def corrupt(out_dir, step):
-    """
-    Damage each file of out_dir's newest checkpoint in many ways, one at a time (of each file's ways every step-th).
-    find_checkpoint must return the one before it. Returns how many ways, and [what went wrong].
-    """
-    rng, tried, wrong = random.Random(0), 0, []
-    *_, older, folder = checkpoint.list_checkpoints(out_dir)
-    for name in sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, fs in os.walk(folder) for f in fs):
-        path, before = os.path.join(folder, name), None
-        with open(path, "rb") as f:
-            content = f.read()
-        if os.path.exists(os.path.join(older, name)):
-            with open(os.path.join(older, name), "rb") as f:
-                before = f.read()
-        ways = damages(content, before, rng)[::step]
-        if name == "manifest.json":  # a file that it does not know could be anything
-            entries = json.loads(content)
-            ways += [(f"without {key}", json.dumps({k: v for k, v in entries.items() if k != key}, indent=2).encode())
-                     for key in entries]
-        for what, new in ways:
-            tried += 1
-            with contextlib.suppress(FileNotFoundError):  # the way before has deleted it
-                os.remove(path)
-            if new is not None:
-                with open(path, "wb") as f:
-                    f.write(new)
-            said = io.StringIO()
-            try:
-                with contextlib.redirect_stdout(said):
-                    found, _ = checkpoint.find_checkpoint(out_dir)
-                if found != older or folder not in said.getvalue():
-                    wrong.append(f"{name}, {what}: found {found}, said {said.getvalue()!r}")
-            except Exception as e:  # whatever it raises, the user gets no older checkpoint
-                wrong.append(f"{name}, {what}: it raised {type(e).__name__}: {e}")
-        with open(path, "wb") as f:
-            f.write(content)
-    assert checkpoint.find_checkpoint(out_dir)[0] == folder
-    return tried, wrong
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -760,44 +662,28 @@ def build_world(folder):
     return tiny.World(folder)
 
 
-def campaign(work, kills=0, signals=0, seed=1, roles=False, jobs=(), only=(), corrupted="", step=1):
+def campaign(work, kills=0, seed=1, roles=False, jobs=(), only=()):
     """
-    Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. signals:
-    how many runs to stop by SIGTERM or SIGINT. roles, jobs: ROLE_JOBS or these in the place of JOBS. only: these trials and
-    no others. corrupted: a script whose checkpoint is damaged in every step-th way. Returns a report for JSON, whose
-    "problems" are empty if all is well.
+    Everything that was asked for, in the folder work. kills: how many trials, spread over jobs and kinds of faults. roles, jobs:
+    ROLE_JOBS or these in the place of JOBS. only: these trials and no others. Returns a report for JSON, whose "problems" are
+    empty if all is well.
     """
     world = build_world(os.path.join(work, "world"))
-    only = [from_name(text) for text in only]
+    only = [(tuple(job), [Fault(*fault) for fault in faults]) for job, *faults in map(json.loads, only)]
     jobs = [job for job, _ in only] or [tuple(job) for job in jobs] or (ROLE_JOBS if roles else JOBS)
-    references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter(), graceful=0)
-    if kills or signals or only:
-        for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
-            references[r["job"]] = r
-            report["problems"] += r["problems"]
+    references, report = {}, dict(problems=[], kills=0, by_kind=collections.Counter(), by_job=collections.Counter())
+    for r in schedule([(job[1], reference(world, job, f"{work}/whole-{i}")) for i, job in enumerate(dict.fromkeys(jobs))]):
+        references[r["job"]] = r
+        report["problems"] += r["problems"]
     planned = only or plan(kills, seed, references)
     trials = [(job[1], kill(world, references[job], faults, f"{work}/kill-{i}")) for i, (job, faults) in enumerate(planned)]
-    rng = random.Random(f"signals {seed}")
-    for i in range(signals):
-        job = jobs[i % len(jobs)]
-        fault = Fault("time", rng.choice([-1, *range(job[1])]), round(rng.random(), 4), "")
-        number = [signal.SIGTERM, signal.SIGINT][i // len(jobs) % 2]
-        trials.append((job[1], ask(world, references[job], fault, number, f"{work}/signal-{i}")))
     trials.sort(key=lambda trial: -trial[0])  # those of most ranks first: no core stays empty beside them at the end
     for result in schedule(trials):
-        report["graceful"] += result.get("graceful", 0)
-        if "graceful" not in result:
-            report["kills"] += len(result["kills"])
-            report["by_kind"].update(fault.kind for fault in result["kills"])
-            report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
+        report["kills"] += len(result["kills"])
+        report["by_kind"].update(fault.kind for fault in result["kills"])
+        report["by_job"].update([":".join(map(str, result["job"]))] * len(result["kills"]))
         if result["problems"]:
             report["problems"].append(describe(result, references))
-    if corrupted:
-        job = (corrupted, 1)
-        run = Run(job, command(world, job, keep_checkpoints=2), os.path.join(work, "corrupt")).wait()
-        assert run.codes == {0: 0}, run.output()
-        report["damages"], wrong = corrupt(os.path.join(work, "corrupt", "out"), step)
-        report["problems"] += wrong
     return report
 
 
@@ -805,17 +691,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, help="how many trials, spread over scripts, ranks and kinds of faults")
     parser.add_argument("--seed", type=int, default=1, help="decides which")
-    parser.add_argument("--signals", type=int, default=0, help="how many runs to stop by SIGTERM or SIGINT")
     parser.add_argument("--roles", action="store_true", help="runs with the keys roles, staleness and zero_stage instead")
     parser.add_argument("--only", action="append", default=[], help="this fault and no other (may be repeated)")
-    parser.add_argument("--corrupt", default="", help="damage a checkpoint of this script in every way")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows finally is done
     warm()
     work = tempfile.mkdtemp(prefix="campaign-")
     print(f"working in {work}", flush=True)
     try:
-        report = campaign(work, options.kills, options.signals, options.seed, options.roles, (), options.only, options.corrupt)
+        report = campaign(work, options.kills, options.seed, options.roles, (), options.only)
     finally:
         for pid in list(LIVE):
             end(pid)

@@ -6,7 +6,6 @@ A GPU that is only pretended, for tests without one: all is computed on the CPU,
         a, b = torch.ones(3, device="cuda"), torch.arange(3)
         a.device           # cuda:0
         a + b              # raises Misplaced
-        a.sum().item()     # seen.waits == 1: the CPU waits here for the GPU
 
 Tensors know their place by an attribute of their storage, so that views and what autograd keeps share it. What is allowed
 between the two places is what CUDA allows: a tensor of one number on the CPU, an index on the CPU, and copying.
@@ -21,9 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
-# the CPU reads a number, or a shape that depends on numbers, of the GPU: it waits until all that was asked for is computed
-WAITS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
-         aten.equal}
 # operations that CUDA has no exact kernel for: of torch.use_deterministic_algorithms' list those that a language model may have
 INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", "kthvalue", "logcumsumexp"}
 COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
@@ -49,11 +45,11 @@ def wanted_place(device):
 
 
 class Seen:
-    """What was seen on the pretended GPU: how often the CPU waited for it, and the names of all operations."""
+    """What was seen on the pretended GPU: the names of all operations."""
 
     def __init__(self):
         self.backward = False  # whether a backward pass is under way
-        self.waits, self.operations, self.inexact = 0, set(), set()
+        self.operations, self.inexact = set(), set()
 
 
 class Check(TorchDispatchMode):
@@ -84,8 +80,6 @@ class Check(TorchDispatchMode):
         if where == "cpu":
             return where
         self.seen.operations.add(packet.__name__)
-        self.seen.waits += packet in WAITS or packet in INDICES and any(
-            t.dtype == torch.bool for t in tensors_of(args[1]))  # a mask as an index
         floating = any(t.dtype.is_floating_point for t in tensors)
         if packet.__name__ in INEXACT and floating:
             self.seen.inexact.add(packet.__name__)
@@ -120,8 +114,6 @@ class Redirect(TorchFunctionMode):
                     (args[0],), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
                 seen.backward = False
             return None
-        if name == "tolist" and place(args[0]) == "gpu":
-            seen.waits += 1
         if name == "cpu":
             return self.move(args[0], "cpu", args[0])
         if function is torch.Tensor.to:
@@ -150,8 +142,6 @@ class Redirect(TorchFunctionMode):
         """t in the place `target`: t itself, or if it is elsewhere a copy."""
         if t.is_meta or place(t) == target:
             return t
-        if target == "cpu":
-            seen.waits += 1
         t = t.clone()
         t.untyped_storage().place = target
         return t

@@ -67,7 +67,7 @@ def test_a_run_with_compile_is_the_run_without(tmp_path):
     runs = [("grpo.py", *world.grpo(f"{world.root}/{name}", **keys | more))
             for name, more in (("plain", {}), ("compiled", dict(compile=True)))]
     env = dict(TORCHINDUCTOR_CACHE_DIR=f"{world.root}/kernels")
-    done = tiny.run_all([(run, dict(env=env, timeout=600)) for run in runs])
+    done = [tiny.run(*run, env=env) for run in runs]
     assert [one.returncode for one in done] == [0, 0], done[1].stderr
     logs = (tiny.read_log(f"{world.root}/{name}") for name in ("plain", "compiled"))
     plain, compiled = ([tiny.measured(record) for record in log] for log in logs)

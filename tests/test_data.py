@@ -1,25 +1,10 @@
-"""data.py: which rows a batch holds, and micro-batches; and the three tokenizers against transformers."""
+"""data.py: which rows a batch of several files holds, and micro-batches. (One file's order is by_hand.py's.)"""
 import itertools
 
 import pytest
 import torch
 
-from data import (batch_rows, left_aligned, micro_batch, my_micro_batches, other_row, permutation,
-                  replace_rows, right_pad)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# which rows
-
-
-@pytest.mark.parametrize("n, batch_size", [(12, 4), (10, 4), (3, 8), (1, 5)])
-def test_each_epoch_is_a_permutation(n, batch_size):
-    walk = [row for iteration in range(6 * n) for row in batch_rows(3, iteration, batch_size, n)]
-    assert len(walk) == 6 * n * batch_size
-    epochs = [walk[i:i + n] for i in range(0, len(walk), n)]
-    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-    if n >= 7:
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+from data import batch_rows, my_micro_batches, other_row
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [
@@ -45,38 +30,6 @@ def test_a_mix_of_files(sizes, weights, batch_size):
         file = next(i for i in range(len(sizes)) if row < firsts[i + 1])
         assert firsts[file] <= other < firsts[file + 1] and (other != row or sizes[file] == 1)
     assert batch_rows(4, 0, batch_size, files) != batch_rows(3, 0, batch_size, files)
-
-
-def test_the_examples_of_the_docstrings():
-    """Padding, the walk through the epochs, replaced rows and micro-batches, as data.py's docstrings have them."""
-    assert permutation(5, 1, "epoch", 0).tolist() == [1, 2, 0, 3, 4] and "[1, 2, 0, 3, 4]" in permutation.__doc__
-    walk = [batch_rows(1, i, 3, 5) for i in range(3)]
-    assert walk == [[1, 2, 0], [3, 4, 2], [3, 4, 0]] and ", ".join(map(str, walk)) in batch_rows.__doc__
-    assert sum(walk, []) == [*permutation(5, 1, "epoch", 0).tolist(), *permutation(5, 1, "epoch", 1).tolist()[:4]]
-    assert "order 2 3 4 0 1" in batch_rows.__doc__ and permutation(5, 1, "epoch", 1).tolist() == [2, 3, 4, 0, 1]
-
-    tokens, mask = right_pad([[5, 6, 7], [8]], 0)
-    assert tokens.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[True] * 3, [True, False, False]]
-
-    def batch(rows, P):
-        tokens = torch.tensor(rows)
-        return dict(tokens=tokens, attention_mask=tokens > 0, response_mask=tokens[:, P:] > 0,
-                    scores=torch.arange(len(rows)))
-
-    got = replace_rows(batch([[5, 6, 7, 8], [0, 5, 9, 9]], 2), torch.tensor([1]), batch([[1, 2, 3, 4, 9]], 3), 0)
-    assert got["tokens"].tolist() == [[0, 5, 6, 7, 8], [1, 2, 3, 4, 9]]
-    assert torch.equal(got["attention_mask"], got["tokens"] > 0) and got["scores"].tolist() == [0, 0]
-
-    three = batch([[5, 6, 7, 8, 9], [0, 0, 1, 2, 0], [0, 3, 4, 5, 0]], 3)
-    first, second = my_micro_batches(three, torch.arange(3), 2)
-    assert first["tokens"][0].tolist() == [5, 6, 7, 8, 9] and first["tokens"][1, :3].tolist() == [3, 4, 5]
-    assert first["scores"].tolist() == [0, 2] and first["response_mask"].tolist() == [[True, True], [True, False]]
-    assert first["chosen"].tolist() == [[False] * 3 + [True] * 2, [False, False, True, False, False]]
-    assert second["tokens"].tolist() == [[1, 2]] and second["chosen"].tolist() == [[False, True]]
-    assert second["scores"].tolist() == [1] and second["response_mask"].tolist() == [[True]]
-
-    padded = torch.tensor([[0, 0, 1, 2, 0], [0, 3, 4, 5, 0]])
-    assert left_aligned(padded, padded > 0).tolist() == [[1, 2, 2], [3, 4, 5]]
 
 
 def test_micro_batches_by_enumeration():
@@ -110,11 +63,3 @@ def test_micro_batches_by_enumeration():
                 assert mb["tokens"].shape[1] == lengths.max() and mb["logprobs"].shape[1] == responses[mb["index"]].max()
                 seen += mb["index"].tolist()
         assert sorted(seen) == sorted(wanted.tolist()) and len(set(counts)) == 1
-
-
-def test_micro_batches_of_no_rows():
-    batch = dict(tokens=torch.zeros(2, 6, dtype=torch.int64), attention_mask=torch.ones(2, 6, dtype=torch.bool),
-                 response_mask=torch.ones(2, 3, dtype=torch.bool), scores=torch.zeros(2))
-    mb = micro_batch(batch, torch.tensor([], dtype=torch.int64))
-    assert mb["tokens"].shape == mb["chosen"].shape == (1, 2) and not mb["chosen"].any()
-    assert mb["response_mask"].shape == (0, 1) and mb["scores"].shape == (0,)

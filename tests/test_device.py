@@ -51,7 +51,7 @@ seen = context.__enter__()
 def finish():
     context.__exit__(None, None, None)
     with open("seen.json", "w") as f:
-        json.dump(dict(waits=seen.waits, inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
+        json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
 
 launch.finish = finish
 """
@@ -65,19 +65,16 @@ def pretended(tmp_path_factory):
     runs = dict(
         ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_estimator="k2", entropy_coef=0.1,
                       target_kl=9.0, ema_decay=0.5, eval_path="", head_chunk=5, ppo_epochs=1),
-        grpo=world.grpo("out", max_iters=1, dtype="float64", max_refills=1, reward_functions=odd, grad_clip=0.1,
-                        rollout_batch_size=4, reward_path=world.other_reward, gradient_checkpointing=True, num_iterations=1,
-                        eval_path=""),
-        less=world.ppo("out", max_iters=1, value_init="shared", optim="adafactor", offload="reward=params,ref=params",
-                       eval_path="", ppo_epochs=1, num_minibatches=1),
+        grpo=world.grpo("out", max_iters=1, max_refills=1, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
+                        reward_path=world.other_reward, gradient_checkpointing=True, num_iterations=1, eval_path="",
+                        optim="adafactor", offload="reward=params,ref=params"),
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
-    script = dict(less="ppo.py")
-    cases = {name: [one_run(script.get(name, f"{name}.py"), (args, PRETEND))] for name, args in runs.items()}
-    cases |= {f"{name} on the CPU": [one_run(f"{name}.py", runs[name])] for name in ("ppo", "grpo")}
+    cases = {name: [one_run(f"{name}.py", (args, PRETEND))] for name, args in runs.items()}
+    cases["on the CPU"] = [one_run("ppo.py", runs["ppo"])]
     return folder, forked(folder, cases)
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "less", "sft", "rm"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "sft", "rm"])
 def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     """And it uses no operation that has no exact kernel there, or deterministic = True would be an error."""
     folder, results = pretended
@@ -92,10 +89,9 @@ def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_what_a_gpu_does_in_another_way_is_the_same(pretended, name):
+def test_what_a_gpu_does_in_another_way_is_the_same(pretended):
     """Micro-batches are made beforehand, for example: in float64 the run of a CPU."""
-    logs = [[tiny.measured(r) for r in tiny.read_log(f"{pretended[0]}/{kind}/out")] for kind in (name, f"{name} on the CPU")]
+    logs = [[tiny.measured(r) for r in tiny.read_log(f"{pretended[0]}/{kind}/out")] for kind in ("ppo", "on the CPU")]
     assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
     assert tiny.alike(*logs, tolerance=1e-9)
 
@@ -183,13 +179,3 @@ def test_no_impossible_token_at_the_edges_of_the_cdf(V, monkeypatch):
     # and otherwise it is the inverse CDF: of the rounding of float32 away from an edge
     before = exact[token] - logits[0].double().softmax(-1)[token]
     assert (before - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
-
-
-def test_the_sampler_keeps_small_probabilities():
-    """A token of 1e-6 in a vocabulary of 100,000 has a millionth of the uniforms, at the place where it belongs."""
-    V, at = 100_000, 70_001
-    probs = torch.full((V,), (1 - 1e-6) / (V - 1), dtype=torch.float64)
-    probs[at] = 1e-6
-    edge = probs[:at].sum().item()
-    u = torch.tensor([edge - 1e-8, edge + 1e-8, edge + 0.99e-6, edge + 1.01e-6], dtype=torch.float64)
-    assert sample(probs.log().expand(4, V), u, 1.0)[0].tolist() == [at - 1, at, at, at + 1]

@@ -1,14 +1,16 @@
 """
 Every key has a place where it is turned: in by_hand.py's runs, which say to 1e-9 what it must do; here; or in another
-file. Here are the keys that by_hand.py does not know: those of a group are turned together, and how models are split, on
-how many ranks, and a stop in the middle must change nothing. And keys of memory and files move no bit.
+file. Here are the keys that by_hand.py does not know, and all that can be crossed: those of a case are turned together, and
+how models are split, on how many ranks, and a stop in the middle must change nothing. And keys of memory and files move no bit.
 
-A new key needs a place: a case of test_by_hand.py, GROUPS, UNMOVING or ELSEWHERE, or the first test fails.
+A new key needs a place: a case of test_by_hand.py, CASES, UNMOVING or ELSEWHERE, or the first test fails.
 """
+import glob
 import os
 
 import pytest
 import test_by_hand
+from safetensors.torch import load_file
 
 from configurator import read_keys
 
@@ -19,27 +21,36 @@ HELD = dict(dtype="float64", max_iters=2, eval_interval=1)
 LETTERS = str([chr(i) for i in range(33, 127) if i % 3])  # stop strings: one token each
 ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long="cut", stop_strings=LETTERS,
             max_new_tokens=12)
-JUDGED = dict(judge_path="JUDGE", judge_template="QUESTION", reward_functions="judge,0.1*length", value_init="policy")
-# (script, name) -> (the group's keys, how two ranks hold the models)
-GROUPS = {
-    ("ppo.py", "rows"): (ROWS | dict(epochs=0.5, lora="policy=2,value=2:8:c_attn"), dict(zero_stage="3", micro_batch_size=1)),
-    ("ppo.py", "adapter"): (dict(lora="2", value_init="shared", num_minibatches=1), dict(zero_stage="2")),
-    ("ppo.py", "judge"): (JUDGED, dict(zero_stage="3", offload="params", head_chunk=5)),
-    ("ppo.py", "optim"): (dict(optim="adafactor"), dict(zero_stage="1")),
-    ("ppo.py", "16 bits"): (dict(dtype="bfloat16", master_weights=False), dict(zero_stage="3")),
-    ("grpo.py", "rows"): (ROWS | dict(epochs=0.2, lora="4", max_refills=1, reward_functions="ODD,0.5*reward_model"),
-                          dict(zero_stage="2", gradient_checkpointing=True)),
-    ("grpo.py", "judge"): ({k: x for k, x in JUDGED.items() if k != "value_init"}, dict(zero_stage="2", offload="optimizer")),
-    ("grpo.py", "optim"): (dict(optim="adafactor"), dict(zero_stage="1")),
-    ("grpo.py", "16 bits"): (dict(dtype="bfloat16", master_weights=False), dict(zero_stage="2")),
+JUDGE = dict(judge_path="JUDGE", judge_template="QUESTION")
+AWAY = "policy=params,value=params,ref=params,reward=params"
+SHORT = dict(dtype="bfloat16", master_weights=False, optim="adafactor")
+CUT = "from engine import checkpoint; checkpoint.FILE_BYTES = 20_000\n"  # optimizer states go into many files
+CASES = {  # (script, name) -> the keys; ranks and keys until a stop in iteration 1; and from there on
+    ("ppo.py", "rows"): (ROWS | JUDGE | dict(epochs=0.5, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
+                                             reward_functions="judge,0.1*length,0.1*reward_model"),
+                         (2, dict(zero_stage="3", micro_batch_size=1, offload="judge=params")),
+                         (3, dict(zero_stage="2", offload="reward=params", head_chunk=4))),
+    ("ppo.py", "offload"): (dict(ema_decay=0.7, weight_decay=0.1),
+                            (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True, micro_batch_tokens=40)),
+                            (3, dict(zero_stage="1", offload="optimizer", gradient_checkpointing=True))),
+    ("ppo.py", "two rows"): (dict(batch_size=2, eval_size=1, grad_clip=0.3),
+                             (3, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)), (1, {})),
+    ("ppo.py", "one trunk"): (dict(lora="4", share_base=True, reward_path="ADAPTER"),
+                              (2, dict(zero_stage="3", gradient_checkpointing=True)), (1, {})),
+    ("ppo.py", "16 bits"): (SHORT, (2, dict(zero_stage="1")), (2, dict(zero_stage="1"))),
+    ("grpo.py", "rows"): (ROWS | JUDGE | dict(epochs=0.2, lora="4", share_base=True, reward_path="ADAPTER", max_refills=1,
+                                              reward_functions="ODD,0.5*reward_model,judge"),
+                          (2, dict(zero_stage="2", gradient_checkpointing=True)), (1, dict(offload="policy=optimizer"))),
+    # tied, with sizes that no number of ranks divides
+    ("grpo.py", "tied"): (dict(policy_path="QWEN", ema_decay=0.5, eval_size=1), (3, dict(zero_stage="3")), (2, {})),
+    ("grpo.py", "16 bits"): (SHORT, (2, dict(zero_stage="1")), (2, dict(zero_stage="1"))),
     ("sft.py", "scratch"): (dict(family="llama", d_model=20, n_layer=3, max_tokens=12, too_long="cut", epochs=0.5),
-                            dict(zero_stage="3", offload="params")),
-    ("sft.py", "adapter"): (dict(init_from="POLICY", lora="2"), dict(zero_stage="3", head_chunk=5)),
-    ("sft.py", "optim"): (dict(init_from="POLICY", optim="adafactor"), dict(zero_stage="1")),
-    ("sft.py", "16 bits"): (dict(init_from="POLICY", dtype="bfloat16", master_weights=False), dict(zero_stage="3")),
-    ("rm.py", "adapter"): (dict(lora="2", max_tokens=12, too_long="drop"), dict(zero_stage="3", offload="optimizer")),
-    ("rm.py", "optim"): (dict(optim="adafactor", epochs=0.5), dict(zero_stage="1")),
-    ("rm.py", "16 bits"): (dict(dtype="bfloat16", master_weights=False), dict(zero_stage="3")),
+                            (2, dict(zero_stage="3", offload="params")), (2, dict(zero_stage="2"))),
+    ("sft.py", "adapter"): (dict(init_from="POLICY", lora="2"), (2, dict(zero_stage="3", head_chunk=5)), (1, {})),
+    ("sft.py", "16 bits"): (dict(init_from="POLICY") | SHORT, (2, dict(zero_stage="1")), (2, dict(zero_stage="1"))),
+    ("rm.py", "adapter"): (dict(lora="2", max_tokens=12, too_long="drop"),
+                           (2, dict(zero_stage="3", offload="optimizer")), (3, dict(zero_stage="2"))),
+    ("rm.py", "16 bits"): (dict(epochs=0.5) | SHORT, (2, dict(zero_stage="1")), (2, dict(zero_stage="1"))),
 }
 PRODUCTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",), "rm.py": ("reward_model",)}
 # Only files, waiting or prints depend on these
@@ -48,8 +59,7 @@ UNMOVING = dict(
     keep_best=True, sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 ELSEWHERE = {  # key: the file that turns it
     "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "generate_tp": "test_tensor_parallel",
-    "share_base": "test_zero", "quantize": "test_four_bits",
-    "sampler": "test_vllm", "vllm_cache": "test_vllm",
+    "quantize": "test_four_bits", "sampler": "test_vllm", "vllm_cache": "test_vllm",
     "fields": "test_formats", "code_seconds": "test_sandbox", "chat_template": "test_tokenizers",
     "template_kwargs": "test_tokenizers", "system_prompt": "test_tokenizers", "tokenizer_path": "tiny", "context": "tiny",
     "n_head": "tiny", "d_ff": "tiny"}
@@ -66,78 +76,109 @@ def said_by_hand(script):
 @pytest.mark.parametrize("script", PRODUCTS)
 def test_every_key_is_turned_somewhere(script):
     keys = read_keys(os.path.join(tiny.ROOT, script)).keys()
-    here = {key for (of, _), (keys, _) in GROUPS.items() if of == script for key in keys}
+    here = {key for (of, _), (keys, *_) in CASES.items() if of == script for key in keys}
     missing = keys - said_by_hand(script) - here - UNMOVING.keys() - ELSEWHERE.keys()
     assert not missing
 
 
 @pytest.fixture(scope="module")
-def turned(tmp_path_factory, request):
-    """The folder with the runs that this session's tests ask for, and {name: what came of it on each rank}."""
-    asked = [item.callspec.params if hasattr(item, "callspec") else {} for item in request.session.items
-             if item.path == request.path]
-    folder = str(tmp_path_factory.mktemp("knobs"))
+def world(tmp_path_factory):
+    """tiny's world, beside it a tied policy of another family, and a reward model that is an adapter on the policy."""
     world = tiny.build(str(tmp_path_factory.mktemp("world")))
-    paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy)
-
-    def run(script, keys, ranks=1, code=""):
-        keys = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in (HELD | keys).items()}
-        if "ODD" in keys.get("reward_functions", ""):
-            keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
-        return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
-
-    jobs = {}
-    for (script, name), (keys, split) in GROUPS.items():
-        if dict(script=script, name=name) not in asked:
-            continue
-        ours = f"{script} {name}"
-        # adafactor makes whole steps of rounding: its noise depends on the number of ranks
-        if script in ("sft.py", "rm.py"):  # they draw a batch's rows when its step begins, and stop before the next one
-            keys = keys | dict(max_iters=3)
-        jobs[ours] = run(script, keys, 2 if name == "optim" else 1)
-        jobs[f"{ours} stopped"] = run(script, keys | split, 2, tiny.stops(1, 1)) | dict(folder=f"{ours} split")
-        jobs[f"{ours} split"] = run(script, keys | split, 2)
-    for script in [script for script in ("ppo.py", "grpo.py") if dict(script=script) in asked]:
-        jobs[f"{script} plain"] = run(script, dict(eval_path=""))
-        jobs[f"{script} unmoving"] = run(script, UNMOVING)
-    steps = dict(checkpoint_interval=1, missing_eos_penalty=0.0, max_new_tokens=2)
-    fixed, adapted = dict(kl_coef=0.0, scale_scores="running"), dict(kl_coef=0.5, kl_coef_target=3.0)
-    stages = fixed | dict(max_iters=1), adapted, adapted | dict(max_iters=3)
-    for i, keys in enumerate(stages if {} in asked else ()):
-        jobs[f"ppo.py, stage {i}"] = run("ppo.py", steps | keys) | dict(folder="ppo.py in stages")
-    return folder, in_a_row(folder, jobs)
+    tiny.add_qwen(world)
+    folder = str(tmp_path_factory.mktemp("reward"))
+    outcome, = in_a_row(folder, {"run": one_run("rm.py", world.rm("out", lora="4"))})["run"]
+    assert outcome["kind"] == "", outcome
+    os.symlink(f"{folder}/run/out/reward_model_adapter", f"{world.root}/adapter")
+    return world
 
 
-@pytest.mark.parametrize("script, name", GROUPS)
-def test_two_ranks_with_shards_and_a_stop_change_nothing(turned, script, name):
-    folder, outcomes = turned
-    whole, stopped, resumed = (outcomes[f"{script} {name}{end}"] for end in ("", " stopped", " split"))
-    assert {each["kind"] + each["message"] for each in whole + resumed} == {""}, (whole, resumed)
-    assert [each["kind"] + each["message"] for each in stopped] == ["SystemExit0"] * 2, stopped
+def run(world, script, keys, ranks=1, code=""):
+    paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy, QWEN=world.qwen,
+                 ADAPTER=world.adapter)
+    keys = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in (HELD | keys).items()}
+    if "ODD" in keys.get("reward_functions", ""):
+        keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
+    return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
+
+
+@pytest.fixture(scope="module")
+def turned(world, tmp_path_factory):
+    """A function: script -> (the folder with the runs of its cases, {name: what came of it on each rank})."""
+    done = {}
+
+    def of(script):
+        if script in done:
+            return done[script]
+        folder, jobs, resumed = str(tmp_path_factory.mktemp("knobs")), {}, {}
+        for (of, name), (keys, first, then) in CASES.items():
+            if of != script:
+                continue
+            if script in ("sft.py", "rm.py"):  # they draw a batch's rows when its step begins, and stop before the next one
+                keys = keys | dict(max_iters=3)
+            # adafactor makes whole steps of rounding: its noise depends on the number of ranks
+            code = CUT if name == "offload" else ""
+            jobs[name] = run(world, script, keys, 2 if name == "16 bits" else 1, code)
+            stopped = run(world, script, keys | first[1], first[0], code + tiny.stops(1, 1))
+            jobs[f"{name} stopped"] = stopped | dict(folder=f"{name} split")
+            resumed[f"{name} split"] = run(world, script, keys | then[1], then[0], code)
+        done[script] = folder, in_a_row(folder, jobs) | in_a_row(folder, resumed)
+        return done[script]
+
+    return of
+
+
+@pytest.mark.parametrize("script, name", CASES)
+def test_shards_and_ranks_and_a_stop_change_nothing(turned, script, name):
+    folder, outcomes = turned(script)
+    whole, stopped, resumed = (outcomes[f"{name}{end}"] for end in ("", " stopped", " split"))
+    assert {each["kind"] + each["message"] + each["stderr"] for each in whole + resumed} == {""}, (whole, resumed)
+    assert {each["kind"] + each["message"] for each in stopped} == {"SystemExit0"}, stopped
     assert "resuming from out/checkpoint-00000" in resumed[0]["stdout"]
-    whole, parts = f"{folder}/{script} {name}/out", f"{folder}/{script} {name} split/out"
+    whole, parts = f"{folder}/{name}/out", f"{folder}/{name} split/out"
     logs = [[measured(record) for record in tiny.read_log(out)] for out in (whole, parts)]
-    assert len(logs[0]) == len(logs[1]) > 2
-    if name == "16 bits":  # where rounding is not to be compared; the weights stay in 16 bits
-        for model in PRODUCTS[script]:
+    limit = 0 if name == "16 bits" else 1e-9  # on the same number of ranks, to the bit
+    assert len(logs[0]) > 2 and alike(*logs, tolerance=10 * limit)
+    for model in PRODUCTS[script]:
+        assert tiny.distance(f"{whole}/{model}", f"{parts}/{model}") <= limit
+        if name == "16 bits":
             assert {str(t.dtype) for t in tiny.read_weights(f"{parts}/{model}").values()} == {"torch.bfloat16"}
-        return
-    assert alike(*logs, tolerance=1e-9)
-    for model in PRODUCTS[script]:
-        assert tiny.distance(f"{whole}/{model}", f"{parts}/{model}") < 1e-9
+    last = sorted(glob.glob(f"{whole}/checkpoint-*"))[-1]
+    files = [os.path.basename(f) for f in glob.glob(f"{last}/*.safetensors")]
+    assert any(file.startswith("ema") for file in files) == ("ema_decay" in CASES[script, name][0])
+    assert len(files) >= len(PRODUCTS[script]) + 20 * (name == "offload")
+    assert sorted(files) == sorted(os.path.basename(f) for f in glob.glob(f"{parts}/{os.path.basename(last)}/*.safetensors"))
+    for file in files:  # states of optimizers, and the average
+        a, b = (load_file(f"{out}/{os.path.basename(last)}/{file}") for out in (whole, parts))
+        assert a.keys() == b.keys() and all(a[n].shape == b[n].shape for n in a)
+        assert max((a[n].double() - b[n].double()).abs().max().item() for n in a) <= limit, file
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
-def test_keys_of_memory_and_files_move_nothing(turned, script):
-    plain, unmoving = (f"{turned[0]}/{script} {name}/out" for name in ("plain", "unmoving"))
-    for model in PRODUCTS[script]:
-        assert tiny.distance(f"{plain}/{model}", f"{unmoving}/{model}") == 0
-    assert len([f for f in os.listdir(unmoving) if f.startswith("checkpoint-")]) == 2
+def test_the_average_lags_behind(turned, world):
+    folder, _ = turned("ppo.py")
+    policy, average = (f"{folder}/offload/out/{name}" for name in ("policy", "ema_policy"))
+    assert 1e-5 < tiny.distance(average, policy) < tiny.distance(world.policy, policy)
 
 
-def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(turned):
+def test_keys_of_memory_and_files_move_nothing(world, tmp_path):
+    jobs = {f"{script} {name}": run(world, script, keys) for script in ("ppo.py", "grpo.py")
+            for name, keys in (("plain", dict(eval_path="")), ("unmoving", UNMOVING))}
+    in_a_row(str(tmp_path), jobs)
+    for script in ("ppo.py", "grpo.py"):
+        plain, unmoving = (f"{tmp_path}/{script} {name}/out" for name in ("plain", "unmoving"))
+        for model in PRODUCTS[script]:
+            assert tiny.distance(f"{plain}/{model}", f"{unmoving}/{model}") == 0
+        assert len([f for f in os.listdir(unmoving) if f.startswith("checkpoint-")]) == 2
+
+
+def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(world, tmp_path):
     """Another kl_coef counts, and then what it is adapted to; and scores that are not to be scaled any more are not."""
-    records = tiny.read_log(f"{turned[0]}/ppo.py in stages/out")
+    steps = dict(checkpoint_interval=1, missing_eos_penalty=0.0, max_new_tokens=2)
+    adapted = dict(kl_coef=0.5, kl_coef_target=3.0)
+    stages = dict(kl_coef=0.0, scale_scores="running", max_iters=1), adapted, adapted | dict(max_iters=3)
+    in_a_row(str(tmp_path), {f"stage {i}": run(world, "ppo.py", steps | keys) | dict(folder="stages")
+                             for i, keys in enumerate(stages)})
+    records = tiny.read_log(f"{tmp_path}/stages/out")
     assert [record["objective/kl_coef"] for record in records[:2]] == [0.0, 0.5] and "objective/kl" not in records[0]
     assert records[2]["objective/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 7 / 10_000))  # a KL of less than 2.4
     gaps = [r["objective/rlhf_reward"] - r["objective/non_score_reward"] - r["objective/scores"] for r in records[:3]]

@@ -1,5 +1,5 @@
 """
-LoRA: an adapter against its own formula and peft (where it is installed), its files, the reference without it; one trunk.
+LoRA: an adapter against its own formula and peft (where it is installed), its files, what is refused.
 Runs with adapters, on any number of ranks, are in test_zero.py.
 """
 import json
@@ -9,11 +9,9 @@ import torch
 
 from engine.adapters import Adapted, fill_adapter, load_adapted, load_whole, save_adapter
 from engine.checkpoint import save_final
-from engine.optimizers import make_optimizer, step
-from engine.placement import Place
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
-from model import freeze, from_scratch, load_model
+from model import from_scratch, load_model
 
 import tiny
 
@@ -126,43 +124,3 @@ def test_experts_stay_frozen_and_a_line_says_so(tmp_path, capsys):
     model = Adapted(base, "lm", 2)
     assert "experts" in capsys.readouterr().out
     assert len(model.adapters) == 2 * 4 and not any("gate" in key for key in model.adapters)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# one trunk
-
-
-def resident(models, optimizers):
-    """Bytes of weights, gradients and optimizers' states, each storage once, whoever has it."""
-    tensors = [t for model in models for p in [*model.hf.parameters(), *model.parameters()] for t in (p, p.grad)]
-    tensors += [t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)}
-    return sum(storages.values())
-
-
-def four_models(folder, lora, share_base):
-    """ppo.py's policy, reference, reward and value model as the keys want them, after a step of the trained ones."""
-    dtype, scalar = torch.float32, dict(head="scalar", dtype=torch.float32)
-    policy = load_model(folder, dtype=dtype)
-    if share_base:
-        ref, policy = policy, Adapted(policy, "lm", lora)
-        reward, value = freeze(Adapted(ref, "scalar", lora, seed=1)), Adapted(ref, "scalar", lora, seed=2)
-    else:
-        reward, value = freeze(load_model(folder, **scalar)), load_model(folder, **scalar)
-        ref = policy if lora else freeze(load_model(folder, dtype=dtype))
-        if lora:
-            policy, value = Adapted(policy, "lm", lora), Adapted(value, "scalar", lora)
-    made = [make_optimizer(model, Place(), 1e-3, (0.9, 0.99), 1e-8, 0.0) for model in (policy, value)]
-    (policy.logprobs(TOKENS, CHOSEN)[0].sum() + value.values(TOKENS, CHOSEN).sum()).backward()
-    for optimizer in made:
-        step(optimizer, 1e-3)
-    return resident([policy, ref, reward, value], made)
-
-
-def test_one_trunk_takes_a_fraction_of_four_models(tmp_path):
-    """At rank 1 of 128, about 16 of 2048. In units of one model's fp32 weights: 1 + 9 of an adapter's, v 2 x 4 + 2."""
-    wide = dict(n_embd=128, n_layer=4, n_head=2)
-    from_scratch(dict(model_type="gpt2", **FAMILIES["gpt2"] | wide), seed=1).hf.save_pretrained(tmp_path)
-    four, lora, trunk = (four_models(str(tmp_path), *keys) for keys in ((0, False), (1, False), (1, True)))
-    print(f"one trunk / four models: {trunk / four:.3f}; / four models with LoRA on three trunks: {trunk / lora:.3f}")
-    assert trunk < 0.15 * four and trunk < 0.40 * lora

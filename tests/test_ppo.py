@@ -5,9 +5,7 @@ import os
 import re
 
 import pytest
-import torch
-
-from model import load_model
+import yaml
 
 import tiny
 from tiny import forked, one_run
@@ -28,7 +26,8 @@ def chain(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("chain"))
     results = forked(folder, {"run": [
         one_run("sft.py", world.sft("sft")), one_run("rm.py", world.rm("rm", init_from="sft/policy")),
-        one_run("ppo.py", world.ppo("ppo", policy_path="sft/policy", reward_path="rm/reward_model"))]})["run"]
+        one_run("ppo.py", world.ppo("ppo", policy_path="sft/policy", reward_path="rm/reward_model",
+                                    max_iters=2, keep_best=True))]})["run"]
     assert [result["codes"] + result["stderr"] for result in results] == [[0, ""]] * 3, results
     return f"{folder}/run"
 
@@ -36,7 +35,7 @@ def chain(world, tmp_path_factory):
 def test_each_script_logs_its_figures(chain):
     """At every iteration, and those of evaluations where there was one; all are finite."""
     sft, rm, ppo = (tiny.read_log(f"{chain}/{name}") for name in ("sft", "rm", "ppo"))
-    assert [[r["iteration"] for r in log] for log in (sft, rm, ppo)] == [[0, 1, 2, 3]] * 3
+    assert [[r["iteration"] for r in log] for log in (sft, rm, ppo)] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]]
     assert sft[-1]["eval/loss"] < sft[0]["eval/loss"]
     assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= rm[0].keys()
     evaluation = {"eval/scores", "eval/kl", "eval/entropy", "eval/length", "eval/finished", "eval/accuracy", "eval/thinks"}
@@ -48,44 +47,43 @@ def test_each_script_logs_its_figures(chain):
     assert ppo[0]["objective/kl"] == ppo[0]["eval/kl"] == 0 != ppo[1]["objective/kl"]
 
 
-@torch.no_grad()
-def test_transformers_loads_what_ppo_leaves(chain, world):
-    import transformers as hf
-
-    tokens = torch.randint(0, 260, (3, 12), generator=torch.Generator().manual_seed(0))
-    theirs = hf.AutoModelForCausalLM.from_pretrained(f"{chain}/ppo/policy").eval()(tokens).logits
-    ours = load_model(f"{chain}/ppo/policy")
-    assert theirs.std() > 0.1 and (theirs - ours.logits(ours.states(tokens))).abs().max() < 1e-4
-    values = hf.AutoModelForSequenceClassification.from_pretrained(f"{chain}/ppo/value_model").eval()
-    theirs = values.score(values.base_model(tokens).last_hidden_state)[..., 0]
-    ours = load_model(f"{chain}/ppo/value_model", head="scalar")
-    assert (theirs + ours.score_shift - ours.scalars(ours.states(tokens))).abs().max() < 1e-4
-    backend = hf.AutoTokenizer.from_pretrained(f"{chain}/ppo/policy")
-    assert backend("<think>1</think>2=é")["input_ids"] == [256, 49, 257, 50, 61, 0xC3, 0xA9]
+def card_of(folder):
+    """(the YAML head, the text) of a model card."""
+    with open(os.path.join(folder, "README.md"), encoding="utf-8") as f:
+        _, head, text = f.read().split("---\n", 2)
+    return yaml.safe_load(head), text
 
 
-def test_sample_and_plot(chain, world, tmp_path):
-    policy, reward = f"--policy_path={chain}/ppo/policy", f"--reward_path={chain}/rm/reward_model"
-    picture = tmp_path / "new" / "two.png"
-    size = "--max_new_tokens=6"
-    chat, plot = tiny.run_all([
-        (("tools/sample.py", policy, size), dict(stdin="1+2=\n\n3+4=\n")),
-        (("tools/plot.py", f"--runs={chain}/ppo,{chain}/sft", f"--out={picture}"), {}),
-    ])
-    assert [chat.returncode, chat.stderr, plot.returncode, plot.stderr] == [0, "", 0, ""], (chat, plot)
+def test_model_cards_say_what_a_model_is(chain):
+    for run, name, tag in (("sft", "policy", "sft"), ("rm", "reward_model", "reward-model"), ("ppo", "policy", "ppo"),
+                           ("ppo", "best_policy", "ppo"), ("ppo", "value_model", "ppo")):
+        head, text = card_of(f"{chain}/{run}/{name}")
+        scalar = name in ("reward_model", "value_model")
+        assert head == dict(library_name="transformers", tags=["quartet", tag],
+                            pipeline_tag="text-classification" if scalar else "text-generation")
+        with open(f"{chain}/{run}/config.json", encoding="utf-8") as f:
+            keys = json.load(f).keys() - {"sha256"}
+        assert keys and all(re.search(rf"^    {key} = ", text, re.MULTILINE) for key in keys)
+        assert chain not in text and ("made from `" in text or run == "sft")
+        record = tiny.read_log(f"{chain}/{run}")[-1]
+        metrics = [key for key in record if key.startswith("eval/")]
+        assert metrics and all((f"    {key} = {record[key]:.4g}\n" in text) == (name != "best_policy") for key in metrics)
+
+
+def test_sample(chain, world, tmp_path):
+    alone = [f"--policy_path={chain}/ppo/policy", "--max_new_tokens=6"]
+    given = [*alone, f"--reward_path={chain}/rm/reward_model", f"--prompts={world.rl_val}", "--limit=3"]
+    typed = "import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO(b'1+2=\\n\\n3+4=\\n'))"
     results = forked(str(tmp_path), {
-        "one": [one_run("tools/sample.py", [policy, size, "--prompt=1+2="])],
-        "file": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward])],
-        "six": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=6", reward])],
-        "best": [one_run("tools/sample.py", [policy, size, f"--prompts={world.rl_val}", "--limit=3", "--samples=2", reward,
-                                             "--best_of=3", "--batch_size=4"])]})
+        "one": [one_run("tools/sample.py", [*alone, "--prompt=1+2="])],
+        "chat": [one_run("tools/sample.py", (alone, typed))],
+        "six": [one_run("tools/sample.py", [*given, "--samples=6"])],
+        "best": [one_run("tools/sample.py", [*given, "--samples=2", "--best_of=3", "--batch_size=4"])]})
     for (result,) in results.values():
         assert result["codes"] == [0] and result["stderr"] == [""], result
-    one, file, six, best = (result["stdout"][0] for (result,) in results.values())
+    one, chat, six, best = (result["stdout"][0] for (result,) in results.values())
     prompts = [json.loads(line)["prompt"] for line in open(world.rl_val, encoding="utf-8")][:3]
-    assert [line[2:] for line in one.split("\n") if line.startswith("> ")] == ["1+2="]
-    assert [line[2:] for line in file.split("\n") if line.startswith("> ")] == prompts
-    assert len(re.findall(r"\(score -?\d+\.\d\d\)$", file, re.M)) == 6
+    assert [line[2:] for line in six.split("\n") if line.startswith("> ")] == prompts
     # of each three of the six responses, best_of = 3 shows the one of the highest score
     each, kept = (re.findall(r"^(.*)   \(score (-?\d+\.\d\d)\)$", text, re.M) for text in (six, best))
     highest = [max(float(score) for _, score in each[i:i + 3]) for i in range(0, 18, 3)]
@@ -94,11 +92,7 @@ def test_sample_and_plot(chain, world, tmp_path):
     assert "the best of 3 by its score: at most 0.432 nats" in best
     # the first line of a chat draws the noise of the first prompt: the same question, the same answer
     answer = one.split("> 1+2=\n")[1]
-    assert answer and f"\n{answer}" in chat.stdout and chat.stdout.split(answer, 1)[1]
-    data = picture.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
-    rows = [line.split() for line in plot.stdout.splitlines() if line.startswith(("ppo ", "sft "))]
-    assert [row[:2] for row in rows] == [["ppo", "0"], ["ppo", "3"], ["sft", "0"], ["sft", "3"]]
+    assert answer and f"\n{answer}" in chat and chat.split(answer, 1)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,20 +120,20 @@ def broadcast(original, models):
 def batch_rows(original, seed, iteration, *rest):
     global now
     now = iteration
-    if now == 2 and (case == "reward_model on rank 1" and RANK == 1 or case == "ref_policy on all ranks"):
-        hurt("reward_model" if RANK == 1 and case.startswith("reward_model") else "ref_policy")
+    if now == 1 and case == "ref_policy on all ranks":
+        hurt("ref_policy")
     return original(seed, iteration, *rest)
 
 def step(original, optimizer, *args):
     global steps
     steps += 1
-    if now == 2 and RANK == 1 and case == "policy on rank 1":  # not earlier, or the on-policy check would notice first
+    if now == 1 and RANK == 1 and case.startswith("policy"):  # not earlier, or the on-policy check would notice first
         hurt("policy")
     return original(optimizer, *args)
 
 def scores(original, *args):
     x = original(*args)
-    if now == 2 and RANK == 1 and case == "NaN score":
+    if now == 1 and RANK == 1 and case == "NaN score":
         x[0] = torch.nan
     return x
 
@@ -147,7 +141,7 @@ def spoil(name):
     def change(original, *args, **kwargs):  # the number is right, its gradient is not
         said = original(*args, **kwargs)
         x = said[0] if name == "policy" else said
-        if now == 2 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
+        if now == 1 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
             x.register_hook(lambda gradient: gradient * torch.nan)
         return said
     return change
@@ -185,17 +179,17 @@ patch(runpy, "run_path", run_path)
 
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
 CASES = {  # case -> what is said, optimizer steps before
-    "reward_model on rank 1": (
-        r"iteration 3: .*: reward_model, parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight, differs on .*rank 1", 3 * STEPS),
+    "policy on rank 1": (r"iteration 2: .*: policy, parameter \S+, differs on rank 0 and rank 1", 2 * STEPS),
+    # between two audits, the log-probs differ first: the model is named all the same
+    "policy on rank 1, late audit": (r"iteration 2: the ranks have drifted apart: policy, parameter \S+, differs on", 2 * STEPS),
     "ref_policy on all ranks": (
-        r"iteration 3: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 3 * STEPS),
-    "NaN score": (r"iteration 2: reward/reward_model is not finite \(first in response 3 ", 2 * STEPS),
-    "NaN policy": (r"iteration 2: the gradient of policy's \w\S+ is not finite; stopped before the step", 2 * STEPS),
-    "NaN value_model": (r"iteration 2: the gradient of value_model's \w\S+ is not finite; stopped before the step", 2 * STEPS),
+        r"iteration 2: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 2 * STEPS),
+    "NaN score": (r"iteration 1: reward/reward_model is not finite \(first in response \d ", STEPS),
+    "NaN policy": (r"iteration 1: the gradient of policy's \w\S+ is not finite; stopped before the step", STEPS),
+    "NaN value_model": (r"iteration 1: the gradient of value_model's \w\S+ is not finite; stopped before the step", STEPS),
     "another reference": (r"iteration 0: before any update, the log-probs of the reference differ", 0),
     "sampler": (r"iteration 0: before any update, the log-probs of the sampler differ .*temperature", 0),
     "forward": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
-    "": ("", 3 * STEPS),  # without sabotage, the sabotaged script is ppo.py
 }
 
 
@@ -205,31 +199,19 @@ def sabotaged(world, tmp_path_factory):
     out, runs = tmp_path_factory.mktemp("sabotage"), {}
     for case in CASES:
         code = f"import os\nos.environ['CASE'] = {case!r}\n{SABOTAGE}{RAISED}"
-        args = world.ppo("out", sync_check_interval=1, timeout=20, eval_path="")
-        runs[case or "none"] = [one_run("ppo.py", (args, code), (args, code))]
+        late = dict(sync_check_interval=1000, max_iters=3) if "late audit" in case else dict(max_iters=2)
+        args = world.ppo("out", **dict(sync_check_interval=1, timeout=20, eval_path="") | late)
+        runs[case] = [one_run("ppo.py", (args, code), (args, code))]
     for (result,) in forked(str(out), runs, at_once=4).values():
         assert result["codes"] == [0, 0], result
-    return {case: [json.loads((out / (case or "none") / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}
+    return {case: [json.loads((out / case / f"said{rank}.json").read_text()) for rank in (0, 1)] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
     pattern, steps = CASES[case]
     for said in sabotaged[case]:
-        assert said["kind"] == ("Stop" if case else "nothing"), said
+        assert said["kind"] == "Stop", said
         assert re.search(pattern, said["message"]) and "\n" not in said["message"], said
         assert said["steps"] == steps and said["finite"], said
     assert sabotaged[case][0]["message"] == sabotaged[case][1]["message"]
-
-
-def test_a_stopped_job_ends_at_once_with_one_line(world, tmp_path):
-    """The real thing, by torchrun: the policy changes on rank 1, and the user sees one line and the exit code of a failure."""
-    wrapper = tiny.wrap(f"{tmp_path}/wrapper.py", SABOTAGE)
-    result = tiny.run("ppo.py", *world.ppo(f"{tmp_path}/out", sync_check_interval=1), ranks=2, wrapper=wrapper,
-                      env={"CASE": "policy on rank 1"})
-    assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if "ppo.py" in line and "error" in line]
-    assert len(lines) == 1, result.stderr
-    assert re.search(r"ppo\.py: error: iteration 3: .*: policy, parameter \S+, differs on .*rank 1 ", lines[0])
-    assert 'ppo.py", line' not in result.stderr  # no traceback of ours (torchrun prints its own)
-    assert not os.path.exists(tmp_path / "out" / "policy")

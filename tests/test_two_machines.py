@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
@@ -17,14 +16,13 @@ import tiny
 from tiny import forked, one_run
 
 ADDRESSES = "192.0.2.1", "192.0.2.2"  # of a network for examples (RFC 5737)
-# In the iteration that the variable PAUSE_AT names, each rank waits for the test: what is cut is then cut in the rollout,
-# and nobody is writing to the disk.
+# In iteration 2 each rank waits for the test: what is cut is then cut in the rollout, and nobody is writing to the disk.
 PAUSE = """
 import os, time
 import data
 batch_rows = data.batch_rows
 def paused(seed, iteration, *rest):
-    if iteration == int(os.environ.get("PAUSE_AT", -1)):
+    if iteration == 2:
         open(f"{os.environ['SIGNS']}/here-{RANK}", "w").close()
         while not os.path.exists(f"{os.environ['SIGNS']}/go"):
             time.sleep(0.05)
@@ -37,89 +35,43 @@ def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
 
 
-class Run:
-    """A torchrun and its ranks."""
-
-    def __init__(self, command, environment):
-        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(command, stdout=self.files[0], stderr=self.files[1], env=environment, cwd=tiny.ROOT,
-                                        start_new_session=True)
-
-    def said(self):
-        """(all on stdout, on stderr the lines of our own) so far."""
-        out, err = (os.pread(file.fileno(), 2**20, 0).decode(errors="replace") for file in self.files)
-        return out, [line for line in err.splitlines() if line.startswith("grpo.py: error")]
-
-    def lines(self):
-        """The lines of its rank, when there is one. Its torchrun may go on for minutes, if it cannot reach the other."""
-        wait_for(lambda: self.said()[1] or self.ended(), "a line")
-        time.sleep(1)  # for a second one, which must not be
-        return self.said()[1]
-
-    def ended(self):
-        return self.process.poll() is not None
-
-    def end(self):
-        if not self.ended():
-            os.killpg(self.process.pid, signal.SIGKILL)  # the ranks die with torchrun
-            self.process.wait()
-
-
-class Machine:
-    """One end of the cable."""
-
-    def __init__(self, number, cable):
-        self.number, self.name, self.card = number, f"quartet{os.getpid()}-{number}", f"{cable}-{number}"
-        self.running = []
-
-    def set_up(self):
-        """None, or what went wrong."""
-        steps = [("netns", "add", self.name), ("link", "set", self.card, "netns", self.name),
-                 ("-n", self.name, "addr", "add", f"{ADDRESSES[self.number]}/24", "dev", self.card),
-                 ("-n", self.name, "link", "set", "lo", "up"), ("-n", self.name, "link", "set", self.card, "up")]
-        return next((done.stderr for done in (ip(*step) for step in steps) if done.returncode), None)
-
-    def start(self, wrapper, args, **environment):
-        """torchrun, as docs/scale.md has it. (Which machine is HOST, the name of one would say.)"""
-        meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29500", "--rdzv_id=first",
-                   f"--local_addr={ADDRESSES[self.number]}", f"--rdzv_conf=is_host={self.number == 0},join_timeout=120"]
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-                   "--nproc_per_node=1", *meeting, wrapper, os.path.join(tiny.ROOT, "grpo.py"), *args]
-        environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONPATH=tiny.ROOT,
-                                        GLOO_SOCKET_IFNAME=self.card) | environment
-        self.running.append(Run(command, environment))
-        return self.running[-1]
-
-    def cable(self, state):
-        assert ip("-n", self.name, "link", "set", self.card, state).returncode == 0
-
-    def lose(self):
-        """It loses its power: nobody says goodbye to the other one."""
-        self.cable("down")
-        self.end()
-
-    def end(self):
-        for run in self.running:
-            run.end()
-        self.running.clear()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def machines():
+    """The names of two namespaces and of the cards of their cable: [(name, card), ...]."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs root, and ip of iproute2, to make two network namespaces")
-    cable = f"q{os.getpid() % 100000}"
-    both = [Machine(number, cable) for number in range(2)]
-    made = ip("link", "add", both[0].card, "type", "veth", "peer", "name", both[1].card)
-    problem = made.stderr or next(filter(None, (machine.set_up() for machine in both)), "")
-    if not problem:
+    both = [(f"quartet{os.getpid()}-{number}", f"q{os.getpid() % 100000}-{number}") for number in range(2)]
+    steps = [("link", "add", both[0][1], "type", "veth", "peer", "name", both[1][1])]
+    for (name, card), address in zip(both, ADDRESSES, strict=True):
+        steps += [("netns", "add", name), ("link", "set", card, "netns", name),
+                  ("-n", name, "addr", "add", f"{address}/24", "dev", card),
+                  ("-n", name, "link", "set", "lo", "up"), ("-n", name, "link", "set", card, "up")]
+    problem = next((done.stderr for done in map(lambda step: ip(*step), steps) if done.returncode), None)
+    if problem is None:
         yield both
-    for machine in both:
-        machine.end()
-        ip("netns", "del", machine.name)  # and the end of the cable with it
-    ip("link", "del", both[0].card)
-    if problem:
+    for name, _ in both:
+        ip("netns", "del", name)  # and its end of the cable with it
+    if problem is not None:
         pytest.skip(f"two network namespaces cannot be made here: {problem.strip()}")
+
+
+def start(number, machine, args, said, signs):
+    """torchrun, as docs/scale.md has it. (Which machine is HOST, the name of one would say.)"""
+    name, card = machine
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29500", "--rdzv_id=first",
+               f"--local_addr={ADDRESSES[number]}", f"--rdzv_conf=is_host={number == 0},join_timeout=120"]
+    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+               *meeting, *args]
+    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONPATH=tiny.ROOT,
+                                    GLOO_SOCKET_IFNAME=card, SIGNS=str(signs))
+    with open(said, "w") as f:
+        return subprocess.Popen(command, stdout=f, stderr=f, env=environment, cwd=tiny.ROOT, start_new_session=True)
+
+
+def end(run):
+    if run.poll() is None:
+        os.killpg(run.pid, signal.SIGKILL)  # the ranks die with torchrun
+        run.wait()
 
 
 def wait_for(condition, what):
@@ -132,22 +84,28 @@ def wait_for(condition, what):
 @pytest.mark.campaign
 def test_a_lost_machine_loses_nothing(machines, tmp_path):
     world = tiny.build(str(tmp_path / "world"))
-    wrapper, signs = tiny.wrap(tmp_path / "wrapper.py", PAUSE), tmp_path / "signs"
+    signs, out = tmp_path / "signs", tmp_path / "out"
     keys = dict(checkpoint_interval=1, max_iters=3, timeout=10, reward_timeout=5)
-    args, out = world.grpo(tmp_path / "out", **keys), tmp_path / "out"
-
     signs.mkdir()
-    runs = [machine.start(wrapper, args, SIGNS=str(signs), PAUSE_AT="2") for machine in machines]
-    wait_for(lambda: len(list(signs.iterdir())) == 2 or any(run.ended() for run in runs), "both ranks pause")
-    assert not any(run.ended() for run in runs), [run.said() for run in runs]
+    args, wrapper = world.grpo(out, **keys), tiny.wrap(tmp_path / "wrapper.py", PAUSE)
+    runs = [start(number, machine, [wrapper, os.path.join(tiny.ROOT, "grpo.py"), *args], tmp_path / f"said-{number}", signs)
+            for number, machine in enumerate(machines)]
 
-    # a machine loses its power: the other one says so in one line, when `timeout` is over
-    machines[1].lose()
-    (signs / "go").touch()
-    lines = runs[0].lines()
-    assert len(lines) == 1 and "iteration 2, rollout: lost touch with the other ranks" in lines[0], lines
-    assert os.path.exists(out / "checkpoint-000002")
-    machines[0].end()
+    def lines():  # of our own. The other torchrun may go on for minutes, if it cannot reach this one
+        return [line for line in (tmp_path / "said-0").read_text().splitlines() if line.startswith("grpo.py: error")]
+
+    try:
+        wait_for(lambda: len(list(signs.iterdir())) == 2 or any(run.poll() is not None for run in runs), "both ranks pause")
+        # a machine loses its power, and nobody says goodbye: the other one says so in one line, when `timeout` is over
+        assert ip("-n", machines[1][0], "link", "set", machines[1][1], "down").returncode == 0
+        end(runs[1])
+        (signs / "go").touch()
+        wait_for(lambda: lines() or runs[0].poll() is not None, "a line")
+        time.sleep(1)  # for a second one, which must not be
+    finally:
+        for run in runs:
+            end(run)
+    assert len(lines()) == 1 and "iteration 2, rollout: lost touch with the other ranks" in lines()[0], lines()
 
     # the other one goes on with two ranks: not a bit is another
     cases = dict(again=[one_run("grpo.py", *[args] * 2)], never=[one_run("grpo.py", *[world.grpo("out", **keys)] * 2)])

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.append(os.path.join(ROOT, "data"))
@@ -78,9 +77,6 @@ def fades(batch):  # the evaluation and the rollout of iteration 0, then nothing
     global calls
     calls += 1
     return letters(batch) if calls <= 2 else flat(batch)
-
-def prompts(batch):
-    return [text == row["prompt"] for text, row in zip(batch["prompts"], batch["rows"], strict=True)]
 
 def raises(batch):
     return [row["missing"] for row in batch["rows"]]
@@ -259,10 +255,6 @@ def run(script, *args, ranks=1, env=None, wrapper=None, stdin="", timeout=600):
     return subprocess.run(command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, timeout=timeout)
 
 
-def run_all(calls, at_once=2):
-    """[(args of run, its keywords), ...] -> their results; two at a time, for two cores."""
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda call: run(*call[0], **call[1]), calls))
 
 forker = None  # the process of forked.py, one for all tests: to import everything takes seconds
 
