@@ -166,6 +166,8 @@ LIMITS = [  # program, tests, the reason
     ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3), "output limit"),  # see test_open_files
     ("print('x' * 70000)", prints("1"), "output limit"), ("print('x' * 10**6)", prints("x" * 10**6), "pass"),  # as expected
     ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
+    ("with open('big', 'wb', 0) as f:\n    while True: f.write(b'x' * 2**20)", prints("1"), "error"),
+    ("n = 0\nwhile True:\n    n += 1\n    with open(str(n), 'wb', 0) as f: f.write(b'x' * 2**20)", prints("1"), "error"),
     ("import os\nfor n in range(10**7): os.close(os.open('x' * 200 + str(n), os.O_CREAT))", prints("1"), "memory"),
 ]
 
@@ -196,28 +198,6 @@ def kind(fd):
     assert run_tests(f"{seen}\nprint({opened})", prints("[(0, 'file'), (1, 'pipe'), (2, 'null')]")) == PASSED
     body = "x = []\ntry:\n    while True: x.append(open('/tmp/x', 'w'))\nexcept OSError: return len(x)"
     assert verdict(body, sandbox.OPEN_FILES - 4) == PASSED
-
-
-@needs_bwrap
-def test_disk():
-    """A file cannot be large, and many of them not either."""
-    body = """
-def filled(names):
-    n = 0
-    try:
-        for name in names:
-            with open(name, "wb", 0) as f: n += f.write(b"x" * 2**20)
-    except OSError: return n
-big = open("big", "ab", 0).name
-n = 0
-try:
-    with open(big, "wb", 0) as f:
-        while True: n += f.write(b"x" * 2**20)
-except OSError: pass
-import os
-os.remove(big)
-return [n, filled(map(str, range(100))) <= 2**24]"""
-    assert verdict(body, [2**24, True]) == PASSED
 
 
 @needs_bwrap
@@ -582,13 +562,6 @@ def test_bwrap_is_missing(tmp_path, monkeypatch):
         with pytest.raises(BadInput, match="apt install bubblewrap"):
             run()
 
-@needs_bwrap
-def test_the_interpreter_does_not_start(monkeypatch):
-    monkeypatch.setattr(sandbox, "BOOTSTRAP", "import time; time.sleep(100)")
-    monkeypatch.setattr(sandbox, "START_SECONDS", 0.3)
-    with pytest.raises(Stop, match="did not start"):
-        run_tests("def f(): return 1", returns(1))
-
 
 @needs_bwrap
 def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
@@ -654,20 +627,6 @@ print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 
 # ---------------------------------------------------------------------------------------------------------------------
 # many at once, and their time
-
-
-@needs_bwrap
-def test_many_at_once_keep_apart():
-    """Each gets its own verdict, in order, from several threads, each of which runs several."""
-    programs = [(f"def f(x): return x * {n}", returns(3 * n if n % 3 else -1, 3)) for n in range(9)]
-    want = [PASSED if n % 3 else (0, 1, "fail") for n in range(9)]
-    got = {}
-    threads = [threading.Thread(target=lambda i=i: got.update({i: run_all(programs, workers=3)})) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert got == {0: want, 1: want}
 
 
 @needs_bwrap
