@@ -58,24 +58,18 @@ def runs(world, tmp_path_factory):
     (folder / "numbers.json").write_text(json.dumps(numbers))
     jsonl(folder / "more.jsonl", [dict(prompt="a long prompt, of 30 letters: ", answer="1"),
                                   *(dict(prompt=f"{i}=", answer=i) for i in range(9))])
-    jsonl(folder / "hh.jsonl", [dict(prompt=f"\n\nHuman: {i}\n\nAssistant:", chosen=f" {i}", rejected=f" {i + 7}")
-                                for i in range(20)])
     sft = dict(eval_size=0, init_from=world.policy) | HELD
 
-    def job(script, keys, ranks=1, code=""):
-        arguments = getattr(world, script)(**(dict(out_dir="out") | keys))
-        return one_run(f"{script}.py", *[(arguments, code)] * ranks)
+    def job(script, keys):
+        return one_run(f"{script}.py", getattr(world, script)(**(dict(out_dir="out") | keys)))
 
-    plain, mix = job("sft", sft), f"{world.sft_train},0.25*{world.sft_val}"
+    mix = f"{world.sft_train},0.25*{world.sft_val}"
     return folder, forked(str(folder), {
-        "plain": [plain],
         "mix": [job("sft", sft | dict(train_path=mix, val_path="", epochs=0.5, max_iters=99)),
                 job("sft", sft | dict(train_path=mix.replace("0.25", "0.5"), val_path="", epochs=0.5))],
         "drop": [job("sft", sft | dict(max_tokens=10, too_long="drop", train_path=mix))],
-        "cut": [job("sft", sft | dict(max_tokens=10, too_long="cut"))],
         "too long": [job("sft", sft | dict(max_tokens=10))],
         "rm": [job("rm", dict(val_path="", demonstrations_path="", epochs=1) | HELD)],
-        "hh": [job("rm", dict(train_path=f"{folder}/hh.jsonl", val_path="", max_tokens=31, too_long="drop") | HELD)],
         "rm cut": [job("rm", dict(too_long="cut"))],
         "ppo": [job("ppo", dict(prompts_path=f"{folder}/numbers.json", fields="q>prompt,a>answer", eval_path="", epochs=0.2,
                                 reward_functions="accuracy", value_init="policy", max_prompt_tokens=5,
@@ -84,7 +78,7 @@ def runs(world, tmp_path_factory):
         "grpo": [job("grpo", dict(prompts_path=f"{folder}/numbers.json,2*{folder}/more.jsonl", fields="", eval_path="", **HELD))],
         "grpo mix": [job("grpo", dict(prompts_path=f"{world.rl_train},2*{folder}/more.jsonl", eval_path="", max_prompt_tokens=6,
                                       reward_functions=world.rule("prompts"), too_long="cut", max_refills=1, **HELD))],
-        "best": [job("grpo", dict(eval_path="", keep_best=True))]})
+        })
 
 
 def good(runs, name, part=0):
@@ -115,8 +109,6 @@ def test_too_long_for_sft(runs, world):
     over = sum(length > 10 for length in lengths)
     assert f"{over} of 52 rows are dropped, as they have more tokens than max_tokens of 10" in good(runs, "drop")
     assert f"{52 - over} demonstrations" in good(runs, "drop")
-    assert f"{sum(length > 10 for length in lengths[:40])} of 40 rows are cut" in good(runs, "cut")
-    assert "40 demonstrations" in good(runs, "cut")
     first = next(i for i, length in enumerate(lengths) if length > 10)
     bad(runs, "too long", rf"row {first + 1}: it has {lengths[first]} tokens, and max_tokens is 10; .*drop")
     bad(runs, "rm cut", r"too_long = 'cut'.*--too_long=drop")
@@ -128,8 +120,6 @@ def test_reward_models_without_held_out_pairs_and_demonstrations(runs):
     with open(runs[0] / "rm" / "out" / "reward_model" / "config.json") as f:
         assert json.load(f)["score_shift"] != 0
     assert "eval/loss" not in tiny.read_log(runs[0] / "rm" / "out")[0]
-    # "\n\nHuman: 3\n\nAssistant: 3" and EOS are 26 tokens, with two digits thrice 29; all fit
-    assert "20 pairs, 0 held out" in good(runs, "hh")
 
 
 def test_prompts_with_other_names_and_no_evaluation(runs):
@@ -141,4 +131,3 @@ def test_prompts_with_other_names_and_no_evaluation(runs):
     assert "objective/accuracy" in log[0]
     bad(runs, "grpo", "numbers.json, row 1: field 'prompt' is missing; .*'q', 'a'")
     assert re.search(r"more.jsonl: \d+ of 50 rows are cut", good(runs, "grpo mix"))
-    bad(runs, "best", "keep_best needs held-out prompts")
