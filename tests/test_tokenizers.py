@@ -193,18 +193,6 @@ def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
             assert mine == (one == 1 and turns > skip), (chat, first)
 
 
-def test_strings_beside_messages(tokenizers):
-    """A string is a message of the user's, or of the assistant's; two strings are no chat."""
-    for name in world.CHATS:
-        ours = tokenizers[name][0]
-        want = encoded(ours, [user("a")], [assistant("b")])
-        assert encoded(ours, "a", [assistant("b")]) == encoded(ours, [user("a")], "b") == want
-        begin, end = ours.encode_texts(["a ", "b"])
-        ids = [*ours.bos_ids, *begin]
-        assert encoded(ours, "a ", "b") == (ids + end + [ours.eos_id], [False] * len(ids) + [True] * (len(end) + 1))
-        assert opened(ours, "a ") == ids
-
-
 @pytest.mark.parametrize("name", world.CHATS)
 def test_a_prefill(tokenizers, name):
     """A completion goes on with the prompt's last message: they are one message, and only what is new is trained."""
