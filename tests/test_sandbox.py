@@ -253,7 +253,6 @@ socket.create_connection(('127.0.0.1', port), 2)
 socket.socket(socket.AF_UNIX).connect(abstract)
 --- connect to a named socket
 socket.socket(socket.AF_UNIX).connect(named)
---- connect one of a pair
 --- send
 socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', udp_port))
 --- large pipes
@@ -302,6 +301,7 @@ def test_attacks_on_the_host(tmp_path, monkeypatch):
         tmp_path.chmod(0o777)
         given = [str(tmp_path / "secret"), sandbox.base_python(), tcp.getsockname()[1], udp.getsockname()[1], abstract_name, path]
         programs = [(WITH + textwrap.indent(body, "    "), returns(True, *given)) for body in ATTACKS.values()]
+        assert all(compile(code, "attack", "exec") for code, _ in programs)
         done = run_all(programs, workers=4)
         assert {how: v for how, v in zip(ATTACKS, done, strict=True) if v.passed or v.reason not in ("fail", "error")} == {}
         assert verdict("import ctypes, socket, fcntl, struct\nreturn True", True) == PASSED  # nothing of it fails by itself
@@ -446,21 +446,28 @@ return limits[0]"""
 
 
 @needs_bwrap
-def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
-    """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
+def test_a_sandbox_as_the_host_sees_it(monkeypatch):
+    """Its processes are the first to end when memory runs out, its namespaces are its own; and nothing of ours is changed."""
     with open("/proc/self/oom_score_adj") as f:
         mine = f.read()
-    scores = []
+    scores, shared = [], []
+
+    def namespaces(pid):
+        return {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("ipc", "mnt", "net", "pid", "uts")}
 
     def look(*args):
-        for pid in ours():
-            with open(f"/proc/{pid}/oom_score_adj") as f:
-                scores.append(f.read())
+        try:
+            for pid in ours():
+                with open(f"/proc/{pid}/oom_score_adj") as f:
+                    scores.append(f.read())
+                shared.append(len(namespaces(pid) & namespaces("self")))
+        except OSError:
+            pass  # it has just ended
         return 0
 
     monkeypatch.setattr(sandbox, "count_files", look)
     assert run_tests("import time\ntime.sleep(0.3)", prints("")) == PASSED
-    assert len(scores) >= 3 and set(scores) == {"1000\n"}
+    assert len(scores) >= 3 and set(scores) == {"1000\n"} and min(shared) == 0  # of the program itself
     with open("/proc/self/oom_score_adj") as f:
         assert f.read() == mine
 
@@ -595,6 +602,7 @@ def test_the_trainer_dies():
     while len(ours()) < 10:  # the trainer, and of each sandbox bwrap, its first process and the program
         time.sleep(0.01)
         assert trainer.poll() is None
+    time.sleep(1)  # before its ready byte is read, a program ends by itself: nobody is there to read it
     trainer.kill()
     trainer.wait(30)
     wait_for_none()
