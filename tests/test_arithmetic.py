@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from rows import prompt_row, read_rows, sft_row
-from engine.tokenizers import load_tokenizer
 
 from conftest import ROOT
 
@@ -30,14 +28,6 @@ def made(tmp_path_factory):
     assert (done.returncode, done.stderr) == (0, "")
     rows = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in SIZES}
     return SimpleNamespace(folder=folder, rows=rows, printed=done.stdout)
-
-
-@pytest.mark.parametrize("a, b, want", [
-    (123, 456, "3+6+0=09;2+5+0=07;1+4+0=05"), (100, 100, "0+0+0=00;0+0+0=00;1+1+0=02"), (999, 999, "9+9+0=18;9+9+1=19;9+9+1=19"),
-    (999, 101, "9+1+0=10;9+0+1=10;9+1+1=11"), (105, 905, "5+5+0=10;0+0+1=01;1+9+0=10"), (190, 190, "0+0+0=00;9+9+0=18;1+1+1=03"),
-    (478, 367, "8+7+0=15;7+6+1=14;4+3+1=08"), (367, 478, "7+8+0=15;6+7+1=14;3+4+1=08"), (47, 15, "7+5+0=12;4+1+1=06;0+0+0=00")])
-def test_think_by_hand(a, b, want):
-    assert runpy.run_path(SCRIPT)["think"](a, b) == want
 
 
 def test_files_and_rows(made):
@@ -89,21 +79,3 @@ def test_answers_without_thinking_are_right_in_one_of_ten(made):
         right += differing == 0
     assert direct > 30_000
     assert abs(right / direct - 0.1) < 0.007  # four standard errors
-
-
-def test_the_tokenizer_covers_the_task(made):
-    tokenizer = load_tokenizer(str(made.folder / "tokenizer"))
-    assert tokenizer.vocab_size == 260 and (tokenizer.eos_id, tokenizer.pad_id) == (258, 259)
-    longest = 0
-    for row in made.rows["sft_train"][:2000] + made.rows["sft_val"]:
-        (ids, trained), = tokenizer.encode_examples([row["prompt"]], [row["completion"]])
-        prompt, completion = ids[:trained.index(True)], ids[trained.index(True):]
-        assert prompt == [ord(ch) for ch in row["prompt"]]
-        plain = re.split("(<think>|</think>)", row["completion"])
-        want = [i for part in plain for i in ({"<think>": [256], "</think>": [257]}.get(part) or list(part.encode()))]
-        assert completion == want + [258]
-        assert tokenizer.decode(completion) == row["completion"]
-        longest = max(longest, len(prompt + completion))
-    assert longest == 8 + 2 + 3 * 8 + 2 + 4 + 1  # prompt, markers, columns, semicolons, a sum of four digits, EOS
-    used = set("".join(row["prompt"] + row["completion"] for row in made.rows["sft_train"]))
-    assert used == set("0123456789+=;<>/think")

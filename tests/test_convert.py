@@ -33,9 +33,6 @@ VERL = {"data_source": "x", "prompt": [U], "ability": "MATH", "reward_model": {"
 HUB = {  # name, split and options: (rows, the first row of our file, what is said of the others, of the columns)
     "gsm8k:main:train": ([{"question": "Two?", "answer": "1+1 = <<1+1=2>>2\n#### 1,002"}], {"prompt": "Two?", "answer": "1002"},
      "", ""),
-    "OpenR1-Math-220k:data:train --kind=prompts --chat": (
-        [{"problem": "p", "solution": "s", "answer": "02", "messages": [user("p"), A], "generations": ["x"]}],
-        {"prompt": [user("p")], "answer": "02"}, "", "generations, messages, solution"),
     "DAPO-Math-17k:train": ([VERL], {"prompt": [U], "answer": "34"}, "", "ability, data_source, extra_info"),
     "Skywork-OR1-RL-Data:math": (
         [VERL | {"reward_model": {"ground_truth": r'["\\frac{1}{2}"]'}}, VERL | {"reward_model": {"ground_truth": ["a"]}}],
@@ -59,10 +56,6 @@ HUB = {  # name, split and options: (rows, the first row of our file, what is sa
         {"prompt": [S, U], "completion": [A]}, "; dropped 1: ", ""),
     "OpenOrca:train --fields=question>prompt,response>completion": (
         [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}], {"prompt": [S, U], "completion": [A]}, "", "id"),
-    "alpaca:train": ([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is"}],
-                     {"prompt": [user("Add.\n\n1 2")], "completion": [assistant("3")]}, "", "text"),
-    "MATH:algebra:train": ([{"problem": "p", "level": "Level 1", "solution": "So $\\boxed{\\frac{1}{2}}$."}],
-                           {"prompt": "p", "answer": "\\frac{1}{2}"}, "", "level"),
     "tulu-3-sft-mixture:train": ([{"id": "x", "messages": [U, A, U, B], "source": "y"}],
                                  {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
     "kto-mix-14k:train": ([{"prompt": [U], "completion": [A], "label": True}], None, "no row is left for .*: field 'label'", ""),
@@ -96,18 +89,6 @@ def test_data_sets_of_the_hub(name, tmp_path, convert):
     assert read_rows(f"{tmp_path}/out.jsonl", shape) == [want]
 
 
-@pytest.mark.parametrize("kind, row, want", [
-    ("prompts", ULTRA, {"prompt": "u"}), ("prompts", {"messages": [U, A, U]}, {"prompt": [U, A, U]}),
-    ("prompts", {"question": "q", "answer": "no #### 3 but\n#### x, y"}, {"prompt": "q", "answer": "x, y"}),
-    ("sft", {"system": "t", "messages": [S, U, A]}, {"prompt": [S, U], "completion": [A]}),
-    ("preferences", {"prompt": "u", "chosen": [S, U, A], "rejected": [S, U, B], "margin": 2},
-     {"prompt": [S, U], "chosen": [A], "rejected": [B], "margin": 2.0}),
-    ("preferences", {"chosen": [U, A, U, B], "rejected": [U, B]}, {"prompt": [U], "chosen": [A, U, B], "rejected": [B]})])
-def test_other_rows(kind, row, want):
-    before = json.dumps(row)
-    assert ours(row, kind)[0] == want and json.dumps(row) == before
-
-
 def test_rows_are_held_out(tmp_path, convert):
     rows = [{"task": f"{i % 300}?", "more": {"result": i % 300, "id": i}} for i in range(600)]  # each prompt twice
     (tmp_path / "theirs.json").write_text(json.dumps(rows))
@@ -119,11 +100,8 @@ def test_rows_are_held_out(tmp_path, convert):
     assert stdout == f"train.jsonl: {len(train)} rows\ntrain_val.jsonl: {len(val)} rows\nleft out: the columns more\n"
     assert 30 < len(val) < 90 and len(train) + len(val) == 600 and not {r["answer"] for r in train} & {r["answer"] for r in val}
     assert all(r == {"prompt": [user(r["answer"] + "?")], "answer": r["answer"], "id": r["id"]} for r in train + val)
-    for more, said in ((["--val=1"], "--val=1.0"), (["--out=/dev/null/x/y.jsonl"], "/dev/null"), (["--out=x.csv"], ".jsonl"),
-                       ([f"--source={tmp_path}/train_val.jsonl", "--val=0.1"], "train_val.jsonl"),
-                       (["--kind=sft"], "'completion'")):
-        code, stdout, stderr = convert(*options, *more)
-        assert (code, stdout) == (2, "") and re.fullmatch(f"convert.py: error: .*{said}.*\n", stderr), stderr
+    code, stdout, stderr = convert(*options, f"--source={tmp_path}/train_val.jsonl", "--val=0.1")  # which it would replace
+    assert (code, stdout) == (2, "") and re.fullmatch("convert.py: error: .*train_val.jsonl.*\n", stderr), stderr
 
 
 def test_nothing_is_glued_whatever_comes():
@@ -140,7 +118,7 @@ def test_nothing_is_glued_whatever_comes():
     names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output",
         "answer",
              "question", "system", "tools", "label", "reward_model", "solution"]
-    for _ in range(4000):
+    for _ in range(1500):
         row = {name: messages() if rng.random() < 0.5 else rng.choice(texts) for name in rng.sample(names, rng.randrange(1, 5))}
         if rng.random() < 0.4:
             start = messages()
@@ -160,4 +138,4 @@ def test_nothing_is_glued_whatever_comes():
                 whole = row.get(field) if field != "completion" else row.get("messages")
                 if isinstance(whole, list) and whole and whole[0]["role"] != "assistant" and "system" not in row:
                     assert got["prompt"] + got[field] == whole
-    assert made > 300
+    assert made > 100

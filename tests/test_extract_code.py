@@ -72,7 +72,7 @@ LONG = ["`", "~", "``` ", "```\n", "```python\n", "- ```\n", "> ", "\r", "<think
 def test_it_takes_no_time():
     """Of a quarter of a megabyte: a second if every step is linear, minutes if one is quadratic. CPU time: others work here."""
     for piece in LONG:
-        for begin in ("", "```python", "```python\n"):
+        for begin in ("", "```python\n"):
             start = time.thread_time()
             extract_code(begin + piece * (250_000 // len(piece)))
             assert time.thread_time() - start < 3, (begin, piece)
@@ -83,14 +83,6 @@ def test_it_takes_no_time():
 
 def returns(value, *arguments):
     return {"fn": "f", "inputs": [list(arguments)], "outputs": [value]}
-
-
-def test_check_tests():
-    tests = [{"fn": "f", "inputs": [[1], []], "outputs": [None, {"a": [1.5]}]}, {"stdin": "é", "stdout": "1"},
-             {"stdin": ["2", ""], "stdout": ["3", "4"]}, {"fn": "g", "inputs": [[[1]]], "outputs": [math.inf]}]
-    assert check_tests(tests, "here") == ([("f", [1]), ("f", []), ("g", [[1]])], [None, {"a": [1.5]}, math.inf],
-                                          [("é".encode(), b"1"), (b"2", b"3"), (b"", b"4")])
-    assert check_tests(tests[1], "here") == ([], [], [("é".encode(), b"1")])
 
 
 DEEP = 1
@@ -109,14 +101,17 @@ def test_malformed_tests_are_one_line():
         assert "\n" not in str(e.value) and len(str(e.value)) < 500
 
 
-@pytest.mark.parametrize("text, want", [
+ASSERTIONS = [
     ("assert add(1, 2) == 3", ("add", [1, 2], 3)), ("assert 3 == add(1, 2)", ("add", [1, 2], 3)),
     ("  assert f((1, [2, 'x']), -1.5) == [1, (2, 3)]\n", ("f", [[1, [2, "x"]], -1.5], [1, [2, 3]])),
     ("assert is_odd(3), 'three is odd'", ("is_odd", [3], True)), ("assert not is_odd(4)", ("is_odd", [4], False)),
     ("assert f() is None", ("f", [], None)), ("assert f({'a': 1}) == {'b': None}", ("f", [{"a": 1}], {"b": None})),
-    ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))], ids=str)
-def test_an_assertion_is_a_call_and_what_it_gives(text, want):
-    assert check_tests([text], "row") == ([(want[0], want[1])], [want[2]], [])
+    ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))]
+
+
+def test_an_assertion_is_a_call_and_what_it_gives():
+    for text, want in ASSERTIONS:
+        assert check_tests([text], "row") == ([(want[0], want[1])], [want[2]], []), text
 
 
 # results

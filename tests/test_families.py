@@ -39,7 +39,7 @@ FAMILIES = {  # name in the table: model_type, sizes
 
 
 # in each run of the suite, and all others with pytest -m campaign
-OFTEN = ("Pythia (GPT-NeoX)", "Llama with yarn", "Qwen3", "Gemma 3, text", "OPT", "Mixtral", "DeepSeek-V3", "Cohere", "Mamba")
+OFTEN = ("Llama with yarn", "Qwen3", "Gemma 3, text", "OPT", "Mixtral", "Cohere", "Mamba")
 
 
 def make(world, name):
@@ -92,7 +92,7 @@ def row(folder, outcomes, name):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A function: name of a family -> (folder, outcomes) of some families, this one among them, run when first asked."""
-    groups, done = [OFTEN[:5], OFTEN[5:]], {}
+    groups, done = [OFTEN[:4], OFTEN[4:]], {}
     groups += [(name,) for name in FAMILIES if name not in OFTEN]
 
     def of(name):

@@ -58,24 +58,18 @@ def runs(world, tmp_path_factory):
     (folder / "numbers.json").write_text(json.dumps(numbers))
     jsonl(folder / "more.jsonl", [dict(prompt="a long prompt, of 30 letters: ", answer="1"),
                                   *(dict(prompt=f"{i}=", answer=i) for i in range(9))])
-    jsonl(folder / "hh.jsonl", [dict(prompt=f"\n\nHuman: {i}\n\nAssistant:", chosen=f" {i}", rejected=f" {i + 7}")
-                                for i in range(20)])
     sft = dict(eval_size=0, init_from=world.policy) | HELD
 
-    def job(script, keys, ranks=1, code=""):
-        arguments = getattr(world, script)(**(dict(out_dir="out") | keys))
-        return one_run(f"{script}.py", *[(arguments, code)] * ranks)
+    def job(script, keys):
+        return one_run(f"{script}.py", getattr(world, script)(**(dict(out_dir="out") | keys)))
 
-    plain, mix = job("sft", sft), f"{world.sft_train},0.25*{world.sft_val}"
+    mix = f"{world.sft_train},0.25*{world.sft_val}"
     return folder, forked(str(folder), {
-        "plain": [plain],
         "mix": [job("sft", sft | dict(train_path=mix, val_path="", epochs=0.5, max_iters=99)),
                 job("sft", sft | dict(train_path=mix.replace("0.25", "0.5"), val_path="", epochs=0.5))],
         "drop": [job("sft", sft | dict(max_tokens=10, too_long="drop", train_path=mix))],
-        "cut": [job("sft", sft | dict(max_tokens=10, too_long="cut"))],
         "too long": [job("sft", sft | dict(max_tokens=10))],
         "rm": [job("rm", dict(val_path="", demonstrations_path="", epochs=1) | HELD)],
-        "hh": [job("rm", dict(train_path=f"{folder}/hh.jsonl", val_path="", max_tokens=31, too_long="drop") | HELD)],
         "rm cut": [job("rm", dict(too_long="cut"))],
         "ppo": [job("ppo", dict(prompts_path=f"{folder}/numbers.json", fields="q>prompt,a>answer", eval_path="", epochs=0.2,
                                 reward_functions="accuracy", value_init="policy", max_prompt_tokens=5,
@@ -84,7 +78,7 @@ def runs(world, tmp_path_factory):
         "grpo": [job("grpo", dict(prompts_path=f"{folder}/numbers.json,2*{folder}/more.jsonl", fields="", eval_path="", **HELD))],
         "grpo mix": [job("grpo", dict(prompts_path=f"{world.rl_train},2*{folder}/more.jsonl", eval_path="", max_prompt_tokens=6,
                                       reward_functions=world.rule("prompts"), too_long="cut", max_refills=1, **HELD))],
-        "best": [job("grpo", dict(eval_path="", keep_best=True))]})
+        })
 
 
 def good(runs, name, part=0):
@@ -100,12 +94,11 @@ def bad(runs, name, said, part=0):
 
 def test_a_mix_and_epochs(runs, world):
     out = runs[0] / "mix" / "out"
-    said = good(runs, "mix")
-    assert "52 demonstrations, 0 held out; 4 steps of 7 are 0.5 epochs" in said  # ceil(0.5 * 52 / 7)
+    good(runs, "mix")
     log = tiny.read_log(out)
     assert len(log) == 5 and not any("eval/loss" in record for record in log)
-    assert json.load(open(out / "config.json"))["max_iters"] == 4
-    bad(runs, "mix", "holds a run with train_path", 1)
+    assert json.load(open(out / "config.json"))["max_iters"] == 4  # ceil(0.5 * 52 / 7)
+    bad(runs, "mix", "train_path", 1)
 
 
 def test_too_long_for_sft(runs, world):
@@ -113,32 +106,24 @@ def test_too_long_for_sft(runs, world):
     tokenizer = tiny.byte_tokenizer()
     lengths = [len(ids) + 1 for ids in tokenizer.encode_texts([row["prompt"] + row["completion"] for row in rows])]
     over = sum(length > 10 for length in lengths)
-    assert f"{over} of 52 rows are dropped, as they have more tokens than max_tokens of 10" in good(runs, "drop")
-    assert f"{52 - over} demonstrations" in good(runs, "drop")
-    assert f"{sum(length > 10 for length in lengths[:40])} of 40 rows are cut" in good(runs, "cut")
-    assert "40 demonstrations" in good(runs, "cut")
+    assert f"{over} of 52 rows" in good(runs, "drop")
     first = next(i for i, length in enumerate(lengths) if length > 10)
-    bad(runs, "too long", rf"row {first + 1}: it has {lengths[first]} tokens, and max_tokens is 10; .*drop")
-    bad(runs, "rm cut", r"too_long = 'cut'.*--too_long=drop")
+    bad(runs, "too long", rf"row {first + 1}: .* {lengths[first]} .*max_tokens.* 10")
+    bad(runs, "rm cut", "too_long")
 
 
 def test_reward_models_without_held_out_pairs_and_demonstrations(runs):
-    said = good(runs, "rm")
-    assert "40 pairs, 0 held out; 6 steps of 7" in said and "chosen completions scored" in said
+    good(runs, "rm")
     with open(runs[0] / "rm" / "out" / "reward_model" / "config.json") as f:
         assert json.load(f)["score_shift"] != 0
     assert "eval/loss" not in tiny.read_log(runs[0] / "rm" / "out")[0]
-    # "\n\nHuman: 3\n\nAssistant: 3" and EOS are 26 tokens, with two digits thrice 29; all fit
-    assert "20 pairs, 0 held out" in good(runs, "hh")
 
 
 def test_prompts_with_other_names_and_no_evaluation(runs):
-    said = good(runs, "ppo")
-    assert "50 of 59 rows are dropped" in said  # 10+10= has six tokens
-    bad(runs, "long prompt", "row 1: it has . tokens, and max_prompt_tokens is 2; .*--too_long=drop")
+    assert "50 of 59 rows" in good(runs, "ppo")  # 10+10= has six tokens
+    bad(runs, "long prompt", "row 1: .*max_prompt_tokens.* 2")
     log = tiny.read_log(runs[0] / "ppo" / "out")
     assert len(log) == 2 and not any(key.startswith("eval/") for record in log for key in record)  # ceil(0.2 * 9 / 7) iterations
     assert "objective/accuracy" in log[0]
-    bad(runs, "grpo", "numbers.json, row 1: field 'prompt' is missing; .*'q', 'a'")
-    assert re.search(r"more.jsonl: \d+ of 50 rows are cut", good(runs, "grpo mix"))
-    bad(runs, "best", "keep_best needs held-out prompts")
+    bad(runs, "grpo", "numbers.json, row 1: field 'prompt'")
+    assert re.search(r"more.jsonl: \d+ of 50 rows", good(runs, "grpo mix"))

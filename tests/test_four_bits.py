@@ -3,12 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.four_bits import bitsandbytes, check_four_bits, in_full, quantize
-from engine.optimizers import fill_optimizer, make_optimizer, optimizer_tensors
-from engine.placement import Place, placements
-from errors import BadConfig, BadInput
+from engine.placement import placements
+from errors import BadConfig
 from model import freeze, from_scratch, probe
 from tools import dry_run
 
@@ -58,14 +56,6 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
         assert rounded.layers()[0].mlp.up_proj(x).dtype == torch.bfloat16
 
 
-def test_a_model_without_linear_maps_is_refused():
-    pytest.importorskip("bitsandbytes")
-    gpt2 = from_scratch(dict(model_type="gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=50, bos_token_id=None,
-                             eos_token_id=1), seed=1)
-    with pytest.raises(BadInput, match="leave quantize out"):
-        quantize(freeze(gpt2), torch.device("cpu"), torch.float32)
-
-
 @pytest.mark.parametrize("said, keys", [
     ("type --lora=16", {}), ("cannot be split", dict(lora="4", zero_stage="3")),
     ("cannot be split", dict(lora="4", generate_tp=2)), ("no kernels for float64", dict(lora="4", dtype="float64"))])
@@ -100,32 +90,6 @@ def test_what_is_counted_is_what_is_held():
             sizes.append(held(t for states in optimizer.state.values() for key, t in states.items()
                               if torch.is_tensor(t) and "qmap" not in str(key)))  # all parameters share the two tables
         assert sizes[0] == sizes[1]
-
-
-@needs_four_bits
-def test_states_of_8_bits_go_through_a_checkpoint(tmp_path):
-    def stepped(model, optimizer, n):
-        for i in range(n):
-            torch.manual_seed(i)
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            optimizer.step()
-
-    def new():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64, bias=False))
-        return model, make_optimizer(model, Place(optimizer="adamw8bit"), 1e-2, (0.9, 0.99), 1e-8, 0.0)
-
-    (model, optimizer), (other, resumed) = new(), new()
-    stepped(model, optimizer, 2)
-    save_file(optimizer_tensors(model, optimizer), tmp_path / "optimizer")
-    saved = load_file(tmp_path / "optimizer")
-    assert saved["0.weight.state1"].dtype == torch.uint8
-    other.load_state_dict(model.state_dict())
-    fill_optimizer(other, resumed, saved)
-    for each, its in (model, optimizer), (other, resumed):
-        stepped(each, its, 3)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @needs_four_bits

@@ -50,24 +50,6 @@ def precision(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@torch.no_grad()
-def test_models_agree_with_the_cpu(variant, tmp_path):
-    """float32: log-probs and entropies, and scores."""
-    tokens, mask = padded([9, 12, 1, 4], left=False)
-    chosen, last = mask & (torch.arange(12) > 0), mask.sum(1) - 1
-    for head in ("lm", "scalar")[:1 if variant in NO_CLASSIFIER else 2]:
-        make(variant, head=head).save_pretrained(tmp_path / head)
-        found = []
-        for device in ("cpu", DEVICE):
-            model = freeze(load_model(str(tmp_path / head), head, device=device))
-            ids = tokens.to(device)
-            found.append(model.logprobs(ids, chosen.to(device), entropy=True) if head == "lm" else
-                         [model.scores(ids, last.to(device)), model.values(ids, chosen.to(device))])
-        for want, got in zip(*found, strict=True):
-            assert (got.cpu() - want).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_agrees_with_the_cpu(variant, tmp_path):
     """With a cache, in parts of three: the same texts."""
     make(variant).save_pretrained(tmp_path)
@@ -79,22 +61,28 @@ def test_sampling_agrees_with_the_cpu(variant, tmp_path):
     assert (got["sampler_logprobs"].cpu() - want["sampler_logprobs"]).abs().max() < limit
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "mistral-window", "qwen3", "gemma3"])
-def test_gradients_agree_with_the_cpu(variant, tmp_path):
-    """Of log-probs and entropies in chunks, with layers computed again; and the advantages of GAE."""
-    make(variant).save_pretrained(tmp_path)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_and_scores_agree_with_the_cpu(variant, tmp_path):
+    """Log-probs and entropies in chunks, with layers computed again, and their gradients; scores; the advantages of GAE."""
+    make(variant).save_pretrained(tmp_path / "lm")
+    if variant not in NO_CLASSIFIER:
+        make(variant, head="scalar").save_pretrained(tmp_path / "scalar")
     dtype, limit = precision(variant)
     tokens, mask = padded([9, 12, 5], left=False)
+    chosen, last = mask & (torch.arange(12) > 0), mask.sum(1) - 1
     found = []
     for device in ("cpu", DEVICE):
-        model = load_model(str(tmp_path), dtype=dtype, device=device)
+        model, ids = load_model(str(tmp_path / "lm"), dtype=dtype, device=device), tokens.clamp(max=89).to(device)
         model.recompute()
-        chosen = mask & (torch.arange(12) > 0)
-        found_here = model.logprobs(tokens.clamp(max=89).to(device), chosen.to(device), 0.7, 90, 7, entropy=True)
-        (found_here[0].sum() + 0.3 * found_here[1].sum()).backward()
+        logprobs, entropies = model.logprobs(ids, chosen.to(device), 0.7, 90, 7, entropy=True)
+        (logprobs.sum() + 0.3 * entropies.sum()).backward()
         rewards = torch.linspace(-1, 1, 36, dtype=torch.float64, device=device).view(3, 12)
         gae = compute_gae(rewards, rewards.cos(), mask.to(device), 0.99, 0.95)
-        found.append([*(p.grad.cpu() for p in model.parameters()), *(x.cpu() for x in gae)])
+        here = [logprobs.detach(), *(p.grad for p in model.parameters()), *gae]
+        if variant not in NO_CLASSIFIER:
+            scorer = freeze(load_model(str(tmp_path / "scalar"), "scalar", dtype=dtype, device=device))
+            here += [scorer.scores(ids, last.to(device)), scorer.values(ids, chosen.to(device))]
+        found.append([x.cpu() for x in here])
     assert all((a - b).abs().max() < limit * max(1, a.abs().max()) for a, b in zip(*found, strict=True))
 
 
@@ -102,10 +90,10 @@ def test_gradients_agree_with_the_cpu(variant, tmp_path):
 # the sampler
 
 
-@pytest.mark.parametrize("V", [32_000, 50_257, 128_256, 151_936])
+@pytest.mark.parametrize("V", [50_257, 151_936])
 @torch.no_grad()
 def test_no_impossible_token_in_many_draws(V):
-    """10^8 draws in all on a GPU; half of the tokens are impossible, many more hardly possible; and as often as it should be."""
+    """5 x 10^7 draws in all on a GPU; half of the tokens are impossible; and each as often as it should be."""
     rows, draws = (4096, 25_000_000) if ON_GPU else (64, 640)
     generator = torch.Generator(DEVICE).manual_seed(V)
     logits = 4 * torch.randn(V, generator=generator, device=DEVICE)
@@ -130,40 +118,27 @@ def test_no_impossible_token_in_many_draws(V):
 # ---------------------------------------------------------------------------------------------------------------------
 # runs of scripts
 
-DRIVER = """
-import contextlib, io, json, os, runpy, sys, time
-import torch
-sys.path[:0] = {paths!r}
-import tiny
-import parallel, loss, rollout, data
-from engine import launch, run as runs, together
+DRIVER = f"""
+import json, os, runpy, sys
+sys.path[:0] = [{ROOT!r}, {ROOT + "/tests"!r}]
+import torch, parallel, loss, rollout, data
+from engine import launch, run, together
 
-ours = [module for name, module in sys.modules.items() if name in {ours!r}]
-work, results = sys.argv[1], []
+ours, work, results = (parallel, loss, rollout, data, launch, run, together), sys.argv[1], []
 for script, code, args in json.load(open(work)):
-    before, out, err = [dict(vars(module)) for module in ours], io.StringIO(), io.StringIO()
-    began, result = time.perf_counter(), ""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        sys.argv = [script, *args]
-        try:
-            exec(code, globals())
-            namespace = runpy.run_path(script, run_name="__main__")
-        except BaseException as e:
-            import traceback
-            result = f"{{type(e).__name__}}: {{e}}" + ("" if isinstance(e, SystemExit) else traceback.format_exc())
-    peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0
-    namespace = None
-    results.append(dict(result=result, said=out.getvalue() + err.getvalue(), seconds=time.perf_counter() - began, peak=peak))
+    sys.argv, result, before = [script, *args], "", [dict(vars(module)) for module in ours]
+    try:
+        exec(code, globals())
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as e:
+        result = type(e).__name__ + ": " + str(e)
+    results.append(result)
     for module, variables in zip(ours, before):
         vars(module).update(variables)
 json.dump(results, open(work + ".results", "w"))
 sys.stdout.flush()
 os._exit(0)
 """
-OURS = ["parallel", "loss", "rollout", "data", "engine.launch", "engine.run", "engine.together"]
 
 
 def environment():
@@ -171,10 +146,10 @@ def environment():
 
 
 def in_one_process(folder, calls):
-    """[(script, Python to run before it, its arguments), ...] -> [what came of each]; a GPU starts only once for all of them."""
+    """[(script, Python to run before it, its arguments), ...] -> ["" or its error]; a GPU starts only once for all of them."""
     work, driver = os.path.join(folder, "work.json"), os.path.join(folder, "driver.py")
     with open(driver, "w", encoding="utf-8") as f:
-        f.write(DRIVER.format(paths=[ROOT, os.path.join(ROOT, "tests")], ours=OURS))
+        f.write(DRIVER)
     with open(work, "w", encoding="utf-8") as f:
         json.dump([[os.path.join(ROOT, script), code, args] for script, code, args in calls], f)
     done = tiny.run(driver, work, env=environment(), timeout=150)
@@ -190,7 +165,6 @@ dist.init_process_group("{'nccl' if ON_GPU else 'gloo'}", store=dist.HashStore()
                         device_id=torch.device("cuda", 0) if {ON_GPU} else None)
 together.usual_wait = datetime.timedelta(seconds=60)
 """
-OVERFLOWS = "runs.Run.loss_scale = property(lambda self: 2.0**60 if self.iteration == 0 else 1024.0)"
 OFFLOAD = "policy=optimizer,value=optimizer,ref=params,reward=params"
 KINDS = {  # name -> (Python before the run, keys)
     "bfloat16": ("", dict(dtype="bfloat16")),
@@ -199,7 +173,6 @@ KINDS = {  # name -> (Python before the run, keys)
     "float64": ("", dict(dtype="float64")),
     "offloaded": ("", dict(dtype="float64", offload=OFFLOAD)),
     "group of one": (GROUP_OF_ONE, dict(dtype="float64")),
-    "overflows": (OVERFLOWS, dict(dtype="float16")),
 }
 
 
@@ -221,7 +194,7 @@ def runs(world, tmp_path_factory):
 
 def log_of(run):
     folder, result = run
-    assert result["result"] == "", result
+    assert result == ""
     return tiny.read_log(folder)
 
 
@@ -242,12 +215,6 @@ def test_a_run_is_that_of_the_cpu(runs, name):
     assert [r.get("objective/texts") for r in a] == [r.get("objective/texts") for r in b]
     assert tiny.alike(a, b, tolerance=1e-8)
     assert tiny.distance(f"{runs['cpu'][0]}/policy", f"{runs[name][0]}/policy") < 1e-8
-
-
-def test_an_overflow_in_float16_skips_the_step(runs):
-    first, second = log_of(runs["overflows"])[:2]
-    assert first["policy/steps"] == 0 and second["policy/steps"] == 4
-    assert "a float16 gradient overflowed at loss scale" in runs["overflows"][1]["said"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
@@ -271,7 +238,7 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
     sizes = [("whole", 4), ("again", 4), ("parts", 2), ("parts", 4)]
     results = in_one_process(str(tmp_path), [
         ("ppo.py", "", world.ppo(str(tmp_path / name), max_iters=n, **keys)) for name, n in sizes])
-    assert [r["result"] for r in results] == [""] * 4, results
+    assert results == [""] * 4
     logs = {name: [tiny.measured(r) for r in tiny.read_log(tmp_path / name)] for name in ("whole", "again", "parts")}
     assert logs["whole"] == logs["again"] == logs["parts"]
     for model in ("policy", "value_model"):
@@ -297,24 +264,21 @@ def wait_for_log(out_dir, lines):
 
 
 def test_stopped_and_killed_while_kernels_run(world, tmp_path):
-    """SIGTERM: it saves and ends with 0. SIGKILL: the same command goes on from what was saved, and the run can be finished."""
+    """SIGTERM: it saves and ends with 0. SIGKILL: the same command goes on from what was saved."""
     out = str(tmp_path / "out")
     keys = dict(device_type=DEVICE, eval_path="", lr_decay="constant", value_lr_decay="constant", checkpoint_interval=3)
-    run = started(world.ppo(out, max_iters=10**6, **keys))
-    wait_for_log(out, 2)
-    run.send_signal(signal.SIGTERM)
-    said, errors = run.communicate(timeout=60)
-    assert run.returncode == 0 and "resume with the same command" in said, errors
-    done = len(tiny.read_log(out))
-    run = started(world.ppo(out, max_iters=10**6, **keys))
-    wait_for_log(out, done + 4)
-    run.kill()
-    run.communicate()
+    for what, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
+        done = len(tiny.read_log(out)) if code else 0
+        run = started(world.ppo(out, max_iters=10**6, **keys))
+        wait_for_log(out, done + 4)
+        run.send_signal(what)
+        said, errors = run.communicate(timeout=60)
+        assert run.returncode == code, errors
     last = max(int(name[-6:]) for name in os.listdir(out) if re.fullmatch(r"checkpoint-\d+", name))
     assert last > done - 1
     run = started(world.ppo(out, max_iters=last + 2, **keys))
     said, errors = run.communicate(timeout=60)
-    assert run.returncode == 0 and f"resuming from {out}/checkpoint-{last:06d}" in said, errors
+    assert run.returncode == 0 and f"checkpoint-{last:06d}" in said, errors
     assert [r["iteration"] for r in tiny.read_log(out)] == list(range(last + 3))
 
 

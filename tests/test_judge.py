@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from folders import several_paths
 from engine.judging import TEMPLATES, Judge, judged_by_reference
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
@@ -103,9 +102,7 @@ def test_scores_as_transformers(name, folders, tmp_path):
     texts = [filled("yes_no", *pair) for pair in PAIRS]
     want = theirs(folder, texts, letters, has_chat, **kwargs)
     want = want[:, 0] - want[:, 1]
-    for size in (1, 3, 100):
-        got = judge_scores(batch_of(PAIRS), judge, size)
-        assert (got - want).abs().max() < 1e-4 < 0.01 < want.std()
+    assert (judge_scores(batch_of(PAIRS), judge, 3) - want).abs().max() < 1e-4 < 0.01 < want.std()
     template, letters = answers_of(name, folder, 10, tmp_path)
     judge = judge_of(folder, template)
     logprobs = theirs(folder, [filled("rubric", *pair) for pair in PAIRS], letters, has_chat, **kwargs)
@@ -119,8 +116,7 @@ def test_chats_become_text(folders):
     turns = [dict(role="user", content="Hi"), dict(role="assistant", content="Yes?"), dict(role="user", content="1+2")]
     begun = [*turns, dict(role="assistant", content="<think>")]
     for prompt, response, as_text in (
-            ([turns[0]], "b", ("Hi", "b")), ("Hi", "b", ("Hi", "b")),
-            (turns, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "3")),
+            ([turns[0]], "b", ("Hi", "b")), (turns, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "3")),
             (begun, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "<think>3"))):
         assert judge.tokenizer.decode(judge.encode(dict(prompt=prompt), [response])) == filled("yes_no", *as_text)
 
@@ -163,9 +159,10 @@ def test_a_file_of_the_users(tiny_world, tmp_path):
 # what is wrong
 
 
-REFUSED = {"": "{response}", "{prompt}{response} good?": "no A and B",
-           "{prompt} good?": "{response}", "{prompt} {response} {question}": "{question}",
-           "answers: A\n{response}": "'A'", "answers: A A\n{response}": "'A A'", "answers: yes no\n{response}": "'yes'"}
+REFUSED = {
+    "": "{response}", "{prompt}{response} good?": "no A and B", "{prompt} {response} {question}": "{question}",
+    "answers: A\n{response}": "'A'", "answers: A A\n{response}": "'A A'", "answers: yes no\n{response}": "'yes'",
+    "answers: 10 9\n{prompt} {response}": "'10'"}
 
 
 def test_templates_that_are_refused(tiny_world, tmp_path):
@@ -174,14 +171,8 @@ def test_templates_that_are_refused(tiny_world, tmp_path):
         with pytest.raises(BadInput) as e:
             judge_of(tiny_world.judge, tmp_path / "t.txt")
         assert named in str(e.value) and "\n" not in str(e.value), text
-
-
-def test_judges_that_are_refused(folders, tiny_world, tmp_path):
-    with pytest.raises(BadInput, match="'nowhere.txt' is no file"):
-        judge_of(folders["gpt2"], "nowhere.txt")
-    (tmp_path / "ten.txt").write_text("answers: 10 9\n{prompt} {response}")
-    with pytest.raises(BadInput, match="the answer '10' is not one token"):
-        judge_of(tiny_world.judge, tmp_path / "ten.txt")
+    with pytest.raises(BadInput, match="nowhere.txt"):
+        judge_of(tiny_world.judge, "nowhere.txt")
 
 
 # runs
@@ -198,38 +189,27 @@ def dumped(self, mine, pending, rows):
 rewards.Scorer.score = dumped
 """
 FAIL = dict(
-    no_path=(dict(judge_path=""), "--judge_path"), unnamed=(dict(reward_functions="length"), "--reward_functions=judge"),
-    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "kl_coef = 0"), nowhere=(dict(judge_path="nowhere"), "nowhere: "),
-    words=(dict(judge_template="WORDS"), "'yes'"), short=(dict(judge_template="yes_no"), "row 1: "))
+    no_path=(dict(judge_path=""), "judge_path"), unnamed=(dict(reward_functions="length"), "judge"),
+    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "kl_coef"), short=(dict(judge_template="yes_no"), "row 1: "))
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_world, tmp_path_factory):
     folder, w = str(tmp_path_factory.mktemp("runs")), tiny_world
-    with open(f"{w.root}/WORDS", "w") as f:
-        f.write("answers: yes no\n{response}")
-    keys = w.judged(dtype="float64")
-    ppo = keys | dict(value_init="policy", reward_functions=f"0.5*judge,{w.rule('letters')}",
-                      judge_template=f"{w.root}/other_question.txt")
-    itself = dict(reward_functions="judge", judge_template=f"{w.root}/itself.txt", dtype="float64", max_iters=2)
     with open(f"{w.root}/itself.txt", "w") as f:
         f.write("answers: A B\n{response}?")
-    cases = {}
+    short = dict(dtype="float64", max_iters=2)
+    judged = w.judged(**short) | dict(reward_functions=f"0.5*judge,{w.rule('letters')}",
+                                      judge_template=f"{w.root}/other_question.txt")
+    itself = dict(reward_functions="judge", judge_template=f"{w.root}/itself.txt", judge_path="ref_policy") | short
     split = dict(zero_stage="3", offload="judge=params", micro_batch_tokens=90)
-    for ranks, more in ((1, {}), (2, dict(zero_stage="judge=3")), (3, split)):
-        cases[f"grpo-{ranks}"] = one_run("grpo.py", *[(w.grpo("out", **keys | more), DUMP)] * ranks)
-        cases[f"ppo-{ranks}"] = one_run("ppo.py", *[(w.ppo("out", **ppo | more), DUMP)] * ranks)
-    for name, path, more in (("folder", w.policy, {}), ("lora-no-kl", "ref_policy", dict(lora="2", kl_coef=0.0)),
-                             ("ref", "ref_policy", {}), ("sharded", "ref_policy", dict(zero_stage="3"))):
-        args = w.grpo("out", **itself | dict(judge_path=path) | more)
-        cases[f"itself-{name}"] = one_run("grpo.py", *[(args, DUMP)] * (1 + (name == "sharded")))
-    evaluated = tiny.arguments(w.judged(dtype="float64", policies=w.policy, prompts_path=w.rl_val, greedy=False, samples=1,
-                                        max_new_tokens=8, reward_functions="", out="eval", device_type="cpu"))
-    cases["eval-1"] = one_run("tools/eval.py", (evaluated, DUMP))
-    for name, (more, _) in FAIL.items():
-        more = {key: f"{w.root}/{value}" if value == "WORDS" else value for key, value in more.items()}
-        cases[name] = one_run("grpo.py", w.grpo("out", **keys | more))
-    return folder, forked(folder, {name: [case] for name, case in cases.items()}, at_once=2)
+
+    def run(ranks=1, **keys):
+        return [one_run("grpo.py", *[(w.grpo("out", **keys), DUMP)] * ranks)]
+
+    cases = dict(one=run(**judged), two=run(2, **judged | split), itself=run(**itself), lora=run(lora="2", kl_coef=0.0, **itself))
+    cases |= {name: run(**judged | more) for name, (more, _) in FAIL.items()}
+    return folder, forked(folder, cases, at_once=2)
 
 
 def succeeded(runs, name):
@@ -238,48 +218,32 @@ def succeeded(runs, name):
     return f"{runs[0]}/{name}", result
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_any_number_of_ranks(script, runs):
-    logs = [[tiny.measured(r) for r in tiny.read_log(succeeded(runs, f"{script}-{n}")[0] + "/out")] for n in (1, 2, 3)]
-    for other, n in ((logs[1], 2), (logs[2], 3)):
-        assert tiny.alike(logs[0], other, tolerance=1e-9) and len(other) == 4
-        assert [r.get("objective/texts") for r in other] == [r.get("objective/texts") for r in logs[0]]
-        assert tiny.distance(f"{runs[0]}/{script}-1/out/policy", f"{runs[0]}/{script}-{n}/out/policy") < 1e-9
-    assert len({r["objective/texts"] for r in logs[0][:-1]}) == 3
+def test_a_split_judge_on_two_ranks(runs):
+    logs = [[tiny.measured(r) for r in tiny.read_log(succeeded(runs, name)[0] + "/out")] for name in ("one", "two")]
+    assert tiny.alike(*logs, tolerance=1e-9) and len(logs[0]) == 3
+    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
+    assert tiny.distance(f"{runs[0]}/one/out/policy", f"{runs[0]}/two/out/policy") < 1e-9
 
 
-def test_scores_of_a_run_by_hand(runs, tiny_world):
-    """Every response of two runs, one text at a time: bytes, and two markers whose ids are not the policy's."""
+@torch.no_grad()
+def test_scores_of_runs_by_hand(runs, tiny_world):
+    """Every response, one text at a time: by a judge with a tokenizer of its own; by the reference, of which there is no copy."""
     w = tiny_world
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(w.judge, dtype=torch.float64).eval(), load_tokenizer(w.judge)
     answers = {row["prompt"]: row["answer"] for path in (w.rl_train, w.rl_val) for row in map(json.loads, open(path))}
-    for script in ("grpo", "ppo", "eval"):
-        folder, result = succeeded(runs, f"{script}-1")
+    for name, path, models in (
+            ("one", w.judge, ["policy", "ref_policy", "judge"]), ("itself", w.policy, ["policy", "ref_policy"]),
+            ("lora", w.policy, ["policy", "judge"])):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval(), load_tokenizer(path)
+        folder, result = succeeded(runs, name)
+        assert [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line] == models
         lines = [json.loads(line) for line in open(f"{folder}/scores-0.jsonl")]
-        assert len(lines) >= (21 if script != "eval" else 12) and "judge " in result["stdout"][0]
+        assert len(lines) >= 30
         for prompt, response, score in lines:
-            text = f"Good? {prompt}{response}"
-            if script == "ppo":
-                text = f"right: {response}, to {prompt} ({answers[prompt]})"
-            with torch.no_grad():
-                p = model(torch.tensor([tokenizer.encode_texts([text])[0]])).logits[0, -1].softmax(-1)
-            y, n = (p[ord(c)] for c in "yn")
+            text = f"right: {response}, to {prompt} ({answers[prompt]})" if name == "one" else f"{response}?"
+            p = model(torch.tensor([tokenizer.encode_texts([text])[0]])).logits[0, -1].softmax(-1)
             one, half, no = (p[ord(c)] for c in "123")
-            odds = (y / n).log() if script != "ppo" else ((one + half / 2) / (no + half / 2)).log()
-            assert odds.item() == pytest.approx(score, abs=1e-9)
-
-
-def test_the_reference_as_its_own_judge(runs):
-    """No second copy of its weights, with a KL or with LoRA; and the scores of a copy."""
-    for name in ("folder", "ref", "sharded", "lora-no-kl"):
-        models = ["policy"] + ["ref_policy"] * (not name.endswith("no-kl")) + ["judge"] * name.endswith("kl")
-        folder, result = succeeded(runs, f"itself-{name}")
-        said = [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line]
-        assert said == models, name
-    first = {name: open(f"{runs[0]}/itself-{name}/scores-0.jsonl").readline()
-             for name in ("folder", "ref", "lora-no-kl")}
-    assert len(set(first.values())) == 1
-    assert tiny.distance(f"{runs[0]}/itself-ref/out/policy", f"{runs[0]}/itself-sharded/out/policy") < 1e-9
+            odds = (one + half / 2) / (no + half / 2) if name == "one" else p[ord("A")] / p[ord("B")]
+            assert odds.log().item() == pytest.approx(score, abs=1e-9)
 
 
 def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
@@ -288,11 +252,9 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
     for name in ("x", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("x")
-    for path in ("x", "./x", "x/", "link", str(tmp_path / "x"), "other/../x"):
+    for path in ("./x", "link", "other/../x"):
         assert judged_by_reference(path, "", "x") and judged_by_reference("x", path, "other"), path
         assert not judged_by_reference(path, "other", "x"), path
-        with pytest.raises(BadInput, match=path):
-            several_paths(f"other,x,{path}", "reward_path")
     assert judged_by_reference("Org/x", "", "Org/x") and not judged_by_reference("Org/x", "", "./Org/x")
 
 

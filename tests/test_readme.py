@@ -35,12 +35,9 @@ pages = pytest.mark.parametrize("page", PAGES)
 # pages, files and links
 
 
-def test_every_page_can_be_reached_from_the_front_page():
+def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
-
-
-def test_the_engine_room_has_a_map():
     assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["engine/README.md"], re.MULTILINE)) == files("engine/*.py")
 
 
@@ -69,20 +66,6 @@ def test_imports_only_point_down():
             del left[path]
 
 
-def test_lines_of_shell_scripts_have_at_most_100_columns():
-    """Ruff says it of Python."""
-    assert not [line for path in files(".ci/run", "runs/*.sh") for line in read(path).splitlines() if len(line) > 100]
-
-
-@pages
-def test_files_that_a_page_names_exist(page):
-    named = re.findall(r"(?:config|data|runs|tests|assets|engine|tools|docs)/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
-    named += re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])
-    for path in set(named):
-        # but for the reader's own
-        assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path
-
-
 def anchors(page):
     """What the headings of a page are called in links, as GitHub does it."""
     headings = re.findall(r"^#+ (.*)$", PAGES[page], re.MULTILINE)
@@ -90,7 +73,10 @@ def anchors(page):
 
 
 @pages
-def test_links_lead_somewhere(page):
+def test_links_and_files_of_a_page_are_there(page):
+    named = re.findall(r"(?:config|data|runs|tests|assets|engine|tools|docs)/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
+    for path in {*named, *re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])}:
+        assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path  # but for the reader's own
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         path, _, anchor = link.partition("#")
         target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
@@ -154,9 +140,9 @@ COMMANDS = {" ".join(words): words for page, text in PAGES.items() if "yours" no
             if len(words) > 1 and not words[1].startswith(("-m", "--")) or "torchrun" in words[0] and script_of(words)[0]}
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_commands_name_scripts_configs_and_keys(command):
-    check_command(COMMANDS[command])
+def test_commands_name_scripts_configs_and_keys():
+    for words in COMMANDS.values():
+        check_command(words)
 
 
 # why a command is not run below: what it needs, or which test or script runs it as it stands
@@ -200,10 +186,9 @@ def outcomes(tmp_path_factory):
     return in_a_row(str(folder), jobs)
 
 
-@pytest.mark.parametrize("command", RUN)
-def test_commands_run(command, outcomes):
-    (outcome,) = outcomes[command]
-    assert outcome["kind"] == "", outcome["message"]
+def test_commands_run(outcomes):
+    for command, (outcome,) in outcomes.items():
+        assert outcome["kind"] == "", (command, outcome["message"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,13 +287,6 @@ def test_every_logged_metric_is_explained_and_no_other(script, logs):
     gpu_alone = {"time/mfu"}
     logged = {key for key in logged if not key.startswith("time/") or key in explained}
     assert logged | gpu_alone == explained | gpu_alone
-
-
-def test_rewards_are_logged_one_by_one_where_there_are_several(logs):
-    for script in ("ppo", "grpo"):  # odd has weight 0
-        keys = set().union(*logs[script])
-        assert {f"{group}/reward/{name}" for group in ("objective", "eval") for name in ("some", "odd")} <= keys
-    assert not any("/reward/" in key for record in logs["alone"] for key in record)
 
 
 def test_a_reward_of_ones_own_is_given_what_the_page_says(logs):

@@ -10,12 +10,9 @@ import shutil
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from engine.tokenizers import load_reader, load_tokenizer
-from errors import BadInput
 from model import freeze, load_model
 from rewards import read_texts, score_sequences
 
@@ -103,7 +100,7 @@ def test_others_score_as_transformers(name, folders):
         else:  # transformers takes one text at a time
             want = torch.cat([theirs(x).logits for x in ids])[:, 0].detach()
         reader = load_reader(folder, reward_model, own)
-        for as_messages, size in [(False, 1), (False, 100), (True, 5)][:2 + chat]:
+        for as_messages, size in [(False, 3), (True, 5)][:1 + chat]:
             got = scores_of(PAIRS, reward_model, reader, as_messages, size)
             assert (got - want).abs().max() < 1e-5 < 0.05 < want.std()
         assert torch.equal(got[::2] > got[1::2], want[::2] > want[1::2])
@@ -111,53 +108,6 @@ def test_others_score_as_transformers(name, folders):
     # with pad = EOS at the very end, the score is read in front of it; behind some ends of turn there is a line break
     at_the_end = (seen[0] - seen[2]).abs().max() < 1e-4
     assert at_the_end == (name in ("qwen2.5", "qwen3", "gemma")) and (seen[1] - seen[2]).abs().max() < 1e-4
-
-
-def test_other_heads_are_named(folders, tmp_path):
-    """A value head of TRL's, a plain language model. (Labels, biases and shapes: test_model.py.)"""
-    for name, found in (("v_head.summary.weight", "'v_head.summary.weight'"), (None, "plain language model")):
-        folder = shutil.copytree(folders["qwen2.5"], tmp_path / str(name))
-        tensors = load_file(folder / "model.safetensors")
-        head = tensors.pop("score.weight")
-        save_file(tensors | ({name: head} if name else {}), folder / "model.safetensors", metadata={"format": "pt"})
-        if name is None:
-            edit(folder, "config.json", architectures=["Qwen2ForCausalLM"])
-        with pytest.raises(BadInput, match=found) as e:
-            load(str(folder))
-        assert "\n" not in str(e.value) and str(folder) in str(e.value)
-
-
-def test_a_padding_that_config_json_does_not_name(tmp_path):
-    """transformers then takes the family's, and reads the score in front of it; null means that there is none."""
-    folder, pad = str(tmp_path), 0
-    ids = world.make_tokenizer(folder, "llama3.2")
-    config = transformers.Gemma3TextConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=ids["<|eot_id|>"], num_labels=1)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model = transformers.Gemma3TextForSequenceClassification(config)
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    model.save_pretrained(folder)
-    assert model.config.pad_token_id == pad
-    with open(f"{folder}/config.json", encoding="utf-8") as f:
-        given = json.load(f)
-    assert given.pop("pad_token_id") == pad
-    text = [5, 9, 11, pad, pad]
-    seen = []
-    for more in ({}, dict(pad_token_id=None)):
-        with open(f"{folder}/config.json", "w", encoding="utf-8") as f:
-            json.dump(given | more, f)
-        reward_model, reader = load(folder)
-        assert reader.skipped_id == (None if more else pad)
-        read = text[:3] if reader.skipped_id == pad else text
-        got = score_sequences(reward_model, torch.tensor([read]), torch.ones(1, len(read)).bool(), 1)
-        theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-        with torch.no_grad():
-            assert got.item() == pytest.approx(theirs(torch.tensor([text])).logits.item(), abs=1e-4)
-        seen.append(got.item())
-    assert abs(seen[0] - seen[1]) > 0.01
 
 
 # those of rm.py

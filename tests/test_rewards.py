@@ -2,12 +2,7 @@
 import pytest
 import torch
 
-from model import freeze, from_scratch
-from rewards import alike_for_equal_texts, read_texts, score_sequences
-
-from tiny import byte_tokenizer
-
-MARKERS = ["<think>", "</think>"]
+from rewards import alike_for_equal_texts, score_sequences
 
 
 class CountingModel(torch.nn.Module):
@@ -33,30 +28,6 @@ def test_equal_texts_have_equal_scores():
     assert found.tolist() == [1, 2, 1, 3, 3, 5, 6]
 
 
-def scalar_model(vocab_size=260, score_shift=0.0, dtype=torch.float64):
-    """A random reward model that tells positions and tokens apart."""
-    config = dict(model_type="gpt2", vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=64,
-                  initializer_range=0.25)
-    model = freeze(from_scratch(config, head="scalar", seed=5, dtype=dtype))
-    model.score_shift = score_shift
-    return model
-
-
-def ids(text, markers=MARKERS):
-    """Ids of a text by hand: bytes, and from 256 on the markers, EOS ("<eos>") and padding."""
-    out, specials = [], [*markers, "<eos>"]
-    while text:
-        found = next((s for s in specials if text.startswith(s)), None)
-        out += [256 + specials.index(found)] if found else list(text[0].encode())
-        text = text[len(found or text[0]):]
-    return out
-
-
-def alone(model, sequence):
-    """The scalar of one unpadded sequence at its last token."""
-    return model.scores(torch.tensor([sequence]), torch.tensor([len(sequence) - 1])).item()
-
-
 # the last real token
 
 
@@ -77,36 +48,3 @@ def test_the_last_real_token_is_read_wherever_it_is(micro_batch_size):
 
 
 # a learned reward for a batch of responses
-
-
-ROWS = [("12+30=", "<think>40+2</think>42", True), ("1+1=", "<think>1<think>", False), ("7=", "", True), ("a<think>b", "é", True),
-        ("1+1=", "2", False)]
-
-
-def scores_of(rows, model, tokenizer, micro_batch_size=4):
-    """What the reward model gives for [(prompt, completion, finished), ...]."""
-    prompts, completions, finished = [dict(prompt=p) for p, _, _ in rows], [c for _, c, _ in rows], [f for _, _, f in rows]
-    read = read_texts(prompts, completions, finished, tokenizer, model.max_positions, "cpu")
-    return score_sequences(model, *read, micro_batch_size)
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 9])
-@torch.no_grad()
-def test_reward_of_the_text(micro_batch_size):
-    """In the reward model's own tokens, EOS included where the response has ended by itself."""
-    for markers in (MARKERS, MARKERS[::-1], ["<extra>", *MARKERS]):
-        model = scalar_model(vocab_size=262, score_shift=0.75)
-        sequences = [ids(p, markers) + ids(c, markers) + [256 + len(markers)] * f for p, c, f in ROWS]
-        want = torch.tensor([alone(model, sequence) for sequence in sequences], dtype=torch.float64)
-        got = scores_of(ROWS, model, byte_tokenizer(markers), micro_batch_size)
-        assert (got - want).abs().max() < 1e-10
-        assert (want[:, None] - want).abs().add(torch.eye(len(ROWS))).min() > 1e-4
-
-
-def test_too_long_for_the_reward_model():
-    """Its context has 64 positions. 63 letters and the EOS fit; of more it reads the first 64, an EOS not among them."""
-    model = scalar_model()
-    with torch.no_grad():
-        full, ended = alone(model, ids("1=" + "x" * 62)), alone(model, ids("1=" + "x" * 61) + [258])
-    rows = [("1=", "x" * 61, True), *(("1=", "x" * n, n != 62) for n in (62, 63, 100))]
-    assert scores_of(rows, model, byte_tokenizer()).tolist() == pytest.approx([ended, full, full, full], abs=1e-10)

@@ -96,16 +96,12 @@ def verdict(body, value=None, *arguments, **limits):
 
 HARMLESS = [
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]}, (1, 3, "error")),
-    ("print('a  \\nb\\n\\n \\n')", prints("a\nb"), (1, 1, "pass")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]}, (1, 2, "error")),
     ("print(1)\nexit()", prints("1"), (1, 1, "pass")),
-    ("def f(): return 1\nif __name__ == '__main__': f(input())", returns(1), (1, 1, "pass")),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x", returns("a\n\u2028é\0", "a\n\u2028é\0"), (1, 1, "pass")),
     ("def f(x): return (x, {x: None}, [True, 1.5])", returns([1, {"1": None}, [True, 1.5]], 1), (1, 1, "pass")),
     ("\ufeff# -*- coding: utf-8 -*-\r\nprint('ü')\r\n", prints("ü"), (1, 1, "pass")),
-    ("print('\x00')", prints("1"), (0, 1, "error")),
     ("(" * 10**5, prints("1"), (0, 1, "error")),
-    ("", prints("1"), (0, 1, "fail")),
     ("def add(a, b): return a + b", ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", returns(2)], (2, 3, "error")),
     # each call of a method has an object of its own; the names of typing are there
     ("class S:\n    n = 0\n    def f(self, x: List[int]) -> int:\n        self.n += sum(x)\n        return self.n",
@@ -156,79 +152,33 @@ return got""", [*[7] * 20, 25, [3, "hello\n"], 10**6, [5], 10**5, 10**5, 8192]) 
 # ---------------------------------------------------------------------------------------------------------------------
 # limits
 
-SLOW = named(r"""
---- ignore all signals
-import signal
-for n in range(1, 65):
-    try: signal.signal(n, signal.SIG_IGN)
-    except OSError: pass
-while True: pass
---- close all and sleep
-import os, time
-os.closerange(0, 100)
-time.sleep(1000)
---- thread bomb
-import threading, time
-threading.stack_size(2**16)
-while True:
-    try:
-        threading.Thread(target=time.sleep, args=(1000,)).start()
-    except RuntimeError:
-        time.sleep(1000)
-""")
-
-
-@needs_bwrap
-def test_what_does_not_end_is_ended():
-    start = time.monotonic()
-    done = run_all([(code, prints("1")) for code in SLOW.values()], workers=8, timeout=0.25)
-    assert {name: v for name, v in zip(SLOW, done, strict=True) if v != (0, 1, "timeout")} == {}
-    assert time.monotonic() - start < 15
-
-
-@needs_bwrap
-def test_sleeping_is_bounded_over_all_tests():
-    """Ten processes that sleep for 0.7 s each, where a program has one second in all."""
-    start = time.monotonic()
-    passed, total, reason = run_tests("import time\ntime.sleep(0.7)", prints([""] * 10, [""] * 10), timeout=0.25)
-    # the second would end after 1.4 s; all ten pass if nothing bounds them
-    assert (passed <= 1, total, reason) == (True, 10, "timeout")
-    assert time.monotonic() - start < 4  # seven seconds of sleep without the bound
-
-
-MEMORY = ["x = bytearray(2**31)", "x = []\nwhile True: x.append(bytearray(2**20))", "import mmap\nx = mmap.mmap(-1, 2**31)",
-          "import threading\nthreading.stack_size(2**31)\nthreading.Thread(target=print).start()"]
-
-
-@needs_bwrap
-def test_memory():
-    done = run_all([(function(body + "\nreturn 1"), returns(1)) for body in MEMORY]
-                   + [(body + "\nprint(1)", prints("1")) for body in MEMORY], workers=4, memory_mib=128)
-    for body, got in zip(MEMORY * 2, done, strict=True):
-        assert got == (0, 1, "memory") or "import" in body and got == (0, 1, "error"), (body, got)
-    for mib, fits in ((64, 30), (300, 260)):
-        assert verdict("return len(bytearray(a[0]))", fits * 2**20, fits * 2**20, memory_mib=mib) == PASSED
-        assert verdict("return len(bytearray(a[0]))", mib * 2**20, mib * 2**20, memory_mib=mib).reason == "memory"
-
-
-OUTPUT = [  # scripts, then functions
-    ("import os\nwhile True: os.write(1, b'x' * 10**6)", prints("1"), "output limit"),
-    ("import sys\nfor _ in range(50): sys.stderr.write('x' * 10**6)\nprint(1)", prints("1"), "pass"),
-    ("print('x' * 60000)", prints("1"), "fail"), ("print('x' * 70000)", prints("1"), "output limit"),
-    ("print('x' * 10**6)", prints("x" * 10**6), "pass"),
-    ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3), "output limit"),
-    ("def f(): return 'x' * 10**6", returns(1), "output limit"),
-    ("def f(): return ['x' * 10**6]", returns(["x" * 10**6]), "pass"),
+LIMITS = [  # program, tests, the reason
+    ("import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+     "while True: pass", prints("1"), "timeout or killed"),
+    ("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)", prints("1"), "timeout"),
+    ("import time\ntime.sleep(1.5)", prints([""] * 10, [""] * 10), "timeout"),  # the time is that of all tests
+    ("x = bytearray(2**31)", prints("1"), "memory"),
+    ("x = []\nwhile True: x.append(bytearray(2**20))", returns(1), "memory"),
+    ("def f():\n    import mmap\n    x = mmap.mmap(-1, 2**31)", returns(1), "error"),
     ("def f():\n    x = 'x' * 10**6\n    for _ in range(20): x = [x] * 9\n    return x", returns(1), "memory"),
     ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", returns(1), "error"),
-    ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass")]
+    ("import os\nwhile True: os.write(1, b'x' * 10**6)", prints("1"), "output limit"),
+    ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3), "output limit"),  # see test_open_files
+    ("print('x' * 70000)", prints("1"), "output limit"), ("print('x' * 10**6)", prints("x" * 10**6), "pass"),  # as expected
+    ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
+    ("with open('big', 'wb', 0) as f:\n    while True: f.write(b'x' * 2**20)", prints("1"), "error"),
+    ("n = 0\nwhile True:\n    n += 1\n    with open(str(n), 'wb', 0) as f: f.write(b'x' * 2**20)", prints("1"), "error"),
+    ("import os\nfor n in range(10**7): os.close(os.open('x' * 200 + str(n), os.O_CREAT))", prints("1"), "memory"),
+]
 
 
 @needs_bwrap
-def test_output():
-    """What is read back is bounded, unless the tests expect more. (3 is where results go: see test_open_files.)"""
-    done = run_all([(code, tests) for code, tests, _ in OUTPUT], workers=4, memory_mib=128)
-    assert [(case[0], case[2], v) for case, v in zip(OUTPUT, done, strict=True) if v.reason != case[2]] == []
+def test_limits():
+    """Of time, memory, output and the number of files; nothing takes longer than its limit."""
+    start = time.monotonic()
+    done = run_all([(code, tests) for code, tests, _ in LIMITS], workers=4, timeout=1, memory_mib=128)
+    assert [(case[0], case[2], v) for case, v in zip(LIMITS, done, strict=True) if v.reason not in case[2]] == []
+    assert time.monotonic() - start < 30
 
 
 @needs_bwrap
@@ -248,29 +198,6 @@ def kind(fd):
     assert run_tests(f"{seen}\nprint({opened})", prints("[(0, 'file'), (1, 'pipe'), (2, 'null')]")) == PASSED
     body = "x = []\ntry:\n    while True: x.append(open('/tmp/x', 'w'))\nexcept OSError: return len(x)"
     assert verdict(body, sandbox.OPEN_FILES - 4) == PASSED
-
-
-@needs_bwrap
-def test_disk():
-    """A file cannot be large, many of them not either, nor their names; and all is gone afterwards."""
-    assert verdict("""
-n = 0
-try:
-    with open("big", "wb", 0) as f:
-        while True: n += f.write(b"x" * 2**20)
-except OSError: return n""", 2**24) == PASSED
-    assert verdict("""
-n = 0
-try:
-    while True:
-        with open(str(n), "wb", 0) as f: f.write(b"x" * 2**20)
-        n += 1
-except OSError: return n <= 16""", True) == PASSED
-    assert verdict("import os\nos.truncate(0, 2**40)") == (0, 1, "error")
-    body = "import os\nfor n in range(a[0]): os.close(os.open('x' * 200 + str(n), os.O_CREAT))\nreturn 1"
-    assert verdict(body, 1, 5000) == PASSED
-    assert verdict(body, 1, 10**7) == (0, 1, "memory")
-    assert verdict("import os\nreturn os.listdir('/tmp')", []) == PASSED
 
 
 @needs_bwrap
@@ -299,10 +226,6 @@ return 30 <= n <= 64"""
 ATTACKS = named(r"""
 --- read the environment
 return os.environ['QUARTET_SECRET']
---- read our environment
-for p in os.listdir('/proc'):
-    x = open('/proc/' + p + '/environ').read() if p.isdigit() else ''
-    if 'QUARTET_SECRET=' in x: return x.split('QUARTET_SECRET=')[1][:32]
 --- read through a link
 os.symlink(file, '/tmp/x')
 return open('/tmp/x').read()
@@ -315,8 +238,6 @@ return open('/tmp' + file).read()
 libc.unshare(0x10020000)
 libc.mount(b'proc', b'/tmp', b'proc', 0, 0)
 return open('/tmp/1/root' + file).read()
---- fork
-return os.fork() >= 0
 --- fork bomb that holds on
 for _ in range(10**5):
     try: os.fork()
@@ -326,33 +247,14 @@ return False
 --- subprocess
 import subprocess
 return subprocess.run([python, '-c', '1']).returncode == 0
---- vfork
-return libc.syscall(58) >= 0 if os.uname().machine == 'x86_64' else libc.fork() >= 0
 --- connect
 socket.create_connection(('127.0.0.1', port), 2)
 --- connect to an abstract socket
 socket.socket(socket.AF_UNIX).connect(abstract)
 --- connect to a named socket
 socket.socket(socket.AF_UNIX).connect(named)
---- connect one of a pair
-socket.socketpair()[0].connect(abstract)
 --- send
 socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', udp_port))
---- look up a name
-socket.getaddrinfo('localhost', 80)
---- netlink
-socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
---- the hypervisor
-socket.socket(socket.AF_VSOCK).connect((2, 1024))
---- pages of pipes
-page = libc.mmap(None, 4096, 3, 0x22, -1, 0)
-ctypes.memset(page, 1, 4096)
-return libc.vmsplice(os.pipe()[1], ctypes.byref((ctypes.c_size_t * 2)(page, 4096)), 1, 0) > 0
---- sockets in sockets
-a, b = socket.socketpair()
-socket.send_fds(a, [b'x'], [b.fileno()])
---- large sockets
-socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
 --- large pipes
 fcntl.fcntl(os.pipe()[1], 1031, 2**20)
 --- POSIX locks
@@ -362,11 +264,6 @@ for n in range(50): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * n)
 with open('x', 'r+b') as other:  # F_OFD_GETLK: would a lock of mine fit in?
     held = [struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0)))[0] for n in range(50)]
 return held.count(fcntl.F_UNLCK) < 50
---- links
-os.symlink('x' * 4000, 'z')
---- attributes
-open('y', 'w').close()
-os.setxattr('y', 'user.x', b'x' * 60000)
 --- shared memory by hand
 p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
 return p != 2**64 - 1 and libc.munmap(p, 2**20 - 4096, 0) == 0
@@ -404,6 +301,7 @@ def test_attacks_on_the_host(tmp_path, monkeypatch):
         tmp_path.chmod(0o777)
         given = [str(tmp_path / "secret"), sandbox.base_python(), tcp.getsockname()[1], udp.getsockname()[1], abstract_name, path]
         programs = [(WITH + textwrap.indent(body, "    "), returns(True, *given)) for body in ATTACKS.values()]
+        assert all(compile(code, "attack", "exec") for code, _ in programs)
         done = run_all(programs, workers=4)
         assert {how: v for how, v in zip(ATTACKS, done, strict=True) if v.passed or v.reason not in ("fail", "error")} == {}
         assert verdict("import ctypes, socket, fcntl, struct\nreturn True", True) == PASSED  # nothing of it fails by itself
@@ -431,49 +329,9 @@ return [gone, found, sorted(set(os.listdir("/")) - {"lib", "lib64", "tmp", "usr"
     assert verdict(body, [[], [sandbox.base_python()], []], *hidden) == PASSED
 
 
-WRITERS = named(r"""
---- write
-open(a[0], 'w').write('x')
---- create
-open(a[1] + '/evil', 'w').write('x')
---- through a symlink
-os.symlink(a[0], a[2])
-open(a[2], 'w').write('x')
---- link
-os.link(a[0], a[1] + '/evil')
---- device
-os.mknod(a[2], 0o060666, 0x800)
-open(a[2], 'wb').write(b'x')
---- remount
-import ctypes
-ctypes.CDLL(None).mount(None, a[1].encode(), None, 32, None)
-open(a[0], 'w').write('x')
-""")
-
-
 def stat_of(path):
     info = os.lstat(path)
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_uid, info.st_nlink, info.st_ino
-
-
-@needs_bwrap
-def test_writing(tmp_path):
-    """Not even where anybody may write: to each a folder of its own."""
-    name, before, attacks = "/tmp/quartet" + TOKEN, {}, []  # a name that the host's /tmp does not have
-    for number, body in enumerate(WRITERS.values()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "file").write_text("hello")
-        (folder / "file").chmod(0o666)
-        folder.chmod(0o777)
-        before[folder] = stat_of(folder / "file"), stat_of(folder)
-        attacks.append((function("import os\n" + body), returns(None, str(folder / "file"), str(folder), name)))
-    tmp_path.chmod(0o777)
-    run_all(attacks, workers=4)
-    for how, (folder, stats) in zip(WRITERS, before.items(), strict=True):
-        assert (stat_of(folder / "file"), stat_of(folder)) == stats, how
-        assert (folder / "file").read_text() == "hello" and os.listdir(folder) == ["file"], how
-    assert not os.path.lexists(name)
 
 
 @needs_bwrap
@@ -487,7 +345,8 @@ def test_the_system_is_read_only():
 import os
 won = []
 for paths, attempts in ((a[0], (lambda p: os.open(p, os.O_WRONLY), lambda p: os.chmod(p, 0o755), lambda p: os.rename(p, p))),
-                        (a[1], (lambda p: open(p, "x"), os.mkdir, os.mkfifo, lambda p: os.link(a[0][0], p)))):
+                        (a[1], (lambda p: open(p, "x"), os.mkdir, os.mkfifo, lambda p: os.mknod(p, 0o060666, 0x800),
+                                 lambda p: os.link(a[0][0], p)))):
     for attempt in attempts:
         for path in paths:
             try: won.append([attempt(path), path])
@@ -568,49 +427,47 @@ return [data[0], data[1], data[3], data[4], libc.prctl(39, 0, 0, 0, 0), os.getgr
     assert verdict(body, [0, 0, 0, 0, 1, [], False]) == PASSED  # effective and permitted capabilities; no_new_privs
 
 
-CORE = """
+@needs_bwrap
+def test_core_files():
+    """A limit of 1 byte is what keeps the host's handler away (core(5)). Nothing lowers it; our own stays as it is."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    body = """
 import ctypes, os, resource
-libc = ctypes.CDLL(None)
-x86 = os.uname().machine == "x86_64"
-zero = (ctypes.c_ulong * 2)(0, 0)
 for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
-              lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1)),
-              lambda: libc.syscall(160 if x86 else 164, 4, zero),
-              lambda: libc.syscall(160 if x86 else 164, ctypes.c_long(2**32 + 4), zero)):
+              lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1))):
     try: lower()
     except (ValueError, OSError): pass
 limits = (ctypes.c_ulong * 2)()
-libc.syscall(97 if x86 else 163, 4, limits)
-print(limits[0])
-"""
-
-
-@needs_bwrap
-def test_core_files():
-    """A limit of 1 byte is what keeps the host's handler away (core(5)). Not even exec changes it; our own stays as it is."""
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    again = f"import os\nos.execv({sandbox.base_python()!r}, ['python', '-S', '-c', {CORE!r}])"
-    assert run_all([(CORE, prints("1")), (again, prints("1"))], workers=2) == [PASSED] * 2
+ctypes.CDLL(None).syscall(97 if os.uname().machine == "x86_64" else 163, 4, limits)
+return limits[0]"""
+    assert verdict(body, 1) == PASSED
     assert run_tests("import os\nos.abort()", prints("1")) == (0, 1, "crash")
     assert resource.getrlimit(resource.RLIMIT_CORE) == before
 
 
 @needs_bwrap
-def test_the_kernel_ends_programs_before_the_trainer(monkeypatch):
-    """All processes of a sandbox are first when memory runs out, and nothing of ours is changed by that."""
+def test_a_sandbox_as_the_host_sees_it(monkeypatch):
+    """Its processes are the first to end when memory runs out, its namespaces are its own; and nothing of ours is changed."""
     with open("/proc/self/oom_score_adj") as f:
         mine = f.read()
-    scores = []
+    scores, shared = [], []
+
+    def namespaces(pid):
+        return {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("ipc", "mnt", "net", "pid", "uts")}
 
     def look(*args):
-        for pid in ours():
-            with open(f"/proc/{pid}/oom_score_adj") as f:
-                scores.append(f.read())
+        try:
+            for pid in ours():
+                with open(f"/proc/{pid}/oom_score_adj") as f:
+                    scores.append(f.read())
+                shared.append(len(namespaces(pid) & namespaces("self")))
+        except OSError:
+            pass  # it has just ended
         return 0
 
     monkeypatch.setattr(sandbox, "count_files", look)
     assert run_tests("import time\ntime.sleep(0.3)", prints("")) == PASSED
-    assert len(scores) >= 3 and set(scores) == {"1000\n"}
+    assert len(scores) >= 3 and set(scores) == {"1000\n"} and min(shared) == 0  # of the program itself
     with open("/proc/self/oom_score_adj") as f:
         assert f.read() == mine
 
@@ -711,19 +568,6 @@ def test_bwrap_is_missing(tmp_path, monkeypatch):
     for run in (check_sandbox, lambda: run_tests(f"open({str(tmp_path / 'x')!r}, 'w')", returns(1))):
         with pytest.raises(BadInput, match="apt install bubblewrap"):
             run()
-    assert os.listdir(tmp_path) == []
-
-
-@needs_bwrap
-def test_the_interpreter_does_not_start(monkeypatch):
-    with monkeypatch.context() as m:
-        m.setattr(sandbox, "base_python", lambda: "/nonexistent/python3")
-        with pytest.raises(Stop, match="/nonexistent/python3"):
-            run_tests("def f(): return 1", returns(1))
-    monkeypatch.setattr(sandbox, "BOOTSTRAP", "import time; time.sleep(100)")
-    monkeypatch.setattr(sandbox, "START_SECONDS", 0.3)
-    with pytest.raises(Stop, match="did not start"):
-        run_tests("def f(): return 1", returns(1))
 
 
 @needs_bwrap
@@ -739,29 +583,6 @@ def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
             m.setattr(sandbox, name, sawn)
             with pytest.raises(BadInput, match=message):
                 check_sandbox()
-
-
-@needs_bwrap
-def test_bwrap_is_killed_from_outside():
-    """By an administrator, say. That is not the program's fault, and nothing stays behind."""
-    failure = []
-
-    def run():
-        try:
-            run_tests("import time\ntime.sleep(100)", prints(""))
-        except Stop as e:
-            failure.append(str(e))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not (children := [p for p in ours() if f"\nPPid:\t{os.getpid()}\n" in open(f"/proc/{p}/status").read()]):
-        time.sleep(0.01)
-    assert os.getpgid(children[0]) != os.getpgid(0)  # a Ctrl-C in the terminal would not kill it
-    time.sleep(0.2)  # let it come to the ready byte
-    os.kill(children[0], signal.SIGKILL)
-    thread.join()
-    assert len(failure) == 1 and re.fullmatch("the sandbox (died|did not start): exit code -9", failure[0])
-    wait_for_none()
 
 
 CHILD = f"""
@@ -781,6 +602,7 @@ def test_the_trainer_dies():
     while len(ours()) < 10:  # the trainer, and of each sandbox bwrap, its first process and the program
         time.sleep(0.01)
         assert trainer.poll() is None
+    time.sleep(1)  # before its ready byte is read, a program ends by itself: nobody is there to read it
     trainer.kill()
     trainer.wait(30)
     wait_for_none()
@@ -816,35 +638,17 @@ print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 
 
 @needs_bwrap
-def test_many_at_once_keep_apart():
-    """Each gets its own verdict, in order, from several threads, each of which runs several."""
-    programs = [(f"def f(x): return x * {n}", returns(3 * n if n % 3 else -1, 3)) for n in range(9)]
-    want = [PASSED if n % 3 else (0, 1, "fail") for n in range(9)]
-    got = {}
-    threads = [threading.Thread(target=lambda i=i: got.update({i: run_all(programs, workers=3)})) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert got == {0: want, 1: want}
-    assert run_all([], workers=2) == []
-
-
-@needs_bwrap
 def test_the_reward_code_ends_in_time(capsys):
     """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
     rows = [{"tests": prints("1")}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(100)\n```"] * 4
     start = time.monotonic()
-    assert code_reward(dict(completions=completions, rows=rows, seconds=2.5)) == [1, 0, 0, 0, 0]
-    assert time.monotonic() - start < 4
+    assert code_reward(dict(completions=completions, rows=rows, seconds=1.5)) == [1, 0, 0, 0, 0]
+    assert time.monotonic() - start < 3
     assert "4 of 5" in capsys.readouterr().out
     assert code_reward(dict(completions=completions[:1], rows=rows[:1])) == [1]
     assert capsys.readouterr().out == ""
-
-
-@needs_bwrap
-def test_the_limit_of_the_key_reaches_the_sandbox():
-    program = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
-    batch = dict(completions=[program], rows=[dict(prompt="q", tests=returns(1))], prompts=["q"])
+    # the limit of the key code_seconds, too
+    spin = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
+    batch = dict(completions=[spin], rows=[dict(tests=returns(1))])
     assert [code_reward(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]  # 30 on a busy machine

@@ -1,5 +1,5 @@
 """What a run shows of itself: samples.jsonl, trackers, speed; and tools/plot.py and tools/page.py, the page also in a browser."""
-import html.parser
+import html
 import json
 import os
 import re
@@ -8,15 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from data import batch_rows
-from engine.curves import choose_metrics, points, short_names
-from engine.report import flops_a_token, peak_flops
-from errors import BadConfig
-from model import from_scratch
 from tiny import arguments, forked, in_a_row, one_run
 
 KILL = """
@@ -62,12 +56,10 @@ def done(tmp_path_factory):
         "whole": [one_run("ppo.py", (ppo, PEAK))],
         "killed": [one_run("ppo.py", (ppo, KILL)), one_run("ppo.py", ppo)],
         "grpo": [one_run("grpo.py", *[world.grpo("out", **often)] * 2)],
-        "none": [one_run("ppo.py", world.ppo("out", max_iters=1))],
         "sft": [one_run("sft.py", (world.sft("out", **two | both), f"FAILS = 99{FAKES}")),
                 one_run("sft.py", (world.sft("out", **two | both | dict(max_iters=4)), f"FAILS = 3{FAKES}"))],
         "missing": [one_run("rm.py", (world.rm("out", report_to="wandb"), "import sys\nsys.modules['wandb'] = None"))],
-        "unknown": [one_run("ppo.py", *[world.ppo("out", report_to="tensorbored")] * 2)],
-        "speed": [one_run("sft.py", *[(world.sft("out"), PEAK)] * 2)],
+        "unknown": [one_run("ppo.py", world.ppo("out", report_to="tensorbored"))],
     }
     return folder, world, forked(folder, cases)
 
@@ -133,63 +125,20 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
 
 def test_a_tracker_that_is_missing_ends_the_run_with_one_line(done):
     folder, _, results = done
-    for name, ranks, words in (("missing", 1, "pip install wandb"), ("unknown", 2, "there are tensorboard, ")):
+    for name, words in (("missing", "wandb"), ("unknown", "tensorboard")):
         result, = results[name]
-        assert result["codes"] == [2] * ranks
+        assert result["codes"] == [2]
         assert "".join(result["stderr"]).count("\n") == 1 and words in "".join(result["stderr"]), result
         assert os.path.getsize(f"{folder}/{name}/out/log.jsonl") == 0
-
-
-def test_tensorboard_itself(tmp_path):
-    """A run that resumes: the iterations before its checkpoint stay, those after it come from the second run alone."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from engine.run_log import finish_trackers, start_trackers, write_log
-
-    for start, values in ((0, (0.5, 0.25, 9.0)), (2, (0.125, 0.0625))):
-        start_trackers("tensorboard", str(tmp_path), {}, start)
-        for i, value in enumerate(values, start):
-            write_log(str(tmp_path), {"iteration": i, "loss/a": value, "objective/texts": "abc", "b": float("nan")})
-        finish_trackers()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["loss/a"]
-    assert [(e.step, e.value) for e in events.Scalars("loss/a")] == [(0, 0.5), (1, 0.25), (2, 0.125), (3, 0.0625)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # speed
 
 
-def model(head="lm", tied=False):
-    return from_scratch(dict(
-        model_type="gpt2", n_embd=64, n_layer=2, n_head=2, n_inner=128, n_positions=8, vocab_size=100,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0), head=head, seed=1)
-
-
-@pytest.mark.parametrize("kind", ["lm", "tied", "scalar"])
-def test_flops_are_those_that_torch_counts(kind):
-    """But for attention, biases and norms: for a single token, 1.5 % together."""
-    m = model("scalar" if kind == "scalar" else "lm", kind == "tied")
-    read = m.scalars if kind == "scalar" else m.logits
-    tokens = torch.tensor([[3], [4]])
-    with FlopCounterMode(display=False) as forward, torch.no_grad():
-        read(m.states(tokens))
-    with FlopCounterMode(display=False) as training:
-        read(m.states(tokens)).sum().backward()
-    assert 2 * flops_a_token(m) == pytest.approx(forward.get_total_flops(), rel=0.025)
-    assert 2 * flops_a_token(m, trained=True) == pytest.approx(training.get_total_flops(), rel=0.025)
-
-
 def test_share_of_peak(done):
-    """Of an SFT step: 6 N a token, where N is counted in the file. Of an iteration of PPO: from the log back to its tokens."""
-    folder, world, results = done
-    assert results["speed"][0]["codes"] == [0, 0]
-    weights = tiny.read_weights(f"{folder}/speed/out/policy")
-    n = sum(t.numel() for name, t in weights.items() if "wte" not in name and "wpe" not in name)
-    for record in tiny.read_log(f"{folder}/speed/out")[:-1]:
-        assert record["time/mfu"] / record["time/tokens_per_second"] == pytest.approx(6 * n / (1e9 * 2))
-
+    """Of an iteration of PPO: from the log back to its tokens."""
+    folder, world, _ = done
     sizes = {name: sum(t.numel() for key, t in tiny.read_weights(f"{folder}/whole/out/{name}").items()
                        if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model")}
     n, v = sizes["policy"], sizes["value_model"]
@@ -204,31 +153,8 @@ def test_share_of_peak(done):
         assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
 
 
-def test_a_peak_is_known_or_there_is_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops("bfloat16", torch.device("cuda:0")) == 989e12
-    assert peak_flops("float32", torch.device("cuda:0")) is peak_flops("bfloat16", torch.device("cpu")) is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # curves, plot.py
-
-
-def test_runs_are_called_by_what_tells_them_apart():
-    assert short_names(["a/x/ppo", "b/x/ppo/", "b/sft"], "runs") == ["a/x/ppo", "b/x/ppo", "sft"]
-    assert short_names(["out/ppo", "ppo", "old/out/ppo"], "runs") == ["out/ppo", "ppo", "old/out/ppo"]
-    with pytest.raises(BadConfig, match="'a/b' is given twice"):
-        short_names(["a/b", "./a/b"], "runs")
-
-
-def test_curves():
-    records = [dict(iteration=0, a=1.0), dict(iteration=1, a=None), dict(iteration=4, a=2.0, b="x")]
-    assert points(records, "a") == [(0, 1.0), (4, 2.0)] and points(records, "b") == []
-    assert points(records, "a", 0.5) == [(0, 1.0), (4, pytest.approx((0.25 * 1 + 0.5 * 2) / 0.75))]
-    known = ["eval/kl", "policy/lr", "policy/steps"]
-    assert choose_metrics("policy/*, eval/kl,policy/lr", known) == ["policy/lr", "policy/steps", "eval/kl"]
-    with pytest.raises(BadConfig, match="no run has logged 'eval/lk'; did you mean 'eval/kl'"):
-        choose_metrics("eval/lk", known)
 
 
 DRAWN = """
@@ -243,35 +169,17 @@ Figure.savefig = savefig
 """
 
 
-@pytest.fixture(scope="module")
-def drawn(done):
-    """{name: (the table, the panels)} of pictures of runs."""
+def test_two_runs_of_one_name_are_both_drawn(done):
     folder, _, _ = done
-    runs = dict(
-        ppo=dict(runs=f"{folder}/whole/out"), grpo=dict(runs=f"{folder}/grpo/out"), sft=dict(runs=f"{folder}/sft/out"),
-        two=dict(runs=f"{folder}/whole/out,{folder}/grpo/out", metrics="policy/lr,eval/k*"))
-    jobs = {f"plot {name}": one_run("tools/plot.py", (arguments(keys), DRAWN)) for name, keys in runs.items()}
-    outcomes = in_a_row(folder, jobs)
-    assert {outcome["kind"] + outcome["message"] for (outcome,) in outcomes.values()} == {""}, outcomes
-    return {name: (outcomes[f"plot {name}"][0]["stdout"], json.load(open(f"{folder}/plot {name}/drawn.json"))) for name in runs}
-
-
-def test_panels_are_chosen_by_what_is_in_the_log(drawn):
-    titles = {name: [panel["title"] for panel in panels] for name, (_, panels) in drawn.items()}
-    common = ["learned score", "accuracy", "KL to the reference (nats a response)", "response length (tokens)",
-              "policy loss"]
-    assert titles["ppo"] == [*common, "value loss, or supervised loss"]
-    assert titles["grpo"] == [*common, "groups with nothing to learn"]
-    assert titles["sft"] == ["value loss, or supervised loss", "gradient norm", "learning rate", "tokens a second"]
-
-
-def test_two_runs_of_one_name_are_both_drawn(done, drawn):
-    table, panels = drawn["two"]
-    assert [line.split()[0] for line in table.splitlines() if re.match(r"\w+/out ", line)] == ["whole/out"] * 2 + ["grpo/out"] * 2
+    args = arguments(dict(runs=f"{folder}/whole/out,{folder}/grpo/out", metrics="policy/lr,eval/k*"))
+    outcome, = in_a_row(folder, {"plot": one_run("tools/plot.py", (args, DRAWN))})["plot"]
+    assert outcome["kind"] == "", outcome
+    panels = json.load(open(f"{folder}/plot/drawn.json"))
+    named = [line.split()[0] for line in outcome["stdout"].splitlines() if re.match(r"\w+/out ", line)]
+    assert named == ["whole/out"] * 2 + ["grpo/out"] * 2
     assert [panel["title"] for panel in panels] == ["policy/lr", "eval/kl"] and panels[0]["legend"] == ["whole/out", "grpo/out"]
     for name, curve in zip(("whole", "grpo"), panels[1]["curves"], strict=True):
-        log = tiny.read_log(f"{done[0]}/{name}/out")
-        assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in log]]
+        assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in tiny.read_log(f"{folder}/{name}/out")]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,38 +202,16 @@ def page(done, tmp_path_factory):
     return f"{run}.html"
 
 
-class Page(html.parser.HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.opened, self.texts, self.links = [], {}, []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.opened.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
-
-    def handle_data(self, data):
-        if self.opened:
-            key = f"{self.opened[-1]} {self.opened.count(self.opened[-1])}"
-            self.texts[key] = self.texts.get(key, "") + data
-
-
 def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
     with open(page, encoding="utf-8") as f:
         source = f.read()
-    parsed = Page(source)
-    assert parsed.opened.count("script") == 2 and "b" not in parsed.opened and "c" not in parsed.opened
-    assert all(link.startswith("#") or link == "data:," for link in parsed.links)
+    assert HOSTILE not in source and source.count("<script") == 2
     assert set(re.findall(r"\w+://[\w.]+", source)) <= {"http://www.w3.org"}  # the name of SVG's elements, which is never fetched
     assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", source)
-    assert parsed.texts["title 1"].strip() == "a<b>&c, out"
-    first, second = json.loads(parsed.texts["script 1"])
+    first, second = json.loads(re.search(r"<script[^>]*>(.*?)</script>", source, re.DOTALL)[1])
     assert first["samples"][0]["text"] == HOSTILE and first["config"]["batch_size"] == 7
     log = tiny.read_log(f"{done[0]}/grpo/out")
-    assert [x for x, _ in second["curves"]["eval/kl"]] == [0, 1, 2, 3, 4]
     assert [y for _, y in second["curves"]["eval/kl"]] == pytest.approx([record["eval/kl"] for record in log], rel=1e-5)
-    assert second["curves"].keys() == {k for record in log for k in record} - {"iteration", "objective/texts"}
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -380,12 +266,8 @@ def test_bad_folders_are_one_line(tmp_path):
     (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
     for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1"),
                                     ("page", f"--run={tmp_path}", "samples.jsonl, line 1"),
-                                    ("page", "--run=nowhere", "nowhere"),
-                                    ("page", f"--run={tmp_path} --out={tmp_path}/log.jsonl", "log.jsonl"),
-                                    ("page", f"--run={tmp_path} --out=model.safetensors", "must end with .html"),
                                     # its samples cannot be read: even without the check nothing would be written
                                     ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html"),
-                                    ("plot", f"--runs={tmp_path} --out=/proc/a.png", "--out"),
                                     ("plot", f"--runs={tmp_path} --out={tmp_path}", ".png")):
         command = [sys.executable, f"{tiny.ROOT}/tools/{script}.py", *argument.split()]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -37,11 +37,12 @@ def reachable(numbers, target):
 
 
 def test_countdown_problems_are_solvable_and_disjoint(tmp_path, run_here):
+    assert run_here(COUNTDOWN, f"--out={tmp_path / 'seed'}", "--train=120", "--val=40", "--seed=2")[0] == 0
     code, stdout, stderr = run_here(COUNTDOWN, f"--out={tmp_path / 'new'}", "--train=120", "--val=40")
     assert (code, stdout, stderr) == (0, "rl_train.jsonl: 120 rows\nrl_val.jsonl: 40 rows\n", "")
     assert sorted(os.listdir(tmp_path / "new")) == ["rl_train.jsonl", "rl_val.jsonl"]
     train, val = (read(tmp_path / "new" / f"rl_{part}.jsonl") for part in ("train", "val"))
-    assert (len(train), len(val)) == (120, 40)
+    assert (len(train), len(val)) == (120, 40) and val != read(tmp_path / "seed" / "rl_val.jsonl")
     for row in train + val:
         assert list(row) == ["prompt", "numbers", "target"]
         assert len(row["numbers"]) in (3, 4) and all(type(n) is int and 1 <= n <= 99 for n in row["numbers"])
@@ -52,17 +53,6 @@ def test_countdown_problems_are_solvable_and_disjoint(tmp_path, run_here):
     assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in train + val}) == 160
     assert 0.3 < sum(len(row["numbers"]) == 3 for row in train + val) / 160 < 0.7
     assert any(row["numbers"] != sorted(row["numbers"]) for row in val)
-
-
-def test_countdown_is_a_function_of_the_seed(tmp_path, run_here):
-    sizes = {"a": (30, 5, 1), "b": (30, 5, 1), "fewer": (10, 5, 1), "seed": (30, 5, 2)}
-    files = {}
-    for name, (train, val, seed) in sizes.items():
-        assert run_here(COUNTDOWN, f"--out={tmp_path / name}", f"--train={train}", f"--val={val}", f"--seed={seed}")[0] == 0
-        files[name] = [(tmp_path / name / f"rl_{part}.jsonl").read_bytes() for part in ("train", "val")]
-    assert files["a"] == files["b"]
-    assert files["fewer"][1] == files["a"][1] and files["a"][0].startswith(files["fewer"][0])
-    assert files["seed"][0] != files["a"][0] and files["seed"][1] != files["a"][1]
 
 
 def test_countdown_as_chat_and_in_a_run(tmp_path, run_here):
@@ -87,25 +77,17 @@ SCORES = [
     (f"<think><answer>{SOLVED}</answer>", 0)]
 
 
-@pytest.mark.parametrize("completion, score", SCORES)
-def test_countdown(completion, score):
+VALUES = [
+    ("1+2*3", 7), ("8/(3/2)", Fraction(16, 3)), ("10-(4-3)", 9), ("1/3*3", 1), ("-(2+3)", -5), ("5−2×3÷4", Fraction(7, 2)),
+    ("1 2", None), ("2(3)", None), ("2**3", None), ("1.5", None), ("1/(2-2)", None), ("1" * 201, None), ("(" * 100, None)]
+
+
+def test_countdown_scores_exact_arithmetic_that_is_no_python():
     (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
     row = dict(prompt="?", numbers=[2, 3, 5], target=16)
-    assert countdown(dict(completions=[completion], rows=[row])).tolist() == [pytest.approx(score)]
-
-
-@pytest.mark.parametrize("text, value", [
-    ("1+2*3", 7), ("8/(3/2)", Fraction(16, 3)), ("10-(4-3)", 9), ("1/3*3", 1), ("-(2+3)", -5), ("5−2×3÷4", Fraction(7, 2)),
-    ("1 2", None), ("2(3)", None), ("2**3", None), ("1.5", None), ("1/(2-2)", None), ("1" * 201, None), ("(" * 100, None)])
-def test_arithmetic_is_exact_and_no_python(text, value):
-    (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
-    assert countdown.__globals__["evaluate_arithmetic"](text) == value
-
-
-def test_bad_arguments_are_one_line(run_here):
-    code, stdout, stderr = run_here(COUNTDOWN, "--train=0")
-    assert (code, stdout) == (2, "")
-    assert "--train=0 is out of range: [1..1000000]" in stderr and stderr.count("\n") == 1
+    found = countdown(dict(completions=[completion for completion, _ in SCORES], rows=[row] * len(SCORES))).tolist()
+    assert found == pytest.approx([score for _, score in SCORES])
+    assert [countdown.__globals__["evaluate_arithmetic"](text) for text, _ in VALUES] == [value for _, value in VALUES]
 
 
 # gsm8k
@@ -138,10 +120,7 @@ def test_gsm8k(tmp_path, source, run_here):
         kept = [row for row in made if row[2]]
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
-            assert list(row) == ["prompt", "answer"]
-            assert f"User: {question.strip()} Reason step" in row["prompt"]
-            assert "then give the final number in \\boxed{}, for example \\boxed{12}.\nAssistant: " in row["prompt"]
-            assert row["prompt"].endswith("\n<think>")
+            assert question.strip() in row["prompt"] and row["prompt"].endswith("\n<think>")
         rewards = parse_rewards("accuracy,0.5*format", RULES, ".")
         check_rows(rewards, rows, name)
         boxed = [f"{int(answer):,}" if answer != "0.5" else r"\frac12" for _, _, answer in kept]
@@ -160,17 +139,3 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, run_
     messages = [row["prompt"] for row in read(out / "rl_train.jsonl")]
     assert [[m["role"] for m in prompt] for prompt in messages] == [["user"]] * 5
     assert messages[0][0]["content"].startswith("Two and two? Reason ") and r"\boxed{}" in messages[0][0]["content"]
-
-
-@pytest.mark.parametrize("number, line, message", [
-    (2, '{"question": "a", ', "not JSON"), (1, '{"question": 5}', "field 'prompt'")])
-def test_gsm8k_bad_rows_are_one_line(tmp_path, source, run_here, number, line, message):
-    lines = (source / "train.jsonl").read_text(encoding="utf-8").split("\n")
-    lines[number - 1] = line
-    (source / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    out = tmp_path / "out"
-    code, _, stderr = run_here(GSM8K, f"--source={source}", f"--out={out}")
-    assert code == 2
-    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'train.jsonl'}, line {number}: {message}")
-    assert stderr.count("\n") == 1
-    assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole

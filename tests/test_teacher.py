@@ -1,6 +1,6 @@
 """
 rm.py --teacher: a small reward model learns what a large one says. by_hand.py works out whole runs; here it is shown that a
-teacher is read as others read it, that shards and a stop change nothing, and what is refused.
+teacher is read as others read it, that shards change nothing, and what is refused.
 """
 import json
 import re
@@ -38,7 +38,6 @@ def refused(world, folder):
     mixed, long = f"{folder}/mixed.jsonl", f"{folder}/long.jsonl"
     return {
         "missing": (dict(teacher="out/nothing"), "out/nothing: no such model folder"),
-        "hole": (dict(teacher=f"{world.reward},"), "teacher = .*a name between two commas is missing"),
         "zeros": (dict(teacher=f"{folder}/all_zeros"),
                   "the teacher .*/all_zeros gives all of .*pairs_train.jsonl the same score"),
         "smooth": (dict(teacher=world.reward, label_smoothing=0.1), "centre_coef and use_confidence .* leave them out"),
@@ -47,7 +46,6 @@ def refused(world, folder):
                   "mixed.jsonl has 1 pairs and 1 single responses; .* one of them alone"),
         "too long": (dict(teacher=world.short_reward, train_path=long, val_path=""),
                      "long.jsonl, row 2: it has 1[0-9] tokens, and the model's context is 10; "),
-        "no labels": (dict(train_path=world.sft_train), "sft_train.jsonl, line 1: field 'chosen' is missing"),
     }
 
 
@@ -70,19 +68,17 @@ def done(world, tmp_path_factory):
 
     cases = {
         "whole": [run(code=SAVES, **two)],
-        "three ranks": [run(3, code=SAVES, zero_stage="3", micro_batch_size=2, **two)],
-        "stopped": [run(**two | dict(max_iters=2)), run(**two), run(**two | dict(teacher=world.reward))],
-        "without": [run(**two), run(**two | dict(teacher=""))],
+        "two ranks": [run(2, code=SAVES, zero_stage="3", micro_batch_size=2, **two)],
+        "other": [run(**two | dict(max_iters=1)), run(**two | dict(teacher=world.reward))],
         "adapter": [run(**two | dict(lora="2"))],
         "responses": [run(**alone)],
-        "scores alone": [run(**two | dict(preference_coef=0))],
     }
     cases |= {name: [run(**keys)] for name, (keys, _) in refused(world, folder).items()}
     return folder, forked(folder, cases)
 
 
 def test_runs_end(done):
-    for name in ("whole", "three ranks", "adapter", "responses", "scores alone"):
+    for name in ("whole", "two ranks", "adapter", "responses"):
         for result in done[1][name]:
             assert set(result["codes"]) == {0}, (name, result["stderr"])
 
@@ -94,15 +90,11 @@ def test_what_cannot_be_taught_is_refused_in_one_line(done, world, name):
     assert re.fullmatch(rf"rm\.py: error: [^\n]*{said}[^\n]*\n", result["stderr"][0]), result["stderr"]
 
 
-def test_shards_ranks_and_a_stop_change_nothing(done):
+def test_shards_and_ranks_change_nothing_and_another_teacher_is_another_run(done):
     folder = done[0]
-    assert tiny.distance(f"{folder}/whole/out/reward_model", f"{folder}/three ranks/out/reward_model") < 1e-9
-    first, second, other = done[1]["stopped"]
-    assert first["codes"] == second["codes"] == [0], second["stderr"]
-    assert "resuming from out/checkpoint-000002" in str(second["stdout"])
-    assert tiny.distance(f"{folder}/whole/out/reward_model", f"{folder}/stopped/out/reward_model") == 0
-    for result in (other, done[1]["without"][1]):  # another teacher, or none
-        assert result["codes"] == [2] and "out holds a run with teacher = " in result["stderr"][0], result["stderr"]
+    assert tiny.distance(f"{folder}/whole/out/reward_model", f"{folder}/two ranks/out/reward_model") < 1e-9
+    _, other = done[1]["other"]
+    assert other["codes"] == [2] and "teacher" in other["stderr"][0], other["stderr"]
 
 
 def test_teachers_say_what_they_say_in_transformers(done, world):
@@ -124,5 +116,5 @@ def test_teachers_say_what_they_say_in_transformers(done, world):
                 theirs.append([(model.score.weight[0] @ s).item() for s in states])
             theirs = torch.tensor(theirs)
             assert (ours - (theirs - theirs.mean())).abs().max() < 1e-4 < 0.01 < ours.std()
-    on_ranks = [torch.load(f"{done[0]}/three ranks/said-{rank}.pt") for rank in range(3)]
+    on_ranks = [torch.load(f"{done[0]}/two ranks/said-{rank}.pt") for rank in range(2)]
     assert all((a - b).abs().max() < 1e-12 for told in on_ranks for a, b in zip(told, said, strict=True))

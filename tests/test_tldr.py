@@ -108,13 +108,6 @@ def arguments(source, out, tokenizer, *options):
     return [SCRIPT, f"--source={source}", f"--out={out}", f"--tokenizer={tokenizer}", *options]
 
 
-def damage(path, number, change):
-    """Replace line `number` by change(its row), or by change itself if it is a string."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    lines[number - 1] = change if isinstance(change, str) else json.dumps(change(json.loads(lines[number - 1])))
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
 @pytest.fixture
 def prepare_here(run_here):
     """The same in this process, for the many small cases: exit code, stdout, stderr."""
@@ -141,23 +134,12 @@ def test_good_files(tmp_path, tokenizer, prepare_here):
     assert not list(out.rglob("*.part")) and (out / "raw" / "batch22.json").exists()
 
 
-def test_chat_makes_messages_of_the_prompts_alone(tmp_path, tokenizer, prepare_here):
+def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    assert prepare_here(source, out, tokenizer, "--chat")[0] == 0
-    assert read(out / "sft_train.jsonl")[0] == SFT_TRAIN
-    messages, = read(out / "prompts_train.jsonl")[0][0]
-    assert [m["role"] for m in messages] == ["user"]
-    text = SFT_TRAIN[0][0]
-    assert messages[0]["content"].endswith("\n\n" + text[:text.rindex("\n\nTL;DR:")])
-
-
-@pytest.mark.parametrize("file, number, change, message", [
-    ("batch3.json", 2, lambda row: row | {"choice": 2}, "summaries.2.text: "),
-    ("batch3.json", 1, lambda row: row | {"info": []}, "info.subreddit: ")])
-def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here, file, number, change, message):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    damage(next(source.rglob(file)), number, change)
+    path = next(source.rglob("batch3.json"))
+    first, second, *rest = path.read_text(encoding="utf-8").split("\n")
+    path.write_text("\n".join([first, json.dumps(json.loads(second) | {"choice": 2}), *rest]), encoding="utf-8")
     code, _, stderr = prepare_here(source, out, tokenizer)
-    assert code == 2
-    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / file}, line {number}: {message}") and stderr.count("\n") == 1
+    assert code == 2 and stderr.count("\n") == 1
+    assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'batch3.json'}, line 2: summaries.2.text: ")
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole

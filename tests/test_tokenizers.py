@@ -97,9 +97,8 @@ def test_the_toys_ids(tmp_path):
     assert encoded(ours, "1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
     assert ours.encode_scored(["1+"] * 2, ["2"] * 2, [True, False]) == [[49, 43, 50, 258], [49, 43, 50]]
     assert ours.encode_scored(["1+"], ["2"], longest=2) == [[49, 43]]
-    for refuses in (lambda: opened(ours, [user("hi")]), lambda: encoded(ours, [user("hi")], [assistant("3")])):
-        with pytest.raises(BadInput, match="no chat template"):
-            refuses()
+    with pytest.raises(BadInput, match="template"):
+        opened(ours, [user("hi")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,16 +106,13 @@ def test_the_toys_ids(tmp_path):
 
 THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
 ROWS = {  # name: (prompt, completion, which families take it)
-    "one turn": ([user("What is 1+2?")], [assistant("It is 3.")], world.CHATS),
     "system": ([system("Be brief. "), user("What?")], [assistant("Paris")], ["llama3.2", "qwen2.5", "qwen3"]),
     "several answers": ([user("What is 1+2?")],
                         [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], world.CHATS),
     "blanks": ([user("  two  spaces \n")], [assistant("\n\n  Sure!\n "), user("\t"), assistant(" user\n")], world.CHATS),
     "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], world.CHATS),
     "thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))], world.CHATS),
-    "empty": ([user("a")], [assistant("")], world.CHATS),
 }
-CASES = [(row, name) for row, (_, _, names) in ROWS.items() for name in names]
 ENDS = {"mistral": "</s>", "llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
 
@@ -133,10 +129,16 @@ def said(name, text, last=True):
     return unicodedata.normalize("NFC", text) + "<|im_end|>"  # Qwen's tokenizers normalize
 
 
-@pytest.mark.parametrize("row, name", CASES)
-def test_rows_equal_apply_chat_template(tokenizers, row, name):
+@pytest.mark.parametrize("name", world.CHATS)
+def test_rows_equal_apply_chat_template(tokenizers, name):
     """Prompts, whole dialogues as reward models read them, and demonstrations up to the last end of turn; masks by hand."""
-    (ours, theirs), (prompt, completion, _) = tokenizers[name], ROWS[row]
+    for row, (prompt, completion, families) in ROWS.items():
+        if name in families:
+            one_row(tokenizers, name, row, prompt, completion)
+
+
+def one_row(tokenizers, name, row, prompt, completion):
+    ours, theirs = tokenizers[name]
     ids, trained = encoded(ours, prompt, completion)
     whole = theirs.apply_chat_template(prompt + completion, return_dict=False)
     assert ours.encode_scored([prompt], [completion]) == [whole]
@@ -191,18 +193,6 @@ def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
             assert mine == (one == 1 and turns > skip), (chat, first)
 
 
-def test_strings_beside_messages(tokenizers):
-    """A string is a message of the user's, or of the assistant's; two strings are no chat."""
-    for name in world.CHATS:
-        ours = tokenizers[name][0]
-        want = encoded(ours, [user("a")], [assistant("b")])
-        assert encoded(ours, "a", [assistant("b")]) == encoded(ours, [user("a")], "b") == want
-        begin, end = ours.encode_texts(["a ", "b"])
-        ids = [*ours.bos_ids, *begin]
-        assert encoded(ours, "a ", "b") == (ids + end + [ours.eos_id], [False] * len(ids) + [True] * (len(end) + 1))
-        assert opened(ours, "a ") == ids
-
-
 @pytest.mark.parametrize("name", world.CHATS)
 def test_a_prefill(tokenizers, name):
     """A completion goes on with the prompt's last message: they are one message, and only what is new is trained."""
@@ -236,27 +226,6 @@ def test_special_tokens_in_texts_stay_letters(tokenizers, name):
         assert f"{text}\n{text}" in spans(ours, found, trained)[0].replace(f"{text} ", text)  # SentencePiece adds blanks
         asked = [i for i in opened(ours, [user("a"), assistant("b")]) if i in ids]
         assert [i for i in opened(ours, [user(text), assistant(f"b{text}b")]) if i in ids] == asked
-        if name in ("llama3.2", "qwen2.5"):  # which write a role as it is
-            odd = opened(ours, [dict(role=f"user{text}", content="a")])
-            assert [i for i in odd if i in ids] == [i for i in opened(ours, [user("a")]) if i in ids]
-
-
-def test_tokens_of_a_template_that_are_not_marked_as_special(folders, tmp_path):
-    """Some authors forget it. The template's tokens are special all the same; its marks in texts, such as <think>, are not."""
-    folder = shutil.copytree(folders["qwen3"], tmp_path / "qwen3")
-    for file, items in (("tokenizer.json", lambda v: v["added_tokens"]),
-                        ("tokenizer_config.json", lambda v: v["added_tokens_decoder"].values())):
-        value = json.loads((folder / file).read_text())
-        for token in items(value):
-            token["special"] = False
-        (folder / file).write_text(json.dumps(value))
-    ours, plain, theirs = load_tokenizer(str(folder)), load_tokenizer(folders["qwen3"]), AutoTokenizer.from_pretrained(folder)
-    for text in ("<think>\n\n</think>b", "a<|im_end|>", "<|im_start|>"):
-        assert encoded(ours, [user(text)], [assistant(text)]) == encoded(plain, [user(text)], [assistant(text)])
-        assert ours.encode_texts([text]) == plain.encode_texts([text])
-    chat = [user("a"), assistant("<think>b</think>c")]
-    assert ours.encode_scored([chat[:1]], [chat[1:]]) == [theirs.apply_chat_template(chat, return_dict=False)]
-    assert ours.eos_ids == plain.eos_ids and "<think>" not in ours.specials
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,9 +236,6 @@ TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 TEMPLATES = {
     "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
                      "{% if add_generation_prompt %}assistant: {% endif %}",
-    "drops": HEAD + "{% if m['role'] == 'user' %}{{ '<|im_start|>' + m['content'] }}{% endif %}{% endfor %}"
-                    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
-    "thinks": HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
     "counts": "{{ messages | length }}" + HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}"
               "{{ '<|im_start|>assistant\n' }}{% endif %}",
 }
@@ -281,14 +247,11 @@ def with_template(folder, root, text, **keys):
 
 
 def test_odd_templates(folders, tmp_path):
-    folder, several = folders["qwen2.5"], [assistant("b"), user("c"), assistant("d")]
-    # a generation prompt that the turn does not keep: one turn begins where the two part
-    ours = with_template(folder, tmp_path, TEMPLATES["thinks"])
-    assert spans(ours, *encoded(ours, [user("a")], "Sure")) == ["Sure<|im_end|>"]
-    # what has no answer in it, or no end; and earlier turns that become other ones
-    for name, completion in (("drops", "b"), ("thinks", several), ("counts", "b"), ("no end", "b")):
+    """Turns that have no end, or that become other ones, are refused."""
+    several = [assistant("b"), user("c"), assistant("d")]
+    for text in TEMPLATES.values():
         with pytest.raises(BadInput, match="my.jinja"):
-            encoded(with_template(folder, tmp_path, TEMPLATES[name]), [user("a")], completion)
+            encoded(with_template(folders["qwen2.5"], tmp_path, text), [user("a")], "b")
     off = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
@@ -313,14 +276,11 @@ def test_a_template_of_the_runs_own(folders, tmp_path):
     ours, saved = with_template(folders["pythia"], tmp_path, template), str(tmp_path / "saved")
     chat = [user("a"), assistant("b"), user("c"), assistant("d")]
     ids, trained = encoded(ours, chat[:1], chat[1:])
-    assert ours.hf.decode(ids) == "".join(f"### {m['role']}\n{m['content']}<|endoftext|>\n" for m in chat)[:-1]
     assert spans(ours, ids, trained) == ["b<|endoftext|>", "d<|endoftext|>"]
     shutil.copytree(folders["pythia"], saved)
     ours.save(saved)
     theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
     assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids == encoded(again, chat[:1], chat[1:])[0]
-    with pytest.raises(BadInput, match="nowhere.jinja"):
-        load_tokenizer(folders["qwen3"], "nowhere.jinja")
 
 
 def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
@@ -331,21 +291,16 @@ def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
     assert "Today Date: 1 May, 1999\n" in llama.decode(opened(llama, [user("a")])) and "date" not in capsys.readouterr().out
     load_tokenizer(folders["llama3.2"])
     assert "date" in capsys.readouterr().out
-    for text in ("enable_thinking=off", "a=1)+f(b=2", "enable_thinkin=False"):
-        with pytest.raises(BadInput, match="template_kwargs") as caught:
+    for text in ("a=1)+f(b=2", "enable_thinkin=False"):
+        with pytest.raises(BadInput, match="template_kwargs"):
             load_tokenizer(folders["qwen3"], template_kwargs=text)
-        assert "\n" not in str(caught.value)
-    for name in ("llama3.2", "qwen2.5"):  # the system message of chats that have none
-        ours, plain = load_tokenizer(folders[name], system_prompt="Be brief."), tokenizers[name][0]
-        whole = [system("Be brief."), user("a")]
-        assert opened(ours, [user("a")]) == opened(plain, whole)
-        assert encoded(ours, [user("a")], "d") == encoded(plain, whole, "d")
-        assert ours.encode_scored([[user("a")]], ["d"]) == plain.encode_scored([whole], ["d"])
-        assert opened(ours, [system("x"), user("a")]) == opened(plain, [system("x"), user("a")])
-        assert encoded(ours, "a", "b") == encoded(plain, "a", "b") and ours.fingerprint != plain.fingerprint
-    for key in ("system_prompt", "template_kwargs"):
-        with pytest.raises(BadInput, match=f"^{key}"):
-            load_tokenizer(folders["pythia"], **{key: "a=1"})
+    # the system message of chats that have none
+    ours, plain = load_tokenizer(folders["qwen2.5"], system_prompt="Be brief."), tokenizers["qwen2.5"][0]
+    whole = [system("Be brief."), user("a")]
+    assert encoded(ours, [user("a")], "d") == encoded(plain, whole, "d")
+    assert ours.encode_scored([[user("a")]], ["d"]) == plain.encode_scored([whole], ["d"])
+    assert opened(ours, [system("x"), user("a")]) == opened(plain, [system("x"), user("a")])
+    assert encoded(ours, "a", "b") == encoded(plain, "a", "b") and ours.fingerprint != plain.fingerprint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,8 +313,8 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path):
     from model import load_model
 
     qwen = ["<|endoftext|>", "<|im_end|>"]
-    for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("qwen3", qwen),
-                       ("mistral", ["</s>"]), ("gemma", ["<eos>", "<end_of_turn>"]), ("pythia", qwen[:1]), ("gpt2", qwen[:1])):
+    for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("mistral", ["</s>"]),
+                       ("gemma", ["<eos>", "<end_of_turn>"]), ("gpt2", qwen[:1])):
         ours, saved = load_tokenizer(folders[name]), str(tmp_path / name)
         save_model(saved, load_model(folders[name]), ours)
         theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
@@ -368,11 +323,11 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path):
         source = json.load(open(f"{folders[name]}/generation_config.json")) if world.FAMILIES[name]["generation"] else {}
         assert json.load(open(f"{saved}/generation_config.json")) == source | dict(eos_token_id=wanted, pad_token_id=ours.pad_id)
         assert GenerationConfig.from_pretrained(saved).eos_token_id == wanted
-        for text in ["caf\u00e9 it's <b> \U0001f600", " two  blanks \n"]:
-            assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(folders[name])(text)["input_ids"]
+        text = "caf\u00e9 it's <b> \U0001f600 two  blanks \n"
+        assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(folders[name])(text)["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["bytes", "qwen2.5", "mistral"])
+@pytest.mark.parametrize("name", ["bytes", "mistral"])
 def test_stop_strings(folders, name):
     """Token by token, against the text of the whole response so far, for random tokens and for texts that have them."""
     strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
@@ -392,23 +347,14 @@ def test_stop_strings(folders, name):
     assert hits >= 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# folders that do not fit
-
-
 def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
     """Gemma 3 1B's <image_soft_token> has the id 262144, and the model 262144 embeddings: no text becomes it."""
     theirs = AutoTokenizer.from_pretrained(folders["pythia"])
     size = len(theirs)
-    shutil.copytree(folders["pythia"], tmp_path / "more")
     theirs.add_tokens(["<image>"], special_tokens=True)
-    theirs.save_pretrained(tmp_path / "more")
-    for embeddings, fits in ((size + 1, True), (size, True), (size - 1, False)):
-        ours = load_tokenizer(str(tmp_path / "more"))
-        model = SimpleNamespace(config=SimpleNamespace(vocab_size=embeddings))
-        if fits:
-            check_tokenizer_fits(ours, model, "some/path")
-            assert ours.vocab_size == embeddings
-        else:
-            with pytest.raises(BadInput, match="some/path"):
-                check_tokenizer_fits(ours, model, "some/path")
+    theirs.save_pretrained(shutil.copytree(folders["pythia"], tmp_path / "more"))
+    ours = load_tokenizer(str(tmp_path / "more"))
+    with pytest.raises(BadInput, match="some/path"):
+        check_tokenizer_fits(ours, SimpleNamespace(config=SimpleNamespace(vocab_size=size - 1)), "some/path")
+    check_tokenizer_fits(ours, SimpleNamespace(config=SimpleNamespace(vocab_size=size)), "some/path")
+    assert ours.vocab_size == size

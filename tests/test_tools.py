@@ -5,22 +5,15 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
 from conftest import ROOT
-from errors import BadConfig
 from tiny import arguments, forked, in_a_row, one_run, write_byte_tokenizer
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-
-
-def run(*args, cwd=ROOT, env=ENV):
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 # bench.py runs ppo.py and grpo.py as new processes; a fork has torch and transformers in memory already
@@ -102,8 +95,9 @@ def copy(tmp_path_factory):
 
 
 def test_pairs_are_right_over_wrong(copy):
-    done = run("data/arithmetic/pairs.py", "--policy_path=out/sft/policy", "--pairs=40", "--max_new_tokens=4", cwd=copy)
-    assert done.returncode == 0, done.stderr[-3000:]
+    args = [f"--policy_path={copy}/out/sft/policy", "--pairs=40", "--max_new_tokens=4"]
+    result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
+    assert result["codes"] == [0], result
     rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"pairs_{name}.jsonl").read_text().splitlines()]
             for name in ("train", "val")}
     assert (len(rows["train"]), len(rows["val"])) == (40, 4)
@@ -112,80 +106,24 @@ def test_pairs_are_right_over_wrong(copy):
         assert row["chosen"] == right[row["prompt"]] != row["rejected"]
 
 
-def test_pairs_of_a_hopeless_model_are_refused(copy):
-    (copy / "data" / "arithmetic" / "rl_train.jsonl").write_text('{"prompt": "1+4=", "answer": "never"}\n')
-    args = [f"--policy_path={copy}/out/sft/policy", "--pairs=10", "--samples=2", "--max_new_tokens=1"]
-    result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
-    assert result["codes"] == [2]
-    assert len(result["stderr"][0].splitlines()) == 1 and "gave only 0 pairs" in result["stderr"][0]
+def test_shell_scripts_parse():
+    for script in [*glob.glob(os.path.join(ROOT, "runs", "*.sh")), os.path.join(ROOT, ".ci", "run")]:
+        subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.parametrize("script", sorted(glob.glob(os.path.join(ROOT, "runs", "*.sh")) + [os.path.join(ROOT, ".ci", "run")]))
-def test_shell_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["tools/sample.py", "tools/bench.py"])
-def test_a_gpu_that_is_not_there(script, run_here):
-    with pytest.raises(BadConfig, match="torch sees no GPU here; type --device_type=cpu"):
-        run_here(os.path.join(ROOT, script), "--device_type=cuda")
-
-
-@pytest.fixture
-def toy(tmp_path):
-    """A folder with runs/ and what quickstart.sh 3 leaves, in which python is a shell script; runs a script of runs/."""
+def test_quickstart_deletes_what_the_readme_says(tmp_path):
+    """In a folder with runs/ and what it left the last time, where python only notes what it is asked."""
     shutil.copytree(os.path.join(ROOT, "runs"), tmp_path / "runs")
-    for of in ("sft", "rm", "ppo"):
+    for of in ("sft", "rm", "ppo", "grpo"):
         (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
-        (tmp_path / "out" / f"arithmetic_{of}" / "config.json").write_text('{"seed": 3, "seed_of": 34}')
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\necho "$@" >> said\n[ "$1" != bad ] || { echo "it is bad"; exit 7; }\n'
-                      '[ "$1" != sleeper ] || exec sleep "$2"\n')
+    python.write_text('#!/bin/bash\necho "$@" >> said\n')
     python.chmod(0o755)
 
-    def run(script, *arguments, **env):
-        return subprocess.run(["bash", f"runs/{script}", *arguments], cwd=tmp_path, capture_output=True, text=True,
-                              env=ENV | {"QUARTET_PYTHON": str(python)} | env)
-    return run
+    def quickstart(*seed):
+        return subprocess.run(["bash", "runs/quickstart.sh", *seed], cwd=tmp_path, env=ENV | {"QUARTET_PYTHON": str(python)})
 
-
-@pytest.mark.parametrize("arguments", [["1", "2"], ["one"], ["01"]])
-@pytest.mark.parametrize("script", ["quickstart.sh", "code.sh"])
-def test_seeds_that_are_none_are_refused_first(script, arguments, toy, tmp_path):
-    done = toy(script, *arguments)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert script in done.stderr and " ".join(arguments) in done.stderr
-    assert len(list(tmp_path.glob("out/arithmetic_*/config.json"))) == 3 and not (tmp_path / "said").exists()
-
-
-def test_quickstart_deletes_what_the_readme_says(toy, tmp_path):
-    (tmp_path / "out" / "arithmetic_grpo").mkdir()
-    assert toy("quickstart.sh").returncode == 0
+    assert quickstart("one").returncode == 2 and len(os.listdir(tmp_path / "out")) == 4
+    assert quickstart().returncode == 0
     assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"] and "--seed=1\n" in (tmp_path / "said").read_text()
-    assert "deletes `out/arithmetic_{sft,rm,ppo}` of an earlier one" in open(f"{ROOT}/README.md").read()
-
-
-def test_judge_begins_with_the_quickstart_of_its_seed(toy, tmp_path):
-    done = toy("judge.sh", "34")
-    assert done.returncode == 2 and "quickstart.sh 34" in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "said").exists()
-    assert toy("judge.sh", "3", "reward").returncode == 0
-    assert "config/arithmetic_judge_grpo.py --seed=3" in (tmp_path / "said").read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_says_that_there_is_none():
-    done = subprocess.run(["bash", "runs/gpu.sh"], cwd=ROOT, env=ENV | {"PYTHON": sys.executable}, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-
-
-def test_a_machine_without_venv_is_told_so(tmp_path):
-    """A python3 whose venv module is missing, as on a bare Debian: one line that says what to install."""
-    fake = tmp_path / "python3"
-    fake.write_text(f'#!/bin/bash\ncase "$*" in *ensurepip*) exit 1;; *) exec {sys.executable} "$@";; esac\n')
-    fake.chmod(0o755)
-    env = {k: v for k, v in ENV.items() if k not in ("VIRTUAL_ENV", "QUARTET_PYTHON")}
-    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "QUARTET_VENV": str(tmp_path / "none")}
-    done = subprocess.run(["bash", "runs/test.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "apt install python3-venv" in done.stderr
+    assert "`out/arithmetic_{sft,rm,ppo}`" in open(f"{ROOT}/README.md").read()
