@@ -68,6 +68,9 @@ def odd(batch):  # the groups of every other prompt are flat
 def flat(batch):
     return [0.1] * len(batch["rows"])
 
+def prompts(batch):
+    return [text == row["prompt"] for text, row in zip(batch["prompts"], batch["rows"], strict=True)]
+
 def some(batch):  # the responses of an odd length have no score
     return [None if len(c) % 2 else len(c) / 8 for c in batch["completions"]]
 
