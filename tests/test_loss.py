@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (gap_limit, kl_estimate, masked_mean, masked_sum, masked_whiten,
+from loss import (adapt_kl_coef, gap, gap_limit, kl_estimate, masked_mean, masked_sum, masked_whiten,
                   preference_loss, standard_deviation, update_moments)
 from model import entropy_of, scaled_logits
 
@@ -124,3 +124,17 @@ def test_cold_logits_round_no_further_than_the_limit(T):
     tokens = torch.randint(0, 200, (50,), generator=generator)
     a, b, hot = (logprobs_of(x / t, tokens) for x, t in ((logits, T), (other, T), (logits, 1.01 * T)))
     assert (a - b).abs().max() < gap_limit("float32", T) < (a - hot).abs().max()
+
+
+@pytest.mark.parametrize("kl, responses, factor", [
+    (12.0, 512, 1.01024), (0.0, 512, 0.98976), (6.6, 1000, 1.01), (60.0, 10**6, 1.2), (6.0, 5000, 1.0)])
+def test_a_kl_coef_that_adapts(kl, responses, factor):
+    """The target is 6 nats: at most 20 % in 10,000 responses, and never more at once."""
+    assert adapt_kl_coef(0.1, kl, 6.0, responses) == pytest.approx(0.1 * factor, rel=1e-12)
+
+
+def test_a_gap_is_the_largest_one_and_in_16_bits_the_mean():
+    log_ratio, mask = torch.tensor([[0.5, -3.0, 9.0]]), torch.tensor([[True, True, False]])
+    assert gap(log_ratio, mask, "float32") == 3 and gap(log_ratio, mask, "bfloat16") == 1.75
+    nobody = torch.zeros(0, 3)
+    assert gap(nobody, nobody.bool(), "float32") == gap(nobody, nobody.bool(), "float16") == 0

@@ -179,6 +179,7 @@ def test_compare(folders, tmp_path):
     assert re.search(r"GiB +PPO +PPO \+ LoRA +one trunk +GRPO", run["stdout"][0]), run
 
 
+@pytest.mark.campaign
 def test_one_card(tmp_path, capsys):
     """The table of docs/memory.md: GRPO on Llama 3.1 8B in 4 bits."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(
