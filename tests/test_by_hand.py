@@ -305,6 +305,7 @@ LAYOUTS = {
     "tuned, stage 3": (2, dict(zero_stage="3", offload="optimizer")),
     "generate": (2, dict(roles="train=1,generate=1")),
     "score": (2, dict(roles="train=1,score=1")),
+    "two scorers": (3, dict(roles="train=1,score=2")),
     "three roles": (3, dict(roles="train=1,generate=1,score=1")),
     "roles": (4, dict(roles="train=2,generate=1,score=1")),
 }
@@ -318,7 +319,7 @@ WAYS = {
     "ppo, uncentered": ["two"],
     "ppo, one token": ["two"],
     "ppo, stale": ["roles, stopped"],
-    "ppo, learned": ["score"],
+    "ppo, learned": ["two scorers"],
     "ppo, stale, capped": ["generate"],
     "grpo, stale, capped": ["three roles, stopped"],
     "grpo": ["two, stopped"],
