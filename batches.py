@@ -229,11 +229,12 @@ class Batches:
         reference it has ref_logprobs (B, R), too.
         """
         self.run.enter("rollout")
+        # not earlier: a stop while a batch is scored, or groups of it are sampled again, saves it
+        self.sampled.pop(iteration - 1, None)
         ahead = 0 if self.from_generators else self.schedule.staleness
         self.have(iteration + ahead)  # COLLECTIVE
         label, picked = ("rollout", iteration, 0), self.schedule.rows_of(iteration)
         batch = self.score(label, self.sampled[iteration], picked)  # COLLECTIVE
-        del self.sampled[iteration]  # not earlier: a stop while it is scored saves it
         return batch, iteration - self.version[iteration]
 
     def held_out(self, size):
