@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loss import kl_estimate
-from relatives import flat_groups, group_advantages, token_weights
+from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
 
 KINDS = list(itertools.product(("std", "batch", "none"), ("mean", "others")))
 
@@ -101,3 +101,11 @@ def test_which_kl_losses_have_the_kls_gradient():
         got = torch.autograd.grad((old.exp() * losses).sum(), theta, retain_graph=True)[0]
         error = ((got - truth).norm() / truth.norm()).item()
         assert (error < 1e-14) == ((estimator, correction, on_policy) in right), (estimator, correction, on_policy, error)
+
+
+def test_a_ratio_of_a_whole_response():
+    """The ratios 2 and 8 have the mean sqrt(2 * 8) = 4; what stands behind a response stays 0, also where all is empty."""
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    log_ratio = torch.tensor([[math.log(2), math.log(8), 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    want = torch.tensor([[math.log(4), math.log(4), 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert (gspo_log_ratio(log_ratio, mask) - want).abs().max() < 1e-15
