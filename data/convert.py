@@ -197,8 +197,10 @@ def prompt(row):
     answer = pop(row, "answer", "final_answer")  # final_answer: DeepMath
     if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
         answer = row.pop("reward_model").get("ground_truth")
-    if answer is None and last_boxed(str(row.get("solution"))) is not None:  # MATH
-        answer = last_boxed(str(row.pop("solution")))
+    boxed = last_boxed(str(row.get("solution")))  # MATH
+    if answer is None and boxed is not None:
+        answer = boxed
+        del row["solution"]
     return {"prompt": asked} | ({} if answer is None else {"answer": true_answer(answer)})
 
 

@@ -4,6 +4,8 @@ load_value_model. Where each model is held, and in which precision, the keys of 
 a Placement has what they say, so that the scripts need no switch for it.
 """
 import importlib
+import os
+import shutil
 
 from data import encode_examples
 from errors import BadConfig, BadInput, say
@@ -40,6 +42,10 @@ class Placement:
             layout = "" if alone else system.roles
             _, _, device = launch.init(
                 system.device_type, system.timeout, system.deterministic, layout)
+            compiler = os.environ.get("CXX", "g++")
+            if system.compile and device.type == "cpu" and not shutil.which(compiler):
+                raise BadConfig(f"compile = True needs a C++ compiler, and {compiler!r} is not "
+                                "there; install one, or leave the key out")
         self.system, self.device, self.seed = system, device, seed
         self.autocast, self.dtype, self.decoding = precisions(
             system.dtype, system.master_weights, device)

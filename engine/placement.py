@@ -18,9 +18,7 @@ needs.
 import contextlib
 import copy
 import importlib
-import os
 import re
-import shutil
 import warnings
 from dataclasses import dataclass
 
@@ -276,10 +274,6 @@ def scalar_head(model):
 def finish_placing(model, device, compiled):
     """What else the keys want of a model that holds its weights."""
     if compiled:
-        compiler = os.environ.get("CXX", "g++")
-        if device.type == "cpu" and not shutil.which(compiler):
-            raise BadConfig(f"compile = True needs a C++ compiler, and {compiler!r} is not there; "
-                            "install one, or leave the key out")
         model.compile_trunk()
     model.offloaded = not sharded(model) and next(model.parameters()).device.type != device.type
     if model.offloaded and device.type == "cuda":  # see on_device

@@ -74,3 +74,13 @@ def test_a_run_with_compile_is_the_run_without(tmp_path):
     assert tiny.alike(plain, compiled, 1e-9) and plain[0]["policy/ratio_gap"] == 0
     assert tiny.distance(f"{world.root}/plain/policy", f"{world.root}/compiled/policy") < 1e-9
     assert os.listdir(f"{world.root}/kernels")  # the key has reached the trunk
+
+
+def test_without_a_compiler_a_run_is_refused_before_anything_is_loaded(tmp_path):
+    world = tiny.build(str(tmp_path))
+    arguments = world.grpo("out", compile=True, policy_path="there is none")
+    (result,), = tiny.forked(str(tmp_path / "runs"), {"it": [
+        tiny.one_run("grpo.py", (arguments, "import os; os.environ['CXX'] = 'no-compiler'"))]}).values()
+    assert result["codes"] == [2] and result["stderr"][0].count("\n") == 1, result
+    assert "compile = True" in result["stderr"][0] and "'no-compiler'" in result["stderr"][0], result
+    assert not os.path.exists(tmp_path / "runs" / "it" / "out")

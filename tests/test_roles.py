@@ -105,9 +105,10 @@ def test_roles_change_no_text_and_no_weight(runs, name):
     log = logs[1][:-1]
     if name != "bf16":
         # a scorer reads refilled groups by themselves, and so rounds otherwise
-        assert abs(log[0].get("objective/kl", 0)) < 1e-12 and log[0]["policy/ratio_gap"] == 0
+        refills = "max_refills" in CASES[name][1]
+        assert abs(log[0].get("objective/kl", 0)) <= (1e-12 if refills else 0) and log[0]["policy/ratio_gap"] == 0
         assert log[0]["policy/sampler_gap"] < 1e-10
-        assert "max_refills" not in CASES[name][1] or log[0]["objective/flat_groups"] > log[0]["trained/flat_groups"]
+        assert not refills or log[0]["objective/flat_groups"] > log[0]["trained/flat_groups"]
     for iteration, record in enumerate(log):
         age = min(iteration, staleness)
         assert record.get("policy/staleness", 0) == age
