@@ -190,7 +190,7 @@ class Batches:
         saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
         for key, t in saved.items():
             iteration, version, name = key.split(".")
-            batch, _ = self.sampled.setdefault(int(iteration), ({}, None))
+            batch = self.sampled.setdefault(int(iteration), {})
             batch[name] = t.to(self.device)
             self.version[int(iteration)] = int(version)
         kept = list(self.sampled)
@@ -261,8 +261,7 @@ class Batches:
             k = self.to_come.pop(0)
             label = "rollout", k, 0
             if self.from_generators:
-                batch, _ = self.receive("generate", label)  # COLLECTIVE
-                self.sampled[k] = batch, None  # no rule has begun with it
+                self.sampled[k], _ = self.receive("generate", label)  # COLLECTIVE
             else:
                 self.sampled[k] = self.sample(label, self.schedule.rows_of(k))  # COLLECTIVE
 
@@ -273,26 +272,20 @@ class Batches:
         return self.score(label, sampled, picked, slots)  # COLLECTIVE
 
     def sample(self, label, picked, slots=None):
-        """
-        A collective: the whole batch, as the weights here sample it, and what rules have begun to
-        work on: see Sampler.sample. They do so where no other ranks score, and it is scored next.
-        """
+        """A collective: the whole batch, as the weights here sample it."""
         wanted = self.schedule.wanted(label, picked, slots)
-        now = "score" not in roles.ranks and label[1] == self.run.iteration
-        mine, started = self.sampler.sample(  # COLLECTIVE
-            wanted, *noise_of(label), launch.stop_asked, self.scorer.start if now else None)
+        mine = self.sampler.sample(wanted, *noise_of(label), launch.stop_asked)  # COLLECTIVE
         self.run.leave_if_stop_asked()  # COLLECTIVE
-        return parallel.gather_rows(mine, len(wanted)), started  # COLLECTIVE
+        return parallel.gather_rows(mine, len(wanted))  # COLLECTIVE
 
-    def score(self, label, sampled, picked, slots=None):
-        """A collective: what `sample` returns, or generators have sent, with its scores."""
-        batch, started = sampled
+    def score(self, label, batch, picked, slots=None):
+        """A collective: a batch that was sampled here, or by generators, with its scores."""
         if label[0] == "rollout":
             self.run.enter("score")
         with self.run.saved_if_it_fails():  # COLLECTIVE
             if "score" not in roles.ranks:
                 wanted = self.schedule.wanted(label, picked, slots)
-                batch = score_batch(self.scorer, batch, wanted, label[1], started)  # COLLECTIVE
+                batch = score_batch(self.scorer, batch, wanted, label[1])  # COLLECTIVE
             else:
                 if label[0] != "rollout" or label[1] not in self.from_generators:
                     roles.send("score", label, batch, self.keep, picked=list(picked), slots=slots)
@@ -315,8 +308,7 @@ class Batches:
         tensors, now = {}, self.run.iteration
         for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
             self.have(k)  # COLLECTIVE
-            batch, _ = self.sampled[k]
-            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in batch.items()}
+            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
         return tensors
 
     def center_scores(self, reward_model, value_model):
@@ -381,7 +373,7 @@ class Batches:
             label, picked = ("rollout", k, 0), self.schedule.rows_of(k)
             wanted = self.schedule.wanted(label, picked)
             with told_if_it_fails():  # COLLECTIVE
-                mine, _ = self.sampler.sample(  # COLLECTIVE
+                mine = self.sampler.sample(  # COLLECTIVE
                     wanted, *noise_of(label), trainers_have_left)
                 leave_with_trainers()  # COLLECTIVE
                 sampled = parallel.gather_rows(mine, len(wanted))  # COLLECTIVE

@@ -34,7 +34,8 @@ from data import left_aligned, right_pad
 from engine import launch, together
 from engine.answers import final_answer, same_answer, whole_responses
 from engine.placement import no_grad_forwards
-from engine.reward_mix import call_rewards, collect, parse_rewards
+from engine.reward_mix import call_rewards, parse_rewards
+from errors import Stop
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,8 +243,7 @@ def reward_terms(spec):
 
 class Scorer:
     """
-    All that scores a run's responses: the rules, which work in a thread while the next responses
-    are sampled, and the models: the reward model and the judge.
+    All that scores a run's responses: the rules, and the models: the reward model and the judge.
 
     terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
@@ -261,35 +261,32 @@ class Scorer:
         self.device, self.autocast, system = placement.device, placement.autocast, placement.system
         self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, system.micro_batch_tokens
         self.timeout, self.limits = system.reward_timeout, dict(timeout=system.code_seconds)
-        # the rules work in a thread; slow ones wait for processes of their own
-        self.threads = ThreadPoolExecutor(1, initializer=launch.begin_thread,
-                                          initargs=[self.device])
+        # the rules work in a thread, so that the run need not wait for ever for one that hangs
+        self.thread = ThreadPoolExecutor(1, initializer=launch.begin_thread,
+                                         initargs=[self.device])
         self.said = set()  # what need not be said again
 
-    def start(self, part, fraction):
-        """
-        Let the rules begin to work on a part of this rank's responses. fraction: how many of them
-        it is, from 0 to 1; the rules may take that fraction of reward_timeout. Returns what
-        `score` waits for.
-        """
-        part = part | dict(seconds=self.timeout * fraction, limits=self.limits)
-        return self.threads.submit(call_rewards, self.rules, part)
-
-    def score(self, mine, pending, rows):
+    def score(self, mine, rows):
         """
         A collective: the scores of this rank's b responses, (b,) each: by each reward, as
         "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
 
-        mine: the texts and tensors of all of them; pending: what `start` gave for each part; rows:
-        how many responses all ranks have together.
+        mine: the texts and tensors of all of them; rows: how many responses all ranks have
+        together.
         """
         def ready():
+            given = mine | dict(seconds=self.timeout, limits=self.limits)
+            pending = self.thread.submit(call_rewards, self.rules, given)
             read = None
-            if self.reward_model is not None:  # while the rules still work
+            if self.reward_model is not None:  # while the rules work
                 read = read_texts(mine["rows"], mine["completions"], mine["finished"].tolist(),
                                   self.reward_tokenizer, self.reward_model.max_positions,
                                   self.device)
-            return collect(pending, self.timeout), read
+            try:
+                return pending.result(self.timeout), read
+            except TimeoutError as e:
+                raise Stop(f"the rewards have not answered for {self.timeout} s; does one of them "
+                           "hang? Raise reward_timeout if not") from e
 
         # first the rules, so that one that fails ends all ranks before they wait for a forward
         scores, read = together.together(ready)  # COLLECTIVE

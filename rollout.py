@@ -27,7 +27,6 @@ B responses, P prompt length, R the longest response, V vocabulary.
 import hashlib
 import importlib
 import json
-import math
 import zlib
 
 import torch
@@ -108,7 +107,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     prompt_width: P; None: the longest prompt. It changes no result, either.
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
-    truncation: a dict of top_k, top_p and min_p, see sampling_set; None: all may be sampled.
+    truncation: leaves unlikely tokens out, see `truncation` below; None: all may be sampled.
     has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
         Tokenizer.has_stop; None: there are none.
 
@@ -129,20 +128,6 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
 
     Raises BadInput where a prompt is empty or too long for the model's context.
     """
-    parts = [*generate_in_parts(policy, prompts, max_new_tokens, temperature, eos_ids, pad_id,
-                                vocab_size, uniforms, seed, batch_size, prompt_width, stop,
-                                truncation, has_stop)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
-                      vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None,
-                      stop=None, truncation=None, has_stop=None):
-    """
-    What `generate` returns, in parts of batch_size rows: a generator, which yields each part as
-    soon as its responses are complete, so that they can be scored while others are sampled. The
-    parts are in the order of the prompts; no prompts at all make one part without rows.
-    """
     device = policy.hf.device
     tokens, mask = (x.to(device) for x in left_pad(prompts, pad_id, prompt_width))  # (B, P) each
     B, R = len(prompts), max_new_tokens
@@ -153,25 +138,25 @@ def generate_in_parts(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=
     if uniforms is None:
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-    stopped = False
-    for start in range(0, B or 1, batch_size or B or 1):
-        part = slice(start, min(start + (batch_size or B), B))
-        shape = part.stop - part.start, R
-        responses = torch.full(shape, pad_id, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(shape, dtype=wide_dtype(policy), device=device)
-        lengths, finished = responses.new_zeros(shape[0]), responses.new_zeros(shape[0]).bool()
-        if shape[0] > 0 and not stopped:
-            stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
-                             vocab_size, (responses, logprobs, lengths, finished), stop,
-                             truncation, has_stop)
-        # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
-        response_mask = torch.arange(R, device=device) < lengths[:, None]
-        yield dict(
-            tokens=torch.cat([tokens[part], responses], 1),
-            attention_mask=torch.cat([mask[part], response_mask], 1),
-            response_mask=response_mask,
-            sampler_logprobs=logprobs,
-            finished=finished)
+    responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(B, R, dtype=wide_dtype(policy), device=device)
+    lengths, finished = responses.new_zeros(B), responses.new_zeros(B).bool()
+    at_once = batch_size or max(B, 1)
+    for start in range(0, B, at_once):
+        part = slice(start, start + at_once)
+        sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
+        stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
+                         vocab_size, sampled, stop, truncation, has_stop)
+        if stopped:
+            break
+    # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
+    response_mask = torch.arange(R, device=device) < lengths[:, None]
+    return dict(
+        tokens=torch.cat([tokens, responses], 1),
+        attention_mask=torch.cat([mask, response_mask], 1),
+        response_mask=response_mask,
+        sampler_logprobs=logprobs,
+        finished=finished)
 
 
 def wide_dtype(policy):
@@ -211,7 +196,8 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     live = going = torch.arange(n, device=device)  # going: the numbers of the rows that go on
     for t in range(R):
         if truncation:
-            logits = truncate(logits, temperature, vocab_size, truncation)
+            kept = truncation(None, scaled_logits(logits, temperature or 1.0, vocab_size))
+            logits = logits.masked_fill(kept == -torch.inf, -torch.inf)
         token, logprob = sample(logits, uniforms[live, t], temperature, vocab_size)  # (rows,) each
         row = live[going]
         responses[row, t], logprobs[row, t], lengths[row] = token[going], logprob[going], t + 1
@@ -236,37 +222,30 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     return False
 
 
-def truncate(logits, temperature, vocab_size, truncation):
-    """The logits (n, V), -inf where a token may not be sampled, see sampling_set."""
-    kept = sampling_set(scaled_logits(logits, temperature or 1.0, vocab_size), **truncation)
-    return logits.masked_fill(~kept, -torch.inf)
-
-
-def sampling_set(logits, top_k=0, top_p=1.0, min_p=0.0):
+def truncation(top_k=0, top_p=1.0, min_p=0.0):
     """
-    Which tokens may be sampled, (n, V) bool, of scaled logits (n, V). It is always one at least.
+    transformers' own functions of logits, one after the other, for `generate`: each of them makes
+    unlikely tokens impossible, their logits -inf; None where all tokens may be sampled.
 
-    top_k: the k most likely tokens, and those as likely as the last of them; 0 = all. top_p: of
-    these, the most likely ones, up to the first at which their probabilities add up to top_p
-    (nucleus sampling, arXiv 1904.09751); 1 = all. min_p: of these, those at least min_p times as
-    likely as the most likely one (arXiv 2407.01082). transformers has the three in this order, too.
+    top_k: the k most likely tokens stay; 0 = all. top_p: of these, the most likely ones, up to the
+    first at which their probabilities add up to top_p (nucleus sampling, arXiv 1904.09751); 1 =
+    all. min_p: of these, those at least min_p times as likely as the most likely one (arXiv
+    2407.01082); 0 = all.
 
     With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
     0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
     """
-    kept = logits > -torch.inf
-    if 0 < top_k < logits.shape[-1]:
-        kept &= logits >= logits.topk(top_k).values[:, -1:]
+    from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
+                                         TopPLogitsWarper)
+
+    chosen = LogitsProcessorList()
+    if top_k > 0:
+        chosen.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        probs, order = logits.masked_fill(~kept, -torch.inf).softmax(-1).sort(
-            descending=True, stable=True)  # (n, V) each
-        # in whole parts of 2^-40, whose sums are the same in any order: see choose
-        parts = (probs * 2.0**40).long()
-        before = parts.cumsum(-1) - parts
-        kept &= torch.zeros_like(kept).scatter(-1, order, before < top_p * 2.0**40)
+        chosen.append(TopPLogitsWarper(top_p))
     if min_p > 0:
-        kept &= logits >= logits.amax(-1, keepdim=True) + math.log(min_p)
-    return kept
+        chosen.append(MinPLogitsWarper(min_p))
+    return chosen or None
 
 
 def sample(logits, uniform, temperature, vocab_size=None):
@@ -320,65 +299,51 @@ class Sampler:
             self.vllm = vllm_sampler.begin_vllm(  # COLLECTIVE
                 policy, tokenizer, self.system, placement.device)
 
-    def sample(self, wanted, purpose, iteration, stop, start=None):
+    def sample(self, wanted, purpose, iteration, stop):
         """
         A collective where the weights are sharded or several ranks decode together (generate_tp):
-        sample this rank's share of the responses that are wanted.
+        what `generate` returns for this rank's share of the responses that are wanted.
 
         wanted: [(data row, its prompt's token ids, slot, sample), ...], an entry for each response
         of all ranks. purpose ("rollout", "eval", ...), iteration, slot (the prompt's place in the
-        batch) and sample decide the noise. stop: see generate. start: a function of (part,
-        fraction), called with each part of the responses as soon as it is sampled; fraction: how
-        much of this rank's share the part is.
-
-        Returns what `generate` returns for these responses, and a list of what `start` returned.
+        batch) and sample decide the noise. stop: see generate.
         """
         width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
-        numbers = range(len(wanted))
-        mine = parallel.my_share(numbers)  # the rows that this rank returns
         tp = self.system.generate_tp
-        left = list(parallel.my_share(numbers, tp))  # neighbours decode together what is theirs
-        ids, slots, samples = ([wanted[i][k] for i in left] for k in (1, 2, 3))
-        tokenizer, parts, started = self.tokenizer, [], []
+        numbers = parallel.my_share(range(len(wanted)), tp)  # neighbours decode together
+        prompts, slots, samples = ([wanted[i][k] for i in numbers] for k in (1, 2, 3))
         if tp > 1:
             stop = None  # those who decode together must take the same steps
-        seeds = self.seed, purpose, iteration, slots
+        seeds = self.seed, purpose, iteration, slots, samples
         with self.placement.autocast:
-            for part in self.sample_in_parts(ids, seeds, samples, width, stop):
-                decoded, left = left[:len(part["tokens"])], left[len(part["tokens"]):]
-                kept = [row for row, i in enumerate(decoded) if i in mine]
-                part = {name: t[kept] for name, t in part.items()}
-                parts.append(part)
-                if start:
-                    chunk = [wanted[decoded[row]] for row in kept]  # may be empty
-                    texts = texts_of(chunk, part, tokenizer)
-                    started.append(start(part | texts, len(chunk) / max(len(mine), 1)))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, started
+            sampled = self.respond(prompts, seeds, width, stop)
+        if tp > 1:  # this rank returns its own
+            mine = parallel.my_share(range(len(wanted)))
+            kept = [row for row, i in enumerate(numbers) if i in mine]
+            sampled = {name: t[kept] for name, t in sampled.items()}
+        return sampled
 
-    def sample_in_parts(self, ids, names, samples, width, stop):
-        """What generate_in_parts yields, for these prompts. names: see response_uniforms."""
+    def respond(self, prompts, seeds, width, stop):
+        """Responses of the policy, or of vLLM. seeds: the arguments of response_seeds."""
         R, T, tokenizer = self.max_new_tokens, self.temperature, self.tokenizer
         if self.vllm:
             self.vllm.take_weights(self.policy)  # COLLECTIVE
-            yield self.vllm.respond(ids, R, T, tokenizer.eos_ids, tokenizer.pad_id,
-                                     response_seeds(*names, samples), width, stop,
-                                     tokenizer.has_stop)
-            return
-        placement, uniforms = self.placement, response_uniforms(*names, R, samples)
+            return self.vllm.respond(prompts, R, T, tokenizer.eos_ids, tokenizer.pad_id,
+                                     response_seeds(*seeds), width, stop, tokenizer.has_stop)
+        placement, (*names, samples) = self.placement, seeds
         with decoding_copy(self.policy, placement.decoding, placement.device,
                            self.system.generate_tp) as decoder:
-            yield from generate_in_parts(
-                decoder, ids, R, T, tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                uniforms, batch_size=self.system.rollout_batch_size, prompt_width=width, stop=stop,
-                has_stop=tokenizer.has_stop)
+            return generate(
+                decoder, prompts, R, T, tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
+                response_uniforms(*names, R, samples), batch_size=self.system.rollout_batch_size,
+                prompt_width=width, stop=stop, has_stop=tokenizer.has_stop)
 
 
-def score_batch(scorer, batch, wanted, iteration, started=None):
+def score_batch(scorer, batch, wanted, iteration):
     """
     A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-    batch: what has been sampled for the responses that are wanted; all ranks hold it. started: what
-    scorer.start gave for this rank's share, if the rules work on it already.
+    batch: what has been sampled for the responses that are wanted; all ranks hold it.
 
     Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
     the weighted sum of the rewards; index, the numbers of the rows; data_row, a checksum of each
@@ -388,7 +353,7 @@ def score_batch(scorer, batch, wanted, iteration, started=None):
     share = parallel.share(len(wanted), *parallel.rank_and_size())
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(wanted[share.start:share.stop], mine, scorer.tokenizer)
-    columns = scorer.score(mine, started or [scorer.start(mine, 1.0)], len(wanted))  # COLLECTIVE
+    columns = scorer.score(mine, len(wanted))  # COLLECTIVE
     batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
     device = batch["tokens"].device
     batch["index"] = torch.arange(len(batch["tokens"]), device=device)

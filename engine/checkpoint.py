@@ -36,7 +36,7 @@ from engine.adapters import Adapted, fill_adapter, save_adapter
 from engine.four_bits import in_full
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
-from engine.run_log import LOG_FILES, cut_log, read_log
+from engine.run_log import LOG_FILES, cut_log
 from engine.together import alone, patience, together, whole
 from errors import BadConfig, Lost, Stop
 from folders import read_json
@@ -261,13 +261,10 @@ def save_final(out_dir, name, model, tokenizer, config=None):
         alone(partial(save_adapter, model, folder, model.path))
 
     def write_card(folder):
-        # the last line of the log is not of the policy that is the best so far
-        lines = [line for i, line in read_log(out_dir) if i is not None]
-        record = json.loads(lines[-1]) if lines and name != "best_policy" else {}
         count = sum(p.numel() for p in model.hf.parameters())
         size = f"{count / 1e6:.2f}M weights in {in_words(dtype)}"
         with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
-            f.write(model_card(name, config or {}, model.path, size, record))
+            f.write(model_card(name, config or {}, model.path, size))
 
     put_in_place(write, final)
     if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
@@ -337,32 +334,27 @@ def named_tensors(model):
                 and ".weight.quant_state." not in name)
 
 
-def model_card(name, config, source, size, record):
+def model_card(name, config, source, size):
     """
     The text of a model card, README.md of a finished model: what it is, how to load it, from what
     and with which settings it was made. Its head is YAML in the words of the Hugging Face hub.
 
     name: what the run calls the model, such as policy. config: of the run. source: the path or hub
-    name of the model that it was made from, or "". size: of its weights, in words. record: the
-    run's last line of metrics, or {}.
+    name of the model that it was made from, or "". size: of its weights, in words.
     """
     scalar = name in ("reward_model", "value_model")
-    script = os.path.basename(sys.argv[0]).removesuffix(".py")
-    method = "reward-model" if script == "rm" else script  # as the hub calls them
     task = "text-classification" if scalar else "text-generation"
     kind = "SequenceClassification" if scalar else "CausalLM"
+    script = os.path.basename(sys.argv[0])
     made = f"made from `{public(source)}`" if source else "made from scratch"
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}",
-             f"tags: [quartet, {method}]", "---", "", f"# {name}", "",
-             f"{size}, {made} with quartet. Load this folder with", "",
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [quartet]",
+             "---", "", f"# {name}", "",
+             f"{size}, {made} with quartet's {script}. Load it with", "",
              f"    AutoModelFor{kind}.from_pretrained(folder)", ""]
     if name == "reward_model":
         lines += ["`score_shift` in config.json is what quartet adds to the score that "
                   "transformers computes: with it the average demonstration scores 0. The score is "
                   "read at the last token of the text, the end of the response.", ""]
-    numbers = [f"    {key} = {x:.4g}" for key, x in record.items() if isinstance(x, int | float)
-               and key.startswith(("eval/", "loss/", "train/"))]
-    lines += [f"Metrics of iteration {record['iteration']}:", "", *numbers, ""] if numbers else []
     settings = [f"    {key} = {public(value)!r}" for key, value in config.items()]
     return "\n".join([*lines, "Settings:", "", *settings]) + "\n"
 

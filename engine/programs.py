@@ -22,10 +22,10 @@ def code(batch):
     0.0. Passing some of them scores 0: some can be passed without solving anything. extract_code
     says where in a response its program is; a response whose thinking never ends has none.
 
-    The programs run in the sandbox, several at a time, while the next responses are sampled. They
-    have 4/5 of batch["seconds"], if it is there, all together; the rest is for the other rules.
-    batch["limits"]: the key code_seconds, if it is there. A program that has not ended by then
-    scores 0, and a printed line says so: no program may end the run.
+    The programs run in the sandbox, several at a time. They have 4/5 of batch["seconds"], if it is
+    there, all together; the rest is for the other rules. batch["limits"]: the key code_seconds, if
+    it is there. A program that has not ended by then scores 0, and a printed line says so: no
+    program may end the run.
     """
     programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
     runnable = [(program, row["tests"])

@@ -23,7 +23,6 @@ import math
 import os
 import re
 import sys
-import time
 import traceback
 
 import torch
@@ -272,20 +271,6 @@ def failure(name, error):
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
     return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
-
-
-def collect(pending, timeout):
-    """
-    The results of call_rewards, which threads have computed for the parts of a batch, put together:
-    {name: scores (B,)}. pending: futures. Raises Stop if it takes more than timeout seconds in all.
-    """
-    due = time.monotonic() + timeout
-    try:
-        parts = [future.result(max(due - time.monotonic(), 0)) for future in pending]
-    except TimeoutError as e:
-        raise Stop(f"the rewards have not answered for {timeout} s; does one of them hang? Raise "
-                   "reward_timeout if not") from e
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def as_scores(name, returned, batch):

@@ -92,8 +92,8 @@ def grpo(policy, data, out_dir, **keys):
 @pytest.mark.needs_bwrap
 def test_grpo_runs_on_verdicts(data, policy, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def seconds(batch):\n"  # two parts of 4 share reward_timeout; an evaluation is one of 2
-        "    assert batch['seconds'] == {4: 20, 2: 40}[len(batch['rows'])]\n"
+        "def seconds(batch):\n"
+        "    assert batch['seconds'] == 40\n"
         "    return [0.0] * len(batch['rows'])\n")
     args = grpo(policy, data[0], "out", reward_timeout=40, reward_functions=f"code,0.5*length,{tmp_path}/mine.py:seconds")
     result, = forked(str(tmp_path), {"run": [one_run("grpo.py", args)]})["run"]

@@ -180,8 +180,8 @@ def test_templates_that_are_refused(tiny_world, tmp_path):
 DUMP = """
 import json, rewards
 score = rewards.Scorer.score
-def dumped(self, mine, pending, rows):
-    said = score(self, mine, pending, rows)
+def dumped(self, mine, rows):
+    said = score(self, mine, rows)
     with open(f"scores-{RANK}.jsonl", "a") as f:
         for i, row in enumerate(mine["rows"]):
             print(json.dumps([row["prompt"], mine["completions"][i], said["reward/judge"][i].item()]), file=f)

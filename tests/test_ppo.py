@@ -55,19 +55,16 @@ def card_of(folder):
 
 
 def test_model_cards_say_what_a_model_is(chain):
-    for run, name, tag in (("sft", "policy", "sft"), ("rm", "reward_model", "reward-model"), ("ppo", "policy", "ppo"),
-                           ("ppo", "best_policy", "ppo"), ("ppo", "value_model", "ppo")):
+    for run, name in (("sft", "policy"), ("rm", "reward_model"), ("ppo", "policy"), ("ppo", "best_policy"),
+                      ("ppo", "value_model")):
         head, text = card_of(f"{chain}/{run}/{name}")
         scalar = name in ("reward_model", "value_model")
-        assert head == dict(library_name="transformers", tags=["quartet", tag],
+        assert head == dict(library_name="transformers", tags=["quartet"],
                             pipeline_tag="text-classification" if scalar else "text-generation")
         with open(f"{chain}/{run}/config.json", encoding="utf-8") as f:
             keys = json.load(f).keys() - {"sha256"}
         assert keys and all(re.search(rf"^    {key} = ", text, re.MULTILINE) for key in keys)
-        assert chain not in text and ("made from `" in text or run == "sft")
-        record = tiny.read_log(f"{chain}/{run}")[-1]
-        metrics = [key for key in record if key.startswith("eval/")]
-        assert metrics and all((f"    {key} = {record[key]:.4g}\n" in text) == (name != "best_policy") for key in metrics)
+        assert chain not in text and f"{run}.py" in text and ("made from `" in text or run == "sft")
 
 
 def test_sample(chain, world, tmp_path):
@@ -151,7 +148,7 @@ patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "score_sequences", scores)
 patch(loss, "response_logprobs", spoil("policy"))
 patch(loss, "response_values", spoil("value_model"))
-patch(rollout, "generate_in_parts", generate)
+patch(rollout, "generate", generate)
 patch(model.Model, "logits", logits)
 patch(torch.optim.AdamW, "step", step)
 """

@@ -14,7 +14,7 @@ from engine.placement import decoding_copy
 from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze, load_model
-from rollout import generate, generate_in_parts, response_uniforms, sample, sampling_set
+from rollout import generate, response_uniforms, sample, truncation
 
 from families import make
 
@@ -129,12 +129,10 @@ def test_a_truncated_distribution_equals_transformers(keys):
     """Which tokens may be sampled, what is sampled, and its log-prob."""
     N, V, R, temperature = 300, 30, 3, 0.7
     table, u = 2 * random_table(R + 1, V, seed=4), uniforms(N, R)
-    every = dict(top_k=0, top_p=1.0, min_p=0.0) | keys
-    out = generate(TableModel(table), [[4]] * N, R, temperature, uniforms=u, batch_size=64, truncation=every)
+    out = generate(TableModel(table), [[4]] * N, R, temperature, uniforms=u, batch_size=64, truncation=truncation(**keys))
     previous = torch.full((N,), 4)
     for t in range(R):
         want = warped(table[t, previous], temperature, **keys)  # (N, V)
-        assert torch.equal(sampling_set(table[t, previous] / temperature, **every), want > -torch.inf)
         got = out["tokens"][:, 1 + t]
         curve = want.exp().cumsum(1).numpy()
         expected = [np.searchsorted(row, x * row[-1], side="right") for row, x in zip(curve, u[:, t].numpy(), strict=True)]
@@ -216,21 +214,6 @@ def test_finished_rows_are_dropped():
         model.calls.clear()
         generate(model, [[1]] * 5, 8, eos_ids=eos, pad_id=2)
         assert model.calls == want
-
-
-def test_parts_come_as_soon_as_they_are_complete():
-    """Parts of 4, in order, each behind the last token of its longest response, and before the next one begins."""
-    R = 16
-    model, u = lengths_model([16, 1, 1, 1, 1, 1, 1, 1, 9, 2, 2, 2, 5, 5], R)
-    asked, seen = [], []
-    whole = generate(model, [[1]] * 14, R, eos_ids=[0], uniforms=u)
-    for part in generate_in_parts(model, [[1]] * 14, R, eos_ids=[0], uniforms=u, batch_size=4,
-                                  stop=lambda: asked.append(1)):
-        first = sum(n for n, _ in seen)
-        seen.append((len(part["tokens"]), len(asked)))
-        assert all(torch.equal(x, whole[name][first:first + len(x)]) for name, x in part.items())
-    assert seen == [(4, 16), (4, 17), (4, 26), (2, 31)]
-    assert [len(part["tokens"]) for part in generate_in_parts(model, [], R, prompt_width=1)] == [0]
 
 
 # prompts

@@ -72,7 +72,7 @@ def tiny_tokenizer(folder):
 def test_a_card_names_nobodys_folders():
     settings = dict(n_layer=2, train_path="hf:openai/gsm8k:main:train", val_path="/home/me/x.jsonl",
                     reward_functions="0.5*/home/me/r.py:f,length")
-    text = model_card("policy", settings, "/home/me/base", "1M weights", {})
+    text = model_card("policy", settings, "/home/me/base", "1M weights")
     assert "/home" not in text and "'x.jsonl'" in text and "0.5*r.py:f,length" in text and "made from `base`" in text
     assert "hf:openai/gsm8k:main:train" in text
     for value, left in (("file:///home/u/x", "file:x"), ("/home/my name/x", "x"), ("out/ppo", "out/ppo"),

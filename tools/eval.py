@@ -40,7 +40,7 @@ from folders import check_writable  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
-from rollout import generate, response_uniforms, texts_of  # noqa: E402
+from rollout import generate, response_uniforms, texts_of, truncation  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ together.agree(config | {"the prompts": rows})
 # what a scorer needs to know of a run's placement
 placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
     micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
-truncation = dict(top_k=top_k, top_p=top_p, min_p=min_p)
+truncated = truncation(top_k, top_p, min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
@@ -173,7 +173,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                 batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, stop=launch.stop_asked,
-                                 truncation=truncation if heat else None,
+                                 truncation=truncated if heat else None,
                                  has_stop=tokenizer.has_stop)
             if launch.stop_agreed():
                 if rank == 0:
@@ -181,7 +181,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                 launch.finish()
                 sys.exit(130)
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
-            batch |= scorer.score(batch, [scorer.start(batch, 1.0)], len(mine) * world_size)
+            batch |= scorer.score(batch, len(mine) * world_size)
             if mine and terms:
                 scorer.add_up(batch)
             # a score that does not apply to a response, NaN, is left out
