@@ -205,16 +205,16 @@ def ask_judge(judge, questions, device, micro_batch_size, count=0):
 
 def alike_for_equal_texts(scores, batch):
     """
-    The scores (B,), made exactly equal where the tokens of two rows are equal, and the rows of data
-    that they answer (see rollout.score_batch): all of them get the score of the first such row.
+    The scores (B,), made exactly equal where the tokens of two responses to one prompt are equal:
+    all of them get the score of the first such row.
 
     On paper equal texts have equal scores. But the last bits of a model's output depend on which
     other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
     responses has nothing to learn from, and GRPO would take such differences for something.
     """
     seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
-    if "data_row" in batch:
-        seen = torch.cat([seen, batch["data_row"][:, None]], 1)
+    if "slot" in batch:  # prompts may be alike, and their answers not
+        seen = torch.cat([seen, batch["slot"][:, None]], 1)
     _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
     # for the text of each number, the first row that has it
     row = torch.arange(len(text), device=text.device)

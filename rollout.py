@@ -26,8 +26,6 @@ B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
 import importlib
-import json
-import zlib
 
 import torch
 
@@ -346,9 +344,8 @@ def score_batch(scorer, batch, wanted, iteration):
     batch: what has been sampled for the responses that are wanted; all ranks hold it.
 
     Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards; index, the numbers of the rows; data_row, a checksum of each
-    data row, because rows with the same prompt may have different answers. Raises Stop, on all
-    ranks, if a model's output is not finite.
+    the weighted sum of the rewards; index, the numbers of the rows; slot, the places of their
+    prompts. Raises Stop, on all ranks, if a model's output is not finite.
     """
     share = parallel.share(len(wanted), *parallel.rank_and_size())
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
@@ -357,8 +354,7 @@ def score_batch(scorer, batch, wanted, iteration):
     batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
     device = batch["tokens"].device
     batch["index"] = torch.arange(len(batch["tokens"]), device=device)
-    said = [json.dumps(row, sort_keys=True, default=str) for row, *_ in wanted]
-    batch["data_row"] = torch.tensor([zlib.crc32(text.encode()) for text in said], device=device)
+    batch["slot"] = torch.tensor([slot for _, _, slot, _ in wanted], device=device)
     read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     scorer.add_up(batch)
