@@ -6,7 +6,7 @@ and on which ranks. See there how a key gets from here into a script.
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
 share_base = False  # all models are adapters on one trunk, policy_path; so reward_path is one, too
 judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/feedback.md
+judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/rewards.md
 
 # sampling
 sampler = "own"  # vllm: an engine for large models and long responses; docs/scale.md [own | vllm]

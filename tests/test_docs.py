@@ -18,8 +18,6 @@ with open(os.path.join(ROOT, "docs", "algorithms.md"), encoding="utf-8") as _f:
     PAGE = _f.read()
 with open(os.path.join(ROOT, "docs", "rewards.md"), encoding="utf-8") as _f:
     REWARDS = _f.read()
-with open(os.path.join(ROOT, "docs", "feedback.md"), encoding="utf-8") as _f:
-    FEEDBACK = _f.read()
 PROSE = " ".join(PAGE.split())
 
 
@@ -150,10 +148,10 @@ def test_what_a_token_counts():
 
 
 def test_scores_of_a_judge():
-    assert "p(A) = 0.6, p(B) = 0.2, other tokens 0.2: the score is log 3 = 1.0986." in FEEDBACK
+    assert "p(A) = 0.6, p(B) = 0.2, other tokens 0.2: the score is log 3 = 1.0986." in REWARDS
     assert log_odds(torch.tensor([0.6, 0.2]).log()).item() == pytest.approx(1.0986, abs=5e-5)
-    assert "p = 0.5, 0.3 and 0.2: log(0.65 / 0.35) = 0.6190" in FEEDBACK
+    assert "p = 0.5, 0.3 and 0.2: log(0.65 / 0.35) = 0.6190" in REWARDS
     assert log_odds(torch.tensor([0.5, 0.3, 0.2]).log()).item() == pytest.approx(0.6190, abs=5e-5)
-    p = torch.arange(1.0, 11)  # "With ten grades it is the logit of the expected grade g"
+    p = torch.arange(1.0, 11)  # of ten grades it is the logit of the expected grade g
     g = (p / p.sum() * torch.arange(10, 0, -1)).sum()
     assert log_odds(p.log()).item() == pytest.approx(((g - 1) / (10 - g)).log().item(), abs=1e-6)

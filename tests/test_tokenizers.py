@@ -271,7 +271,7 @@ def test_errors_name_file_and_row(tokenizers):
 
 def test_a_template_of_the_runs_own(folders, tmp_path):
     """The one of the docs is for base models: used, its end of turn counts, and the saved folder carries it."""
-    docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "rewards.md"), encoding="utf-8").read()
+    docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "data.md"), encoding="utf-8").read()
     template = "\n".join(re.findall(r"^    (\{%.*)\n", docs, re.MULTILINE))
     ours, saved = with_template(folders["pythia"], tmp_path, template), str(tmp_path / "saved")
     chat = [user("a"), assistant("b"), user("c"), assistant("d")]

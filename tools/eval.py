@@ -68,7 +68,7 @@ right_by = "accuracy"  # a response is right where this reward is 1, such as cod
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
-judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/feedback.md
+judge_template = "yes_no"  # its question: yes_no, rubric, or a file; docs/rewards.md
 reward_timeout = 300  # seconds for the rules of a batch; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
