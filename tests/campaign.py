@@ -165,11 +165,9 @@ def put(owner, name, new):
     """Put new in the place of owner.name, also where a module of ours has imported it by name."""
     old = getattr(owner, name)
     setattr(owner, name, new)
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(ROOT) and file != __file__:
-            for key in [k for k, v in vars(module).items() if v is old]:
-                setattr(module, key, new)
+    for module in map(sys.modules.get, OURS):
+        for key in [k for k, v in vars(module).items() if v is old]:
+            setattr(module, key, new)
 
 
 def inject(points):

@@ -121,7 +121,7 @@ class World:
         """--key=value for ppo.py: a small run whose every part does something."""
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2,
+            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
             timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
