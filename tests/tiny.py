@@ -201,9 +201,8 @@ def build(folder):
         model.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
 
-    for name, seed in (("judge", 3), ("other_judge", 4)):  # with a tokenizer of its own, and room for a question
-        model = from_scratch(config | dict(n_positions=80), seed=seed)
-        save_model(os.path.join(folder, name), model, tokenizers["other_tokenizer"])
+    judge = from_scratch(config | dict(n_positions=80), seed=3)  # with a tokenizer of its own, and room for a question
+    save_model(os.path.join(folder, "judge"), judge, tokenizers["other_tokenizer"])
     for name, text in (("question.txt", "answers: y n\nGood? {prompt}{response} "),
                        ("other_question.txt", "answers: 1, 2, 3\nright: {response}, to {prompt} ({answer})\n")):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
