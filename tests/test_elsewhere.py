@@ -11,11 +11,15 @@ from packaging.requirements import Requirement
 
 import tiny
 from conftest import ROOT
+from tiny import forked, one_run
 
 MAC = """
-import builtins, ctypes, shutil, resource
-import torch, torch._dynamo, torch.distributed  # they know their own system
+import builtins, ctypes, os, shutil, resource, sys
+import campaign
 
+os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
+for name in ["engine", *campaign.OURS]:  # imported anew; torch and transformers know their own system
+    sys.modules.pop(name)
 for name in [name for name in vars(os) if name.startswith(("sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
     delattr(os, name)
 for name in ("RLIMIT_SIGPENDING", "RLIMIT_OFILE", "prlimit"):
@@ -65,15 +69,12 @@ except BadInput as e:
 
 def test_a_mac_runs_everything_but_the_sandbox(tmp_path):
     """PPO with a rule and a reward model, as under torchrun, whose death is then not noticed; code as a reward is refused."""
-    world = tiny.build(str(tmp_path))
-    keys = dict(reward_functions=f"{world.rule('letters')},reward_model", max_iters=1)
-    done = tiny.run("ppo.py", *world.ppo(f"{tmp_path}/out", **keys), wrapper=tiny.wrap(tmp_path / "mac.py", MAC + CODE_REWARD),
-                    env=dict(TORCHELASTIC_RUN_ID="none"))
-    # torch says there that torchrun cannot redirect what ranks print
-    said = "".join(line for line in done.stderr.splitlines(True) if "Redirects are currently not" not in line)
-    assert done.returncode == 0 and said == "", said
-    assert tiny.read_log(f"{tmp_path}/out")[0]["mem/peak_mib"] == 300
-    assert re.search(r"^refused: .*bwrap, which needs Linux; run it in docker", done.stdout, re.M), done.stdout
+    world = tiny.build(str(tmp_path / "world"))
+    args = world.ppo("out", reward_functions=f"{world.rule('letters')},reward_model", max_iters=1)
+    (result,), = forked(str(tmp_path), {"mac": [one_run("ppo.py", (args, MAC + CODE_REWARD))]}).values()
+    assert result["codes"] == [0] and result["stderr"] == [""], result
+    assert tiny.read_log(f"{tmp_path}/mac/out")[0]["mem/peak_mib"] == 300
+    assert re.search(r"^refused: .*bwrap, which needs Linux; run it in docker", result["stdout"][0], re.M), result
 
 
 def test_windows_is_told_to_use_wsl():

@@ -66,7 +66,7 @@ def world(tmp_path_factory):
     world = build(folder)
     tokenizer = load_tokenizer(world.tokenizer)
     settings = {k: v for k, v in LLAMA.items() if k != "architectures"} | dict(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
     policy = from_scratch(settings, seed=1)
     save_model(f"{folder}/llama", policy, tokenizer)

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,7 +15,6 @@ from engine.tokenizers import load_tokenizer
 from model import load_model
 
 import tiny
-from conftest import ROOT
 from tiny import forked, one_run
 
 
@@ -187,44 +184,51 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# as a user runs it
+# torchrun
+
+# torchrun as it is, but that its workers are forks of it. Rank 1 is killed once; when it is back, the launcher alone is killed.
+TORCHRUN = """
+import dataclasses, os, runpy, signal, sys
+from torch.distributed import run
+import campaign, tiny
+
+def worker(_, *script):
+    with open("pids", "a") as f:
+        f.write(f"{os.getpid()} ")
+    sys.argv = [*script]
+    tiny.run_patches(DEEDS, int(os.environ["RANK"]), map(sys.modules.get, campaign.OURS))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+launch = run.elastic_launch
+run.elastic_launch = lambda config, entrypoint: launch(dataclasses.replace(config, start_method="fork"), worker)
+run.run(run.parse_args(sys.argv[1:]))
+"""
+DEEDS = tiny.NOW + tiny.ONCE + tiny.ends(0) + """
+import loss
+def deed():
+    if not os.path.exists("died"):
+        open("died", "w").close()
+        die()
+    os.kill(os.getppid(), signal.SIGKILL)
+if RANK == 1:
+    once(loss, "learning_rate_at", deed)
+"""
 
 
-def alive(pids):
-    return [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]]
-
-
-def wait_for(condition, seconds):
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.1)
+def alive(pid):
+    return os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]
 
 
 def test_torchrun_restarts_and_its_death_is_not_outlived(world, tmp_path):
-    """Rank 1 is killed once, --max-restarts goes on; then the launcher alone is killed, and its workers die with it."""
-    args = world.sft(tmp_path / "out", max_iters=100_000, checkpoint_interval=1)
-    wrapper = tiny.wrap(tmp_path / "wrapper.py", tiny.NOW + tiny.ONCE + tiny.ends(0) + f"""
-import loss
-with open({str(tmp_path)!r} + "/pids", "a") as f:
-    f.write(f"{{os.getpid()}} ")
-def die_once():
-    if RANK == 1 and not os.path.exists({str(tmp_path)!r} + "/died"):
-        open({str(tmp_path)!r} + "/died", "w").close()
-        die()
-once(loss, "learning_rate_at", die_once)
-""")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
-               wrapper, os.path.join(ROOT, "sft.py"), *args]
-    with open(tmp_path / "said", "w") as said:
-        launcher = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT,
-                                    env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT))
-    try:
-        wait_for(lambda: (tmp_path / "died").exists() and "resuming from" in (tmp_path / "said").read_text(), 180)
-        workers = [int(pid) for pid in (tmp_path / "pids").read_text().split()][-2:]
-        assert len(alive(workers)) == 2
-        launcher.kill()
-        launcher.wait()
-        wait_for(lambda: not alive(workers), 10)
-    finally:
-        launcher.kill()
+    """--max-restarts goes on from the checkpoint, and workers die with their launcher."""
+    (tmp_path / "torchrun.py").write_text(f"DEEDS = {DEEDS!r}\n{TORCHRUN}")
+    options = ["--standalone", "--nproc_per_node=2", "--max-restarts=3", "--monitor-interval=0.1"]
+    script = [f"{tiny.ROOT}/sft.py", *world.sft("out", max_iters=1000, checkpoint_interval=1)]
+    (result,), = forked(str(tmp_path), {"run": [one_run(str(tmp_path / "torchrun.py"), [*options, *script])]}).values()
+    assert result["codes"] == [-signal.SIGKILL] and "resuming from out/checkpoint-" in result["stdout"][0], result
+    pids = (tmp_path / "run" / "pids").read_text().split()
+    began = time.monotonic()
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() - began < 10
+        time.sleep(0.1)
+    assert len(pids) == 4

@@ -18,11 +18,10 @@ from tiny import in_a_row, one_run
 
 P = placement.Place
 
-# what a watched run leaves beside its product: each rank's dtypes and checksums of its models, before the first step
+# what a watched run leaves beside its product: the dtypes of its models, before the first step
 WATCH = """
-import json, os, torch
+import json, torch
 import data, parallel
-from engine import audit, launch, optimizers, placement
 now, seen = -1, {}
 original_rows, original_broadcast = data.batch_rows, parallel.broadcast_parameters
 
@@ -40,10 +39,9 @@ def broadcast(models):
     models = list(models)
     seen.update(zip(names, models) if len(models) > 3 else {"policy": models[0]})
     original_broadcast(models)
-    facts = dict(dtypes=[sorted({(p.dim(), str(p.dtype)) for p in m.parameters()}) for m in models],
-                 sums=[audit.checksums({"": m}).tolist() for m in models])
-    with open(f"facts-{RANK}.json", "w") as f:
-        json.dump(facts, f)
+    dtypes = [sorted({(p.dim(), str(p.dtype)) for p in m.parameters()}) for m in models]
+    with open(f"dtypes-{RANK}.json", "w") as f:
+        json.dump(dtypes, f)
 
 data.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
 """
@@ -58,11 +56,6 @@ def ppo(world, code="", **keys):
     """A run of ppo.py on two ranks, watched, and small: minibatches of 3 and 2 rows. code: put in before it, on rank 1."""
     arguments = world.ppo("out", **dict(batch_size=5, ppo_epochs=1) | keys)
     return one_run("ppo.py", *((arguments, f"{WATCH}\n{code if rank else ''}") for rank in range(2)))
-
-
-def facts(folder, rank=0):
-    with open(f"{folder}/facts-{rank}.json", encoding="utf-8") as f:
-        return json.load(f)
 
 
 def succeeded(outcomes):
@@ -97,9 +90,10 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(short, name):
     if "lora" not in SHORT[name]:
         short_, wide = ("bfloat16", "bfloat16" if "pure" in name else "float32")
         # the table of embeddings, whose rows autocast does not round, stays as it is
-        assert {tuple(x) for x in facts(folder)["dtypes"][1]} == {
-            (1, f"torch.{wide}"), (2, f"torch.{short_}"), (2, f"torch.{wide}")}
-        assert {dtype for _, dtype in facts(folder)["dtypes"][0]} == {f"torch.{wide}"}
+        with open(f"{folder}/dtypes-0.json", encoding="utf-8") as f:
+            policy, reference, *_ = json.load(f)
+        assert {tuple(x) for x in reference} == {(1, f"torch.{wide}"), (2, f"torch.{short_}"), (2, f"torch.{wide}")}
+        assert {dtype for _, dtype in policy} == {f"torch.{wide}"}
 
 
 def test_a_frozen_head_is_not_rounded(world):
@@ -146,7 +140,6 @@ def stopped(world, tmp_path_factory):
         jobs[name] = ppo(world, code=code, **audited | keys)
     for name, (step, keys) in SKIPS.items():
         jobs[name] = ppo(world, code=tiny.overflow(f"steps == {step}"), dtype="float16", **audited | keys)
-    jobs["stage 3"] = ppo(world, zero_stage="3", max_iters=1)
     return folder, in_a_row(folder, jobs)
 
 
@@ -155,20 +148,6 @@ def test_what_one_rank_has_stops_both(stopped, name):
     each = stopped[1][name]
     assert [outcome["kind"] for outcome in each] == ["Stop", "Stop"], each
     assert each[0]["message"] == each[1]["message"] and re.match(STOPPED[name][2], each[0]["message"]), each
-
-
-def checksum(t):
-    """The definition, in Python's integers: the sum of the bits, in words of 32, times 1, 3, 5, ..., modulo 2**64, signed."""
-    words = t.contiguous().flatten().view(torch.int32).tolist()
-    total = sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**64
-    return total - 2**64 if total >= 2**63 else total
-
-
-def test_checksums_of_shards_add_up(stopped, world):
-    each = [facts(f"{stopped[0]}/stage 3", rank)["sums"][0] for rank in range(2)]
-    want = [checksum(p.detach()) for p in load_model(world.policy).parameters()]
-    assert [(sum(parts) + 2**63) % 2**64 - 2**63 for parts in zip(*each, strict=True)] == want
-    assert len(want) > 10 and each[0] != each[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class World:
         """--key=value for ppo.py: a small run whose every part does something."""
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=2, kl_coef=0.2,
+            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
             timeout=60, reward_timeout=30, device_type="cpu")
         return arguments(defaults | keys)
@@ -201,9 +201,8 @@ def build(folder):
         model.score_shift = 0.25
         save_model(os.path.join(folder, name), model, tokenizers[tokenizer_name])
 
-    for name, seed in (("judge", 3), ("other_judge", 4)):  # with a tokenizer of its own, and room for a question
-        model = from_scratch(config | dict(n_positions=80), seed=seed)
-        save_model(os.path.join(folder, name), model, tokenizers["other_tokenizer"])
+    judge = from_scratch(config | dict(n_positions=80), seed=3)  # with a tokenizer of its own, and room for a question
+    save_model(os.path.join(folder, "judge"), judge, tokenizers["other_tokenizer"])
     for name, text in (("question.txt", "answers: y n\nGood? {prompt}{response} "),
                        ("other_question.txt", "answers: 1, 2, 3\nright: {response}, to {prompt} ({answer})\n")):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
