@@ -421,11 +421,6 @@ def test_a_sandbox_as_the_host_sees_it(monkeypatch):
 # attacks on the verdict
 
 CHEATS = named(r"""
---- always equal
-class X:
-    __eq__ = lambda *a: True
-    __hash__ = None
-def f(): return X()
 --- patched builtins
 import builtins
 builtins.all = builtins.isinstance = builtins.BaseException = lambda *a: True
@@ -441,11 +436,6 @@ import os
 def f():
     for n in range(1000): os.write(3, b'%d\n' % n)
     return 42
---- the harness
-import sys
-def f():
-    frame = sys._getframe(1)
-    return repr(frame.f_locals) + repr(frame.f_globals)
 --- other threads
 import threading, os, time
 def g():
