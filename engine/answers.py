@@ -78,11 +78,11 @@ def final_answer(completion):
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
-        found = find(text)
-        if found is not None:
-            return found.strip(" \t\n\r*")
-    return text
+    found = last_boxed(text)
+    for pattern in (TAGGED, HASHED, NAMED_LINE):
+        found = last_match(pattern, text) if found is None else found
+    found = last_stated(text) if found is None else found
+    return text if found is None else found.strip(" \t\n\r*")
 
 
 def after_thinking(completion):
@@ -120,31 +120,17 @@ def last_boxed(text):
     return text[begin:end] if begin >= 0 else None
 
 
-def last_tagged(text):
-    """The contents of the last <answer>...</answer>; None if there is none."""
-    parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
-    for i in range(len(parts) - 3, 1, -2):  # the texts between two tags, from the last one on
-        if parts[i - 1] == "<answer>" and parts[i + 1] == "</answer>":
-            return parts[i]
-    return None
-
-
-def last_hashed(text):
-    """The line behind the last ####, which ends GSM8K's solutions; None if there is none."""
-    _, hashes, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if hashes else None
-
-
-# a line of its own, perhaps in bold: Answer: 72, **Final answer:** 72
+# the contents of <answer>...</answer>, the innermost
+TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
+# a line of its own, perhaps in bold, as DAPO-Math wants it: Answer: 72, **Final answer:** 72
 NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
                         re.IGNORECASE | re.MULTILINE)
 
 
-def last_named(text):
-    """
-    What the last line "Answer: ..." says, as DAPO-Math's prompts want it; None if there is none.
-    """
-    found = NAMED_LINE.findall(text)
+def last_match(pattern, text):
+    """What the last match of one of these patterns holds; None if there is none."""
+    found = pattern.findall(text)
     return found[-1] if found else None
 
 

@@ -29,7 +29,7 @@ from conftest import ROOT
 
 TOKEN = secrets.token_hex(16)  # stands in the command line of each of our sandboxed processes
 PASSED = Verdict(1, 1, "pass")
-needs_bwrap = pytest.mark.needs_bwrap
+pytestmark = pytest.mark.needs_bwrap
 
 
 def ours():
@@ -90,7 +90,6 @@ def verdict(body, value=None, *arguments, **limits):
     return run_tests(function(body), returns(value, *arguments), **limits)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # programs that mean no harm
 
 HARMLESS = [
@@ -111,14 +110,12 @@ HARMLESS = [
 ]
 
 
-@needs_bwrap
 def test_harmless_programs():
     check_sandbox()
     done = run_all([(code, tests) for code, tests, _ in HARMLESS], workers=4)
     assert [(case, v) for case, v in zip(HARMLESS, done, strict=True) if v != case[2]] == []
 
 
-@needs_bwrap
 def test_what_programs_need_works():
     """Threads, event loops, files, databases, copies: what the limits and the filter could have broken, and have not."""
     assert verdict("""
@@ -148,7 +145,6 @@ got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
 return got""", [*[7] * 20, 25, [3, "hello\n"], 10**6, [5], 10**5, 10**5, 8192]) == PASSED
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # limits
 
 LIMITS = [  # program, tests, the reason
@@ -171,7 +167,6 @@ LIMITS = [  # program, tests, the reason
 ]
 
 
-@needs_bwrap
 def test_limits():
     """Of time, memory, output and the number of files; nothing takes longer than its limit."""
     start = time.monotonic()
@@ -180,7 +175,6 @@ def test_limits():
     assert time.monotonic() - start < 30
 
 
-@needs_bwrap
 def test_threads_are_bounded():
     """Also those that take next to no memory; and one program's do not keep another from having its own."""
     body = """
@@ -200,7 +194,6 @@ return 30 <= n <= 64"""
     assert run_all([(function(body), returns(True, 40, 0.5))] * 6, workers=6) == [PASSED] * 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # attacks on the host
 
 ATTACKS = named(r"""
@@ -246,7 +239,6 @@ def attack(file, port):
 """
 
 
-@needs_bwrap
 def test_attacks_on_the_host(tmp_path, monkeypatch):
     """
     A secret lies in a file for everyone to read, and in our environment; a socket listens on the loopback. An attack wins where
@@ -309,7 +301,6 @@ return limits[0]
 """)
 
 
-@needs_bwrap
 def test_what_a_program_sees():
     before = resource.getrlimit(resource.RLIMIT_CORE)
     hidden = ["/etc", "/etc/passwd", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh", "/usr/share",
@@ -328,7 +319,6 @@ def stat_of(path):
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_uid, info.st_nlink, info.st_ino
 
 
-@needs_bwrap
 def test_the_system_is_read_only():
     """The interpreter, its library, the C library, and the root folder. (Nothing here would do harm if it were not.)"""
     with open("/proc/self/maps") as f:
@@ -352,7 +342,6 @@ return won"""
     assert not any(map(os.path.lexists, new))
 
 
-@needs_bwrap
 def test_the_filter():
     """System calls that only native code would make. The kernel's answer is EPERM, or ENOSYS to what is newer than 2018."""
     if os.uname().machine != "x86_64":
@@ -390,7 +379,6 @@ def test_the_filter_has_the_right_numbers():
         assert min(n for name, n in known.items() if name in ("pidfd_send_signal", "io_uring_setup", "clone3")) == sandbox.NEWER
 
 
-@needs_bwrap
 def test_a_sandbox_as_the_host_sees_it(monkeypatch):
     """Its processes are the first to end when memory runs out, its namespaces are its own; and nothing of ours is changed."""
     with open("/proc/self/oom_score_adj") as f:
@@ -417,7 +405,6 @@ def test_a_sandbox_as_the_host_sees_it(monkeypatch):
         assert f.read() == mine
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # attacks on the verdict
 
 CHEATS = named(r"""
@@ -446,7 +433,6 @@ def f(): return 42
 """)
 
 
-@needs_bwrap
 def test_cheating():
     """None of them knows that the answer is 42.5, or that 41 is the next."""
     attacks = [(code, {"fn": "f", "inputs": [[], []], "outputs": [42.5, 41]}) for code in CHEATS.values()]
@@ -457,7 +443,6 @@ def test_cheating():
     assert run_tests(equal, ["assert f(1) == 2"])[:2] == (0, 1)
 
 
-@needs_bwrap
 def test_what_was_answered_before_counts():
     """An exit, a crash or a limit in the third call takes the third and all later ones, no earlier."""
     tests = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
@@ -468,7 +453,6 @@ def test_what_was_answered_before_counts():
     assert dict(zip(acts, run_all(programs, workers=4), strict=True)) == {act: (n, 5, why) for act, (n, why) in acts.items()}
 
 
-@needs_bwrap
 def test_expected_values_stay_outside(monkeypatch):
     """What is handed to the child holds code and inputs, and nothing else of the tests."""
     sent = []
@@ -480,7 +464,6 @@ def test_expected_values_stay_outside(monkeypatch):
     assert any(b"108108" in x for x in sent) and not any(b"108108!" in x for x in sent)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the sandbox fails: never a verdict
 
 
@@ -499,7 +482,6 @@ def test_bwrap_fails_or_is_missing(tmp_path, monkeypatch):
             check_sandbox()
 
 
-@needs_bwrap
 def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
     """The self-test of check_sandbox, with one bar sawn through at a time."""
     isolation = sandbox.isolation
@@ -523,7 +505,6 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
 
-@needs_bwrap
 def test_the_trainer_dies():
     """Its sandboxes die with it, though it has no time to see to that."""
     code = CHILD + "run_all([('import time\\ntime.sleep(100)', {'stdin': '', 'stdout': ''})] * 3, 3)"
@@ -537,7 +518,6 @@ def test_the_trainer_dies():
     wait_for_none()
 
 
-@needs_bwrap
 def test_an_ordinary_user():
     """Root's sandbox is another than everyone else's (see run_program). Try that one, too, where the system has a Python."""
     python = "/usr/bin/python3"
@@ -562,11 +542,9 @@ print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
     assert done.stdout == "[(1, 1, 'pass'), (0, 1, 'timeout')]\n", done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # many at once, and their time
 
 
-@needs_bwrap
 def test_the_reward_code_ends_in_time(capsys):
     """It says how many had no time; without a budget it takes what it needs. Nothing that a program does raises."""
     rows = [{"tests": prints("1")}] * 5
