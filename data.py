@@ -115,7 +115,7 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, ma
     too, if there is one. models: {name: model}. Raises BadInput.
     """
     if judge:
-        judge.check_rows(rows, path, max_new_tokens, too_long == "drop")
+        judge.check_rows(rows, path, max_new_tokens, too_long)
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     context = min(model.max_positions for name, model in models.items() if name != "judge")
     longest, whose = context - max_new_tokens, "the smallest context, less max_new_tokens,"

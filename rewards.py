@@ -96,21 +96,14 @@ def thinks(batch):
 
 def length(batch):
     """
-    (B,), from 0 to -1: what a response's length costs, by soft_overlong. max_length is the longest
-    response R, and cache a fifth of it, as in DAPO: 4096 of 20480 tokens (arXiv 2503.14476, section
-    4.1). With R = 100: up to 80 tokens cost nothing, 90 tokens -0.5, 100 tokens -1.
+    (B,), from 0 to -1: what a response's length costs, DAPO's soft overlong punishment (arXiv
+    2503.14476, equation 13): 0 for up to four fifths of the longest response R, then in a straight
+    line down to -1. The last fifth is as in section 4.1 there: 4096 of 20480 tokens. With R = 100:
+    up to 80 tokens cost nothing, 90 tokens -0.5, 100 tokens -1.
     """
     mask = batch["response_mask"]  # (B, R)
-    return soft_overlong(mask.sum(1), mask.shape[1], mask.shape[1] / 5)
-
-
-def soft_overlong(lengths, max_length, cache):
-    """
-    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths (B,) -> (B,) float32: 0
-    up to max_length - cache tokens, then in a straight line down to -1 at max_length tokens, and -1
-    beyond. All three in tokens; cache > 0.
-    """
-    return ((max_length - lengths.float()) / cache - 1).clamp(-1, 0)
+    R = mask.shape[1]
+    return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
 
 
 # Of a rule in the engine room its module's name: it is loaded when the rule is used. So a script
@@ -172,17 +165,6 @@ def read_texts(rows, completions, finished, tokenizer, longest, device):
     sequences = tokenizer.encode_scored(prompts, completions, finished, longest)
     tokens, mask = right_pad(sequences, tokenizer.pad_id)
     return tokens.to(device), mask.to(device)
-
-
-def judge_scores(batch, judge, micro_batch_size, count=0):
-    """
-    A collective: the judge's score of each response, (B,); see ask_judge. batch: see this file's
-    header.
-    """
-    questions = [(row, [completion]) for row, completion
-                 in zip(batch["rows"], batch["completions"], strict=True)]
-    device = batch["tokens"].device
-    return ask_judge(judge, questions, device, micro_batch_size, count)  # COLLECTIVE
 
 
 def ask_judge(judge, questions, device, micro_batch_size, count=0):
@@ -303,8 +285,11 @@ class Scorer:
                 scores["reward_model"] = score_sequences(
                     self.reward_model, *read, at_once, forwards)
         if self.judge:
+            questions = [(row, [response]) for row, response
+                         in zip(mine["rows"], mine["completions"], strict=True)]
             with self.autocast, no_grad_forwards([self.judge.model], self.device):
-                scores["judge"] = judge_scores(mine, self.judge, at_once, forwards)  # COLLECTIVE
+                scores["judge"] = ask_judge(  # COLLECTIVE
+                    self.judge, questions, self.device, at_once, forwards)
         like = mine["sampler_logprobs"]
         said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
         said["accuracy"] = accuracy(mine).to(self.device)

@@ -25,7 +25,7 @@ from engine.optimizers import step
 from engine.placement import Place, in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
-from errors import BadConfig, BadInput, say, warn
+from errors import BadConfig, say, warn
 from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
@@ -120,17 +120,6 @@ eval_pairs = val_pairs[:eval_size or len(val_pairs)]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
 demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
-# the teachers read the text, in their own tokens: (path, ids of train_rows, of the held-out pairs)
-# of each. Their weights are read when they are asked
-teachers = several_paths(teacher, "teacher") if teacher else []
-taught = []
-for path in teachers:
-    outline = placement.load(path, "reward", head="scalar", place=Place(here=False))
-    reader = load_reader(path, outline, tokenizer)
-    held_out = val_rows[:len(eval_pairs)]
-    taught.append((path, *(encode_scored(rows, where, reader, which, outline.max_positions)
-                           for rows, where, which in ((train_rows, train_path, completions),
-                                                      (held_out, val_path, PAIR)))))
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and what it is on
 ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokenizer])  # COLLECTIVE
@@ -250,16 +239,18 @@ known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
-    for path, groups, held_out in taught:
+    teachers = several_paths(teacher, "teacher")
+    for path in teachers:  # each reads the text, in its own tokens
         model = placement.load(path, "reward", head="scalar",
                                place=Place(placement.places["reward"].stage))
-        known = known + centred(all_scores(groups, model)) / len(teachers)
+        reader = load_reader(path, model, tokenizer)
+        ids = encode_scored(train_rows, train_path, reader, completions, model.max_positions)
+        known = known + centred(all_scores(ids, model)) / len(teachers)  # COLLECTIVE
         if eval_pairs:
-            eval_known = eval_known + centred(all_scores(held_out, model)) / len(teachers)
+            ids = encode_scored(val_rows[:len(eval_pairs)], val_path, reader, PAIR,
+                                model.max_positions)
+            eval_known = eval_known + centred(all_scores(ids, model)) / len(teachers)
         del model
-    if known.std() < 1e-6:  # a rounding
-        raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
-                       "trained?")
     known = known.tolist()
     if eval_pairs:
         told = judge(eval_known)

@@ -95,8 +95,7 @@ judge = Judge(model, judge_tokenizer, judge_path, judge_template,
               ("first", "second") if compares else ("response",))
 print(judge.in_words)
 rows = read_rows(prompts_path, prompt_row, fields)
-judge.check_rows(rows, prompts_path, max_new_tokens, too_long == "drop")
-prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy), tokenizer,
+prompts = encode_for_all(rows, prompts_path, max_new_tokens, dict(policy=policy), tokenizer, judge,
                          too_long=too_long)
 
 # --------------------------------------------------------------------------------------------------

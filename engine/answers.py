@@ -78,11 +78,11 @@ def final_answer(completion):
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    for find in (last_boxed, last_tagged, last_hashed, last_named, last_stated):
-        found = find(text)
-        if found is not None:
-            return found.strip(" \t\n\r*")
-    return text
+    found = last_boxed(text)
+    for pattern in (TAGGED, HASHED, NAMED_LINE):
+        found = last_match(pattern, text) if found is None else found
+    found = last_stated(text) if found is None else found
+    return text if found is None else found.strip(" \t\n\r*")
 
 
 def after_thinking(completion):
@@ -120,31 +120,17 @@ def last_boxed(text):
     return text[begin:end] if begin >= 0 else None
 
 
-def last_tagged(text):
-    """The contents of the last <answer>...</answer>; None if there is none."""
-    parts = re.split(r"(</?answer>)", text)  # text, tag, text, tag, ..., text
-    for i in range(len(parts) - 3, 1, -2):  # the texts between two tags, from the last one on
-        if parts[i - 1] == "<answer>" and parts[i + 1] == "</answer>":
-            return parts[i]
-    return None
-
-
-def last_hashed(text):
-    """The line behind the last ####, which ends GSM8K's solutions; None if there is none."""
-    _, hashes, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if hashes else None
-
-
-# a line of its own, perhaps in bold: Answer: 72, **Final answer:** 72
+# the contents of <answer>...</answer>, the innermost
+TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
+# a line of its own, perhaps in bold, as DAPO-Math wants it: Answer: 72, **Final answer:** 72
 NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
                         re.IGNORECASE | re.MULTILINE)
 
 
-def last_named(text):
-    """
-    What the last line "Answer: ..." says, as DAPO-Math's prompts want it; None if there is none.
-    """
-    found = NAMED_LINE.findall(text)
+def last_match(pattern, text):
+    """What the last match of one of these patterns holds; None if there is none."""
+    found = pattern.findall(text)
     return found[-1] if found else None
 
 
@@ -272,20 +258,38 @@ def read_answer(text):
 
 def value_of(text, deep=3):
     """
-    The value of plain text without name and unit: a Fraction; (kind, values ...) of a list or a
-    set; or the text itself. deep: how many of these may be inside each other.
+    The value of plain text without name and unit: a Fraction; of a list or a set its brackets and
+    its values, "(1, 2]" -> ("(]", 1, 2) and "1, 2" -> ("", 1, 2); or the text itself. Brackets
+    around one value only group it. deep: how many lists may be inside each other.
     """
     text = text.strip()
     number = read_number(text)
     if number is not None:
         return number
-    kind, parts = split_parts(text) if deep else ("", [])
-    if not 0 < len(parts) <= MOST_ELEMENTS:
+    kind, parts = "", split_at_commas(text)
+    if len(parts) == 1 and text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
+        kind, parts = text[0] + text[-1], split_at_commas(text[1:-1])
+    if not deep or not 0 < len(parts) <= MOST_ELEMENTS or parts == [text]:
         return squeeze(text)
     values = [value_of(part, deep - 1) for part in parts]
-    if len(values) == 1 and kind in ("()", "group"):
+    if len(values) == 1 and kind in ("()", "{}"):
         return values[0]
+    kind = kind.replace("⦃", "{").replace("⦄", "}")
     return kind, *(sorted(values, key=repr) if kind == "{}" else values)
+
+
+def split_at_commas(text):
+    """The text cut at commas, but not inside of brackets; [] where the brackets do not match."""
+    depth, parts = 0, [""]
+    for ch in text:
+        depth += (ch in "([{⦃") - (ch in ")]}⦄")
+        if depth < 0:
+            return []
+        if ch == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += ch
+    return parts if depth == 0 else []
 
 
 def squeeze(text):
@@ -330,38 +334,3 @@ def read_number(text):
     elif (match := SCIENTIFIC.fullmatch(text)) and abs(int(match[2])) <= LARGEST_EXPONENT:
         value = Fraction((match[1] or "1").replace(",", "")) * Fraction(10) ** int(match[2])
     return -value if value is not None and negative else value
-
-
-def split_parts(text):
-    r"""
-    The text of an answer -> (kind, the texts of its parts):
-
-        "(1, 2]"  ->  ("(]", ["1", " 2"])
-        "1, 2"    ->  ("", ["1", " 2"])
-        "{5}"     ->  ("group", ["5"])
-        "x"       ->  ("", []), as for all that has no parts
-    """
-    if len(parts := split_at(",", text)) > 1:
-        return "", parts
-    if text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
-        if parts := split_at(",", text[1:-1]):
-            kind = (text[0] + text[-1]).replace("⦃", "{").replace("⦄", "}")
-            return "group" if len(parts) == 1 and "{}" == text[0] + text[-1] else kind, parts
-    return "", []
-
-
-def split_at(marks, text):
-    """
-    The text cut at these marks, but not inside of brackets: split_at(",", "1,(2,3)") -> ["1",
-    "(2,3)"]. [] where the brackets do not match.
-    """
-    depth, parts = 0, [""]
-    for ch in text:
-        depth += (ch in "([{⦃") - (ch in ")]}⦄")
-        if depth < 0:
-            return []
-        if ch in marks and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += ch
-    return parts if depth == 0 else []

@@ -20,11 +20,10 @@ import re
 
 import torch
 
-from data import naming
+from data import at_row, keep, rows_that_fit
 from folders import read_text, same_folder
 from engine.tokenizers import joined
 from errors import BadInput, shorten
-from rows import where_is
 from model import at_least_float32
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
@@ -179,35 +178,27 @@ class Judge:
             prompt=asked, answer=str(row.get("answer")),
             **dict(zip(self.responses, texts, strict=True)))))
 
-    def check_rows(self, rows, path, new_tokens, drop=False):
+    def check_rows(self, rows, path, new_tokens, too_long="error"):
         """
         Raise BadInput, with file and row, unless each row has the `answer` that the template shows,
-        and its prompt leaves room for responses of new_tokens of the judge's tokens. drop: rows
-        whose prompt is too long are taken out of `rows`. Returns how many were.
+        and its prompt leaves room for responses of new_tokens of the judge's tokens. too_long: see
+        rows_that_fit; nothing is cut here. What is dropped is taken out of `rows`.
         """
-        limit, kept = self.model.max_positions - new_tokens * len(self.responses), []
-        empty = [""] * len(self.responses)
+        empty, lengths = [""] * len(self.responses), []
+        limit = self.model.max_positions - new_tokens * len(self.responses)
         more = len(self.encode_whole(dict(prompt="", answer=""), empty))
         for number, row in enumerate(rows):
-            if "answer" in self.fields and row.get("answer") is None:
-                raise BadInput("{}, row {}: ".format(*where_is(rows, path, number))
-                               + f"{self.name} shows the field 'answer', and the row has none")
-            # a token is a byte or more: what is short enough in bytes need not be encoded
-            length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
-            if length > limit:
-                with naming(*where_is(rows, path, number)):
+            with at_row(rows, path)(number):
+                if "answer" in self.fields and row.get("answer") is None:
+                    raise BadInput(f"{self.name} shows the field 'answer', and the row has none")
+                # a token is a byte or more: what is short enough in bytes need not be encoded
+                length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
+                if length > limit:
                     length = len(self.encode_whole(row, empty))
-            if length <= limit:
-                kept.append(number)
-            elif not drop:
-                raise BadInput("{}, row {}: ".format(*where_is(rows, path, number))
-                               + f"the question to the judge has {length} tokens without the "
-                               f"response; up to {limit} fit beside max_new_tokens into its "
-                               "context. Shorten or drop the row, or type --too_long=drop")
-        dropped = len(rows) - len(kept)
-        if dropped:
-            rows.keep(kept)
-        return dropped
+            lengths.append(length)
+        whose = "the judge's context, less max_new_tokens for each response,"
+        keep(rows, rows_that_fit(rows, path, lengths, limit, whose,
+                                 "drop" if too_long == "drop" else "error"))
 
 
 def template_text(template):

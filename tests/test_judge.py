@@ -14,7 +14,7 @@ from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from rows import Rows
 from model import freeze, load_model
-from rewards import judge_scores
+from rewards import ask_judge
 
 import models_of_the_world as world
 import tiny
@@ -25,9 +25,10 @@ WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "Sure!", "caf\u00e9", "\n", 
 PAIRS = [tuple(" ".join(rng.choices(WORDS, k=rng.randint(*n))) for n in ((1, 9), (0, 30))) for _ in range(8)]
 
 
-def batch_of(pairs, **fields):
-    return dict(rows=[dict(prompt=prompt) | fields for prompt, _ in pairs], completions=[response for _, response in pairs],
-                tokens=torch.zeros(len(pairs), 1, dtype=torch.int64))
+def scores_of(judge, pairs, micro_batch_size):
+    """What a judge says of each (prompt, response)."""
+    questions = [(dict(prompt=prompt), [response]) for prompt, response in pairs]
+    return ask_judge(judge, questions, torch.device("cpu"), micro_batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +103,13 @@ def test_scores_as_transformers(name, folders, tmp_path):
     texts = [filled("yes_no", *pair) for pair in PAIRS]
     want = theirs(folder, texts, letters, has_chat, **kwargs)
     want = want[:, 0] - want[:, 1]
-    assert (judge_scores(batch_of(PAIRS), judge, 3) - want).abs().max() < 1e-4 < 0.01 < want.std()
+    assert (scores_of(judge, PAIRS, 3) - want).abs().max() < 1e-4 < 0.01 < want.std()
     template, letters = answers_of(name, folder, 10, tmp_path)
     judge = judge_of(folder, template)
     logprobs = theirs(folder, [filled("rubric", *pair) for pair in PAIRS], letters, has_chat, **kwargs)
     grades = (logprobs.softmax(-1) * torch.arange(10, 0, -1)).sum(-1)  # expected, from 1 to 10
     want = ((grades - 1) / (10 - grades)).log()
-    assert (judge_scores(batch_of(PAIRS), judge, 3) - want).abs().max() < 1e-4
+    assert (scores_of(judge, PAIRS, 3) - want).abs().max() < 1e-4
 
 
 def test_chats_become_text(folders):
@@ -126,18 +127,19 @@ def test_a_long_response_loses_its_end(folders, tmp_path):
     folder = world.make(tmp_path / "gpt2", "gpt2", context=160)
     judge = judge_of(folder)
     rows = Rows([dict(prompt="a b")], [("rows.jsonl", None, 1)])
-    assert judge.check_rows(rows, "rows.jsonl", 10) == 0
+    judge.check_rows(rows, "rows.jsonl", 10)
     for n in (1, 50, 500, 5000):
         ids = judge.encode(rows[0], ["fox " * n])
         text = judge.tokenizer.decode(ids)
         assert len(ids) <= 160 and text.endswith("The letter is:") and "[Question]\na b\n" in text
         assert len(ids) > 150 or n == 1
-    assert judge_scores(batch_of([("a b", "fox " * 500)] * 2), judge, 1).isfinite().all()
+    assert scores_of(judge, [("a b", "fox " * 500)] * 2, 1).isfinite().all()
     long = [dict(prompt="a"), dict(prompt="the quick brown fox " * 30), dict(prompt="b")]
     with pytest.raises(BadInput, match="rows.jsonl, row 2: "):
         judge.check_rows(Rows(long, [("rows.jsonl", None, 3)]), "rows.jsonl", 10)
     left = Rows(long, [("rows.jsonl", None, 3)])
-    assert judge.check_rows(left, "rows.jsonl", 10, drop=True) == 1 and [row["prompt"] for row in left] == ["a", "b"]
+    judge.check_rows(left, "rows.jsonl", 10, "drop")
+    assert [row["prompt"] for row in left] == ["a", "b"]
 
 
 def test_a_file_of_the_users(tiny_world, tmp_path):

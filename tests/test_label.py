@@ -17,7 +17,7 @@ from tiny import arguments, forked, one_run
 
 SEED, SAMPLES, R = 3, 16, 8
 REFUSED = {  # name: (keys, what is named)
-    "half": (dict(judge_template="half"), "{second}"), "nothing": (dict(min_confidence=1.0), "0 pairs"),
+    "half": (dict(judge_template="half"), "{second}"), "nothing": (dict(min_confidence=1.0, samples=2), "0 pairs"),
     "own": (dict(prompts_path="../own_val.jsonl", out="../own.jsonl", held_out=1), "'../own_val.jsonl'"),
     "long": (dict(judge_template="compare"), "row 1: ")}
 

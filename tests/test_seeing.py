@@ -37,10 +37,7 @@ def fake(name):
 fake("wandb"), fake("trackio")
 """
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
-
-
-# a peak of 1e9 operations a second
-PEAK = "import engine.report\nengine.report.peak_flops = lambda *_: 1e9\n"
+PEAK = "import engine.report\nengine.report.peak_flops = lambda *_: 1e9\n"  # operations a second
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +66,15 @@ def lines(path):
         return [json.loads(line) for line in f]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # samples.jsonl
 
-
-def test_a_killed_run_leaves_the_samples_of_one_that_was_not(done):
-    folder, _, results = done
-    assert [result["codes"] for result in results["killed"]] == [[9], [0]]
-    seen = [line["iteration"] for line in lines(f"{folder}/killed/out/samples.jsonl")]
-    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+def test_samples(done):
+    """They are of all three held-out prompts of each evaluation; and a run that was killed has those of one that was not."""
+    folder, world, results = done
+    assert [result["codes"] for result in results["killed"] + results["grpo"]] == [[9], [0], [0, 0]]
     files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
     assert open(files[0], "rb").read() == open(files[1], "rb").read()
-
-
-def test_samples_say_what_the_log_says(done):
-    """Of all three held-out prompts of each evaluation."""
-    folder, world, results = done
-    assert results["grpo"][0]["codes"] == [0, 0]
+    assert [line["iteration"] for line in lines(files[1])] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     prompts = [row["prompt"] for row in lines(world.rl_val)][:3]
     for name in ("whole", "grpo"):
         samples = lines(f"{folder}/{name}/out/samples.jsonl")
@@ -100,11 +89,10 @@ def test_samples_say_what_the_log_says(done):
     assert first == pytest.approx([0, 0, 0], abs=1e-5) and abs(samples[-1]["scores"]["kl"]) > 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # trackers
 
-
 def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
+    """One that is missing ends the run with one line."""
     folder, _, results = done
     assert [result["codes"] for result in results["sft"]] == [[0], [0]], results["sft"]
     log = tiny.read_log(f"{folder}/sft/out")
@@ -121,10 +109,6 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
                 assert sent[record["iteration"]] == {k: v for k, v in record.items() if k != "iteration"}
     assert "wandb has failed (OSError: no route to host)" in results["sft"][1]["stdout"][0]
     assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4]
-
-
-def test_a_tracker_that_is_missing_ends_the_run_with_one_line(done):
-    folder, _, results = done
     for name, words in (("missing", "wandb"), ("unknown", "tensorboard")):
         result, = results[name]
         assert result["codes"] == [2]
@@ -132,9 +116,7 @@ def test_a_tracker_that_is_missing_ends_the_run_with_one_line(done):
         assert os.path.getsize(f"{folder}/{name}/out/log.jsonl") == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # speed
-
 
 def test_share_of_peak(done):
     """Of an iteration of PPO: from the log back to its tokens."""
@@ -153,9 +135,7 @@ def test_share_of_peak(done):
         assert record["time/mfu"] == pytest.approx(flops / seconds / 1e9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # curves, plot.py
-
 
 DRAWN = """
 import json
@@ -182,9 +162,7 @@ def test_two_runs_of_one_name_are_both_drawn(done):
         assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in tiny.read_log(f"{folder}/{name}/out")]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # page.py
-
 
 @pytest.fixture(scope="module")
 def page(done, tmp_path_factory):

@@ -59,7 +59,6 @@ dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 |
 # runs/peers/table.py imports the functions alone
 config, _ = configure(globals()) if __name__ == "__main__" else ({}, None)
 # --------------------------------------------------------------------------------------------------
-PHASES = "rollout", "score", "update", "iteration"
 # any score that differs within a group
 RULE = """def score(batch):
     return [sum(map(ord, text)) % 7 / 7 for text in batch["completions"]]
@@ -129,14 +128,15 @@ def end_sometimes(llama, end_share):
     head[-1, 0] = -50.0 / math.sqrt(d)
 
 
-def sampling(folder, device, dtype, prompts, longest, repeats):
+def sampling(folder, device, dtype, B, P, longest, repeats):
     """
-    {"quartet" or "transformers": [(seconds, tokens), ...]}: how long each takes to answer the
-    prompts (B, P) of ids, `repeats` times, in turns, so that a slow moment hits both.
+    {"quartet" or "transformers": [(seconds, tokens), ...]}: how long each takes to answer B random
+    prompts of P tokens, `repeats` times, in turns, so that a slow moment hits both.
     """
     autocast, weights_dtype, matrices = precisions(dtype, True, device)
     policy = load_placed(os.path.join(folder, "policy"), Place(), device, dtype=weights_dtype)
-    V, prompts = policy.config.vocab_size, prompts.to(device)
+    V = policy.config.vocab_size
+    prompts = torch.randint(0, V - 2, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
     def quartet(decoder):
         return generate(decoder, prompts.tolist(), longest, eos_ids=[V - 2],
@@ -207,28 +207,22 @@ if __name__ == "__main__":
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0)
         if "sampling" in wanted:
-            prompts = torch.randint(0, vocab_size - 2, (batch_size, prompt_length),
-                                    generator=torch.Generator().manual_seed(0))
-            took = sampling(folder, device, dtype, prompts, max_new_tokens, repeats)
+            took = sampling(folder, device, dtype, batch_size, prompt_length, max_new_tokens,
+                            repeats)
             for name, runs in took.items():
-                seconds = [s for s, _ in runs]
+                seconds = statistics.median(s for s, _ in runs)
                 rate = statistics.median(n / s for s, n in runs)
-                print(f"  {name:<13}{statistics.median(seconds):8.3f} s ({min(seconds):.3f} to "
-                      f"{max(seconds):.3f}){rate:8.0f} tokens/s", flush=True)
-        scripts = [script for script in ("ppo", "grpo") if script in wanted]
-        if scripts:
-            print(f"  {'seconds of':<13}" + "".join(f"{x:>10}" for x in PHASES)
-                  + f"{'peak MiB':>10}{'tokens':>8}")
-        for script in scripts:
+                print(f"  {name}: {seconds:.3f} s, {rate:.0f} tokens/s", flush=True)
+        for script in [script for script in ("ppo", "grpo") if script in wanted]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
                         max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=dtype,
                         device_type=device.type)
             keys |= dict(group_size=group_size) if script == "grpo" else {}
             keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
             records = iterations(script, folder, keys)
+            phases = [f"{phase} {statistics.median(r[f'time/{phase}'] for r in records):.3f} s"
+                      for phase in ("rollout", "score", "update", "iteration")]
             length = statistics.mean(r["objective/length"] for r in records)
-            if lengths == "full" and length != max_new_tokens:
-                raise Stop("some responses ended early, so the work was not what it should be")
-            phases = (statistics.median(r[f"time/{phase}"] for r in records) for phase in PHASES)
-            print(f"  {script + '.py':<13}" + "".join(f"{x:>10.3f}" for x in phases)
-                  + f"{max(r['mem/peak_mib'] for r in records):>10.0f}{length:>8.0f}", flush=True)
+            peak = max(r["mem/peak_mib"] for r in records)
+            print(f"  {script}.py: {', '.join(phases)}; {length:.0f} tokens a response, "
+                  f"peak {peak:.0f} MiB", flush=True)

@@ -23,6 +23,8 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 
 import json  # noqa: E402
 import math  # noqa: E402
+import signal  # noqa: E402
+from statistics import fmean  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
@@ -81,6 +83,8 @@ config, _ = configure(globals())
 # set-up: the ranks, what is judged by what, the prompts
 
 rank, world_size, device = launch.init(device_type, timeout)
+for number in (signal.SIGINT, signal.SIGTERM):  # end the tool at once: there is nothing to save
+    signal.signal(number, signal.default_int_handler)
 paths = [path.strip() for path in policies.split(",") if path.strip()]
 if not paths:
     raise BadConfig("policies is empty; type --policies=out/arithmetic_ppo/policy")
@@ -172,31 +176,23 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             with autocast:
                 batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, stop=launch.stop_asked,
-                                 truncation=truncated if heat else None,
+                                 uniforms, truncation=truncated if heat else None,
                                  has_stop=tokenizer.has_stop)
-            if launch.stop_agreed():
-                if rank == 0:
-                    print("stopped; nothing is written")
-                launch.finish()
-                sys.exit(130)
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= scorer.score(batch, len(mine) * world_size)
             if mine and terms:
                 scorer.add_up(batch)
-            # a score that does not apply to a response, NaN, is left out
-            columns = {"accuracy": batch["accuracy"]}  # (b,) each
-            columns |= {name: batch[f"reward/{name}"] for name in rewards}
-            columns |= {"scores": batch["scores"]} if "scores" in known and mine else {}
-            columns = {name: x.tolist() for name, x in columns.items()}
             texts = whole_responses(batch)
             for j, (i, sample) in enumerate(mine):
+                scores = {score: batch[score if score in ("accuracy", "scores")
+                                       else f"reward/{score}"][j].item() for score in known}
                 records.append(dict(
                     policy=name, mode=mode, row=i, sample=sample, prompt=rows[i]["prompt"],
                     text=batch["completions"][j], answer=final_answer(texts[j]),
                     finished=bool(batch["finished"][j]),
                     length=int(batch["response_mask"][j].sum()),
-                    scores={key: x[j] for key, x in columns.items() if math.isfinite(x[j])}))
+                    # NaN: it does not apply to this response
+                    scores={score: x for score, x in scores.items() if math.isfinite(x)}))
             if rank == 0:
                 done = min((first + world_size) * batch_size, len(picks))
                 print(f"{name}, {mode}: {done} of {len(picks)} responses", flush=True)
@@ -226,18 +222,20 @@ def scored(prompts, name):
     return [prompt for prompt in prompts if len(scores_of(prompt, name)) == len(prompt)]
 
 
-def mean(numbers):
-    return sum(numbers) / len(numbers)
+def estimate(values):
+    """The mean over the prompts, and half of its 95 % interval: None for a single prompt."""
+    middle, error = mean_and_error(values)
+    return dict(mean=middle, error=None if math.isnan(error) else error)
 
 
-figures = {name: {} for name in names}  # policy -> "mode metric" -> (mean, error)
+figures = {name: {} for name in names}  # policy -> "mode metric" -> its estimate
 for (name, mode), prompts in by_prompt.items():
     numbers = {}  # metric -> one number a prompt
     for score in known:
         # a reward may be called as another figure is: the rule length is not the length in tokens
         metric = score if score in ("accuracy", "scores") else f"reward/{score}"
         each = [scores_of(prompt, score) for prompt in prompts]
-        numbers[metric] = [mean(values) for values in each if values]
+        numbers[metric] = [fmean(values) for values in each if values]
     judged = scored(prompts, right_by)
     best_by = {score: scored(scored(prompts, by), score) for score in known if terms}
     for x in ks if mode == "sampled" else ():
@@ -253,9 +251,9 @@ for (name, mode), prompts in by_prompt.items():
             numbers[f"best@{x} {score}"] = [
                 best_of_k(scores_of(prompt, by), scores_of(prompt, score), x)
                 for prompt in with_both]
-    numbers["length"] = [mean([record["length"] for record in prompt]) for prompt in prompts]
-    numbers["finished"] = [mean([record["finished"] for record in prompt]) for prompt in prompts]
-    figures[name] |= {f"{mode} {metric}": mean_and_error(values)
+    numbers["length"] = [fmean([record["length"] for record in prompt]) for prompt in prompts]
+    numbers["finished"] = [fmean([record["finished"] for record in prompt]) for prompt in prompts]
+    figures[name] |= {f"{mode} {metric}": estimate(values)
                       for metric, values in numbers.items() if values}
 
 # the first policy against each other one, prompt by prompt
@@ -265,10 +263,9 @@ for other in names[1:]:
             in zip(by_prompt[names[0], last], by_prompt[other, last], strict=True)]
     values = [wins(ours, theirs) for ours, theirs in both if ours and theirs]
     if values:
-        win_rate, error = mean_and_error(values)
+        won = estimate(values)
         duels.append(dict(policy=names[0], against=other, by=by, responses=last,
-                          prompts=len(values), win_rate=win_rate,
-                          error=None if math.isnan(error) else error))
+                          prompts=len(values), win_rate=won["mean"], error=won["error"]))
 
 # --------------------------------------------------------------------------------------------------
 # what is printed and written, by rank 0
@@ -279,11 +276,13 @@ def write():
     with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-    listed = {name: {metric: dict(mean=middle, error=None if math.isnan(error) else error)
-                     for metric, (middle, error) in its.items()}
-              for name, its in figures.items()}
-    write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=listed,
+    write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=figures,
                                    win_rates=duels))
+
+
+def shown(middle, error, form):
+    """A mean with its interval, if it has one."""
+    return f"{middle:{form}}" + ("" if error is None else f" ±{error:{form}}")
 
 
 if rank == 0:
@@ -291,16 +290,14 @@ if rank == 0:
     print(f"\n{len(rows)} prompts, with 95 % confidence intervals of the means over prompts")
     print(f"{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
     for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
-        cells, digits = [], 1 if metric.endswith("length") else 3
-        for name in names:
-            middle, error = figures[name].get(metric, (math.nan, math.nan))
-            more = "" if math.isnan(error) else f" ±{error:.{digits}f}"
-            cells.append(f"{middle:.{digits}f}{more}")
+        form = ".1f" if metric.endswith("length") else ".3f"
+        cells = [shown(*its[metric].values(), form) if metric in its else "nan"
+                 for its in figures.values()]
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
     for duel in duels:
-        more = "" if duel["error"] is None else f" ±{duel['error']:.1%}"
-        print(f"{duel['policy']} wins {duel['win_rate']:.1%}{more} against {duel['against']} (by "
-              f"{duel['by']}, ties count half, {duel['prompts']} prompts)")
+        won = shown(duel["win_rate"], duel["error"], ".1%")
+        print(f"{duel['policy']} wins {won} against {duel['against']} (by {duel['by']}, ties count "
+              f"half, {duel['prompts']} prompts)")
 together.alone(write)
 if rank == 0:
     print(f"saved {out}.json and {out}.jsonl")

@@ -80,46 +80,35 @@ if reward_path:
 
 def answer(rows, path, first=0):
     """
-    Print `samples` responses to the prompt of each row, batch by batch. path: where the rows are
-    from, for errors. first: the number of the first prompt; seed and number decide the noise.
+    Print `samples` responses to the prompt of each row, batch by batch, with their scores where
+    there is a reward model. path: where the rows are from, for errors. first: the number of the
+    first prompt; seed and number decide the noise.
     """
     ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer)
     picks = [(i, sample) for i in range(len(rows)) for sample in range(samples)]
     for begin in range(0, len(picks), batch_size):
-        respond([(rows[i], ids[i], first + i, sample)
-                 for i, sample in picks[begin:begin + batch_size]])
-
-
-def respond(picks):
-    """
-    Print a response to each of [(row, prompt ids, the prompt's number, which of its samples)],
-    which decode together, with its score where there is a reward model.
-    """
-    rows, ids, numbers, which = zip(*picks, strict=True)
-    uniforms = response_uniforms(seed, "sample", 0, numbers, max_new_tokens, which)
-    with torch.no_grad(), autocast:
-        batch = generate(policy, ids, max_new_tokens, temperature, tokenizer.eos_ids,
-                         tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                         truncation=truncated, has_stop=tokenizer.has_stop)
-        texts = texts_of(list(zip(rows, ids, strict=True)), batch, tokenizer)["completions"]
-        scores = torch.zeros(len(rows))
-        if reward_path:
-            read = read_texts(rows, texts, batch["finished"].tolist(), scorer_tokenizer,
-                              scorer.max_positions, device)
-            scores = score_sequences(scorer, *read, batch_size)
-    finished = batch["finished"].tolist()
-    for response in zip(rows, which, texts, finished, scores.tolist(), strict=True):
-        show(*response)
-
-
-def show(row, which, text, finished, score):
-    """Print a response, and above the first of a prompt, which = 0, the prompt."""
-    if which == 0 and (prompt or prompts):
-        said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(f"> {said}")
-    cut = "" if finished else " [cut off at max_new_tokens]"
-    scored = f"   (score {score:.2f})" if reward_path else ""
-    print(f"{text or '[empty]'}{cut}{scored}", flush=True)
+        where, which = zip(*picks[begin:begin + batch_size], strict=True)
+        asked = [(rows[i], ids[i]) for i in where]
+        uniforms = response_uniforms(seed, "sample", 0, [first + i for i in where],
+                                     max_new_tokens, which)
+        with torch.no_grad(), autocast:
+            batch = generate(policy, [ids[i] for i in where], max_new_tokens, temperature,
+                             tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
+                             truncation=truncated, has_stop=tokenizer.has_stop)
+            texts = texts_of(asked, batch, tokenizer)["completions"]
+            finished, scores = batch["finished"].tolist(), [None] * len(texts)
+            if reward_path:
+                read = read_texts([row for row, _ in asked], texts, finished, scorer_tokenizer,
+                                  scorer.max_positions, device)
+                scores = score_sequences(scorer, *read, batch_size).tolist()
+        for i, sample, text, ended, score in zip(where, which, texts, finished, scores,
+                                                 strict=True):
+            said = rows[i]["prompt"]
+            if sample == 0 and (prompt or prompts):  # above the first of a prompt
+                print(f"> {said if isinstance(said, str) else said[-1]['content']}")
+            cut = "" if ended else " [cut off at max_new_tokens]"
+            scored = "" if score is None else f"   (score {score:.2f})"
+            print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 
 
 def as_row(text, where):

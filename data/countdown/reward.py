@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from engine.answers import after_thinking, last_tagged, whole_responses
+from engine.answers import TAGGED, after_thinking, last_match, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -32,7 +32,7 @@ def countdown(batch):
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
         text = after_thinking(response)
-        equation = None if "<think>" in text else last_tagged(text)
+        equation = None if "<think>" in text else last_match(TAGGED, text)
         if not equation or not equation.strip():
             scores.append(0.0)
             continue

@@ -62,9 +62,8 @@ def row_of(name, folder):
     """A line of the table."""
     what, lengths, micro_batch_size = ROWS[name]
     if what == "sampling":  # both in one process, and so without the memory of each
-        prompts = torch.randint(0, LLAMA["vocab_size"] - 2, (PROMPTS, LENGTH),
-                                generator=torch.Generator().manual_seed(0))
-        took = sampling(folder, torch.device("cpu"), "float32", prompts, NEW, rounds * steps)
+        took = sampling(folder, torch.device("cpu"), "float32", PROMPTS, LENGTH, NEW,
+                        rounds * steps)
         ours, theirs = ([s for s, _ in took[key]] for key in ("quartet", "transformers"))
         import transformers
 
