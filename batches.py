@@ -349,7 +349,7 @@ class Batches:
             return
         try:
             _, said = roles.receive("train", ("begin", 0, 0))  # COLLECTIVE
-            work = self.generate if roles.role == "generate" else self.score_for_trainers
+            work = self.sample_for_trainers if roles.role == "generate" else self.score_for_trainers
             work(said["start"], said["kept"])
             parallel.phase = "the end"
             roles.wait_for_the_end()  # COLLECTIVE
@@ -359,7 +359,7 @@ class Batches:
         launch.finish()  # COLLECTIVE
         sys.exit(0)
 
-    def generate(self, start, kept):
+    def sample_for_trainers(self, start, kept):
         """A collective of the generators: sample each batch with the weights that are due."""
         version, frozen = None, {}
         for k, due in self.schedule.versions(start, kept).items():

@@ -22,7 +22,7 @@ from engine import sandbox
 from engine.programs import Verdict, run_all, run_tests
 from engine.programs import code as code_reward
 from engine.sandbox import check_sandbox
-from errors import BadInput, Stop
+from errors import BadInput
 
 from conftest import ROOT
 
