@@ -3,7 +3,7 @@ Which changes of the code do the tests notice? A mutant is a source file with on
 a call left out. The tests of that file should fail then. Not a test.
 
     python tests/mutants.py list [gae.py loss.py ...]     # the mutants of these files, or of all
-    python tests/mutants.py run [gae.py loss.py ...]      # tried; the results go to out/mutants.tsv
+    python tests/mutants.py run [gae.py loss.py ...]      # tried; the results go to mutants.tsv
     python tests/mutants.py table                         # the share killed, by file and by kind
 
 `run` works in a scratch copy of the repository and passes over what mutants.tsv has already, so it may be stopped and started
@@ -26,14 +26,14 @@ import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-RESULTS = os.path.join(ROOT, "out", "mutants.tsv")
+RESULTS = os.path.join(ROOT, "tests", "mutants.tsv")
 COLUMNS = "file line kind original mutated result test seconds".split()
 SEED, LIMIT = 1, 300  # LIMIT: seconds for the tests of a mutant
 # how many mutants of a file; the files of tests that should see them, and of test_by_hand.py the runs of which scripts
 TESTS = {
     "ppo.py": (16, "", "ppo"), "grpo.py": (14, "", "grpo"), "sft.py": (6, "", "sft"), "rm.py": (8, "", "rm"),
     "gae.py": (8, "gae", "ppo"), "loss.py": (14, "loss", "ppo or grpo or rm"), "relatives.py": (8, "grpo_loss", "grpo"),
-    "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards rules reward_models", "ppo or grpo"),
+    "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards reward_models", "ppo or grpo"),
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "batches.py": (8, "", "generate or score or roles"),
     "engine/run.py": (6, "", "ppo or sft")}
@@ -241,7 +241,6 @@ def run(files):
     import campaign  # noqa: F401, which imports all that the runs need
     import test_by_hand
 
-    os.makedirs(os.path.dirname(RESULTS), exist_ok=True)
     every = [mutant for file in files for mutant in chosen(file)]
     random.Random(SEED).shuffle(every)
     with tempfile.TemporaryDirectory() as scratch:
