@@ -890,7 +890,8 @@ def sft(c, data):
 def rm(c, data):
     """
     A run of rm.py. data: pairs to train on and to evaluate on, and the demonstrations that shall
-    score 0 on average. With a teacher what is trained on may also be single responses.
+    score 0 on average; None: the chosen answers to evaluate on shall. With a teacher what is
+    trained on may also be single responses.
     """
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
@@ -985,7 +986,8 @@ def rm(c, data):
                        "eval/calibration_error": miscalibration(chances)}
         if iteration == c.max_iters:
             with torch.no_grad():
-                scores = [score(row, "completion").item() for row in data.demonstrations]
+                zero = [(row, "completion") for row in data.demonstrations or ()] or [(row, "chosen") for row in data.val]
+                scores = [score(*one).item() for one in zero]
             model.shift = -mean(scores)
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()

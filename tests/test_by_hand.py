@@ -228,8 +228,10 @@ CASES = {
     "rm": ("rm.py", PAIRS | dict(
         init="policy", new_head=True, warmup_iters=2, lr_decay="linear", weight_decay=0.1,
         grad_clip=2.0)),
+    # without demonstrations the chosen answers of the held-out pairs score 0
     "rm, again": ("rm.py", PAIRS | dict(
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
+        files=dict(demonstrations_path=""),
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05, use_confidence=True)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
     "rm, taught": ("rm.py", PAIRS | dict(
@@ -363,7 +365,7 @@ def command(world, script, keys):
     """The arguments of a case's run."""
     given = dict(out_dir="out", checkpoint_interval=0, device_type="cpu", dtype="float64", timeout=300)
     files = FILES[script] | keys.get("files", {})
-    given |= {key: os.path.join(world.root, f"{file}.jsonl") for key, file in files.items()}
+    given |= {key: os.path.join(world.root, f"{file}.jsonl") if file else "" for key, file in files.items()}
     if "mix" in keys:
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
@@ -383,10 +385,11 @@ def worked_out(world, script, keys):
             setattr(c, key, getattr(world, keys[name]))
     read = dict(other="other_tokenizer", uncentered="text")
     c.reward_tokenizer = read.get(keys.get("reward_model"), "tokenizer")
-    train, val = list((FILES[script] | keys.get("files", {})).values())[:2]
+    files = FILES[script] | keys.get("files", {})
+    train, val = list(files.values())[:2]
     data = SimpleNamespace(train=world.rows[train], val=world.rows[val],
                            ptx=world.rows.get(keys.get("ptx")),
-                           demonstrations=world.rows["sft_val"])
+                           demonstrations=world.rows.get(files.get("demonstrations_path")))
     return getattr(by_hand, script.removesuffix(".py"))(c, data)
 
 
