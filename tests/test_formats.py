@@ -5,7 +5,7 @@ import re
 import pytest
 
 import tiny
-from data import encode_prompts
+from data import encode_prompts, encode_scored
 from errors import BadInput
 from rows import Rows
 from tiny import forked, jsonl, one_run
@@ -37,6 +37,20 @@ def test_prompts_that_are_too_long(capsys):
     assert encoded(rows(), too_long="cut")[0] == [7, 101, 102]  # BOS stays in front
     with pytest.raises(BadInput, match="^g: no row is left"):
         encoded(rows(), "f", too_long="drop")
+
+
+def test_a_pair_is_too_long_where_one_of_its_answers_is():
+    tokenizer = tiny.byte_tokenizer([])
+    pairs = [dict(prompt="1", chosen=a, rejected=b) for a, b in (("2", "3"), ("2", "3333"), ("2222", "3"))]
+
+    def encoded(numbers, too_long):
+        rows = Rows([pairs[i] for i in numbers], [("f", None, len(numbers))])
+        return len(encode_scored(rows, "f", tokenizer, ("chosen", "rejected"), 4, too_long=too_long))
+
+    assert encoded((0, 1, 2), "drop") == 1
+    for numbers in ((0, 1), (0, 2)):
+        with pytest.raises(BadInput, match="^f, row 2: it has 6 tokens"):
+            encoded(numbers, "error")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
