@@ -47,6 +47,8 @@ def test_micro_batches_of_all_ranks():
             assert len(mb) * max(held, default=0) - sum(held) <= parallel.PADDING
         tokens = [sum(lengths[i] for i in mine) for mine in flat]
         assert max(tokens) - min(tokens) <= max(lengths)  # dealt like cards
+    assert all_parts([5, 2, 3, 4], 2, 2) == [[[0, 2]], [[3, 1]]]  # as many as fit
+    assert all_parts([5, 2, 3, 4], 1, 1, 20) == [[[0, 3, 2, 1]]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
