@@ -25,7 +25,7 @@ from engine.optimizers import step
 from engine.placement import Place, in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
-from errors import BadConfig, say, warn
+from errors import BadConfig, BadInput, say, warn
 from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
@@ -251,6 +251,9 @@ if teacher:
                                 model.max_positions)
             eval_known = eval_known + centred(all_scores(ids, model)) / len(teachers)
         del model
+    if known.std() < 1e-6:  # a rounding
+        raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
+                       "trained?")
     known = known.tolist()
     if eval_pairs:
         told = judge(eval_known)

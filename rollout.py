@@ -105,7 +105,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     prompt_width: P; None: the longest prompt. It changes no result, either.
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
-    truncation: leaves unlikely tokens out, see `truncation` below; None: all may be sampled.
+    truncation: leaves unlikely tokens out, see `warpers`; None: all may be sampled.
     has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
         Tokenizer.has_stop; None: there are none.
 
@@ -220,7 +220,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     return False
 
 
-def truncation(top_k=0, top_p=1.0, min_p=0.0):
+def warpers(top_k=0, top_p=1.0, min_p=0.0):
     """
     transformers' own functions of logits, one after the other, for `generate`: each of them makes
     unlikely tokens impossible, their logits -inf; None where all tokens may be sampled.

@@ -19,6 +19,7 @@ algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see th
 """
 import re
 from fractions import Fraction
+from functools import partial
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
@@ -78,11 +79,12 @@ def final_answer(completion):
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    found = last_boxed(text)
-    for pattern in (TAGGED, HASHED, NAMED_LINE):
-        found = last_match(pattern, text) if found is None else found
-    found = last_stated(text) if found is None else found
-    return text if found is None else found.strip(" \t\n\r*")
+    patterns = [partial(last_match, pattern) for pattern in (TAGGED, HASHED, NAMED_LINE)]
+    for find in (last_boxed, *patterns, last_stated):
+        found = find(text)
+        if found is not None:
+            return found.strip(" \t\n\r*")
+    return text
 
 
 def after_thinking(completion):

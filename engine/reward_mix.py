@@ -238,16 +238,17 @@ def call_rewards(rewards, batch):
     scores = {}
     for _, name, function in rewards:
         returned = []
-        if batch["completions"]:
-            try:
+        try:
+            if batch["completions"]:
                 parameters = trl_parameters(function)
                 returned = (function(batch) if parameters is None
                             else function(**arguments_of(parameters, batch)))
-                if inspect.iscoroutine(returned):
-                    returned = runner.run(returned)
-            except RAISED as e:
-                raise failure(name, e) from e
-        scores[name] = torch.tensor(as_scores(name, returned, batch), dtype=torch.float64)
+            if inspect.iscoroutine(returned):
+                returned = runner.run(returned)
+            numbers = as_scores(name, returned, batch)
+        except RAISED as e:
+            raise failure(name, e) from e
+        scores[name] = torch.tensor(numbers, dtype=torch.float64)
     return scores
 
 

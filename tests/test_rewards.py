@@ -135,10 +135,15 @@ async def broken(batch):
     return {}["nothing"]
 
 
+class Unlistable:
+    def tolist(self):
+        return {}["no list"]
+
+
 FAILURES = [  # what a function returns, or a function; what the line says
     ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), "'one'"), ([1, float("nan"), 2], "'two'"),
     ([None, "1", 3], "'1'"), ([10**400, 1, 2], "'one'"), (lambda batch: sys.exit(3), "SystemExit: 3$"),
-    (broken, f"failed at {__file__}, line [0-9]+: KeyError: 'nothing'$")]
+    (Unlistable(), "KeyError: 'no list'$"), (broken, f"failed at {__file__}, line [0-9]+: KeyError: 'nothing'$")]
 
 
 def test_what_fails_stops_the_run_by_name():

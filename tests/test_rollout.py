@@ -14,7 +14,7 @@ from engine.placement import decoding_copy
 from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze, load_model
-from rollout import generate, response_uniforms, sample, truncation
+from rollout import generate, response_uniforms, sample, warpers
 
 from families import make
 
@@ -129,7 +129,7 @@ def test_a_truncated_distribution_equals_transformers(keys):
     """Which tokens may be sampled, what is sampled, and its log-prob."""
     N, V, R, temperature = 300, 30, 3, 0.7
     table, u = 2 * random_table(R + 1, V, seed=4), uniforms(N, R)
-    out = generate(TableModel(table), [[4]] * N, R, temperature, uniforms=u, batch_size=64, truncation=truncation(**keys))
+    out = generate(TableModel(table), [[4]] * N, R, temperature, uniforms=u, batch_size=64, truncation=warpers(**keys))
     previous = torch.full((N,), 4)
     for t in range(R):
         want = warped(table[t, previous], temperature, **keys)  # (N, V)

@@ -8,6 +8,7 @@ import re
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -341,6 +342,25 @@ return won"""
     assert verdict(body, [], files, new) == PASSED
     assert [(stat_of(p), stat_of(os.path.dirname(p))) for p in files] == before
     assert not any(map(os.path.lexists, new))
+
+
+def test_killing():
+    """Everything that can be signalled: neither we nor a neighbour notice."""
+    assert verdict("import os\nreturn os.getpid(), os.getppid()", [2, 1]) == PASSED  # or else this would hit more than planned
+    victim = subprocess.Popen(["sleep", "60"])
+    heard = []
+    old = {n: signal.signal(n, lambda *a: heard.append(a)) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        for body in ("os.kill(-1, 9)", "os.killpg(0, 9)", f"os.kill({victim.pid}, 9)", f"os.kill({os.getpid()}, 15)",
+                     f"os.killpg({os.getpgid(0)}, 15)", "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
+                     "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nraise OSError"):
+            assert verdict(f"import os\n{body}\nos._exit(0)", None).passed == 0
+        assert victim.poll() is None and heard == []
+    finally:
+        victim.kill()
+        victim.wait()
+        for n, handler in old.items():
+            signal.signal(n, handler)
 
 
 def test_the_filter():

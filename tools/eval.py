@@ -42,7 +42,7 @@ from folders import check_writable  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
-from rollout import generate, response_uniforms, texts_of, truncation  # noqa: E402
+from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ together.agree(config | {"the prompts": rows})
 # what a scorer needs to know of a run's placement
 placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
     micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
-truncated = truncation(top_k, top_p, min_p)
+truncation = warpers(top_k, top_p, min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
@@ -176,7 +176,7 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             with autocast:
                 batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, truncation=truncated if heat else None,
+                                 uniforms, truncation=truncation if heat else None,
                                  has_stop=tokenizer.has_stop)
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= scorer.score(batch, len(mine) * world_size)

@@ -28,7 +28,7 @@ from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer 
 from errors import BadConfig  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
 from rewards import read_texts, score_sequences  # noqa: E402
-from rollout import generate, response_uniforms, texts_of, truncation  # noqa: E402
+from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
 device = torch.device(choose_device(device_type))
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
-truncated = truncation(top_k, top_p, min_p) if temperature else None
+truncation = warpers(top_k, top_p, min_p) if temperature else None
 
 
 def load(path, head="lm"):
@@ -94,7 +94,7 @@ def answer(rows, path, first=0):
         with torch.no_grad(), autocast:
             batch = generate(policy, [ids[i] for i in where], max_new_tokens, temperature,
                              tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                             truncation=truncated, has_stop=tokenizer.has_stop)
+                             truncation=truncation, has_stop=tokenizer.has_stop)
             texts = texts_of(asked, batch, tokenizer)["completions"]
             finished, scores = batch["finished"].tolist(), [None] * len(texts)
             if reward_path:
