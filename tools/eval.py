@@ -106,6 +106,9 @@ for name, key, path in (("reward_model", "reward_path", reward_path),
 rewards = [name for _, name, _ in terms]
 # the scores that are measured; the last is the weighted sum of several rewards
 known = list(dict.fromkeys(["accuracy", *rewards, *["scores"] * (len(terms) > 1)]))
+# a reward may be called as another figure is: the rule length is not the length in tokens
+metric_of = {score: score if score in ("accuracy", "scores") else f"reward/{score}"
+             for score in known}
 if right_by not in known:
     raise BadConfig(f"right_by = {right_by!r} is not measured; there are {', '.join(known)}, and "
                     "what --reward_functions adds")
@@ -183,16 +186,16 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             if mine and terms:
                 scorer.add_up(batch)
             texts = whole_responses(batch)
+            columns = {score: batch[metric].tolist()  # an empty batch has no scores
+                       for score, metric in metric_of.items() if metric in batch}
             for j, (i, sample) in enumerate(mine):
-                scores = {score: batch[score if score in ("accuracy", "scores")
-                                       else f"reward/{score}"][j].item() for score in known}
                 records.append(dict(
                     policy=name, mode=mode, row=i, sample=sample, prompt=rows[i]["prompt"],
                     text=batch["completions"][j], answer=final_answer(texts[j]),
                     finished=bool(batch["finished"][j]),
                     length=int(batch["response_mask"][j].sum()),
                     # NaN: it does not apply to this response
-                    scores={score: x for score, x in scores.items() if math.isfinite(x)}))
+                    scores={score: x[j] for score, x in columns.items() if math.isfinite(x[j])}))
             if rank == 0:
                 done = min((first + world_size) * batch_size, len(picks))
                 print(f"{name}, {mode}: {done} of {len(picks)} responses", flush=True)
@@ -232,10 +235,8 @@ figures = {name: {} for name in names}  # policy -> "mode metric" -> its estimat
 for (name, mode), prompts in by_prompt.items():
     numbers = {}  # metric -> one number a prompt
     for score in known:
-        # a reward may be called as another figure is: the rule length is not the length in tokens
-        metric = score if score in ("accuracy", "scores") else f"reward/{score}"
         each = [scores_of(prompt, score) for prompt in prompts]
-        numbers[metric] = [fmean(values) for values in each if values]
+        numbers[metric_of[score]] = [fmean(values) for values in each if values]
     judged = scored(prompts, right_by)
     best_by = {score: scored(scored(prompts, by), score) for score in known if terms}
     for x in ks if mode == "sampled" else ():
