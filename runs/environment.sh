@@ -21,26 +21,34 @@ pin_threads() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
     export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
 }
+# packages of the system, where this user may install some: as root, on Debian and Ubuntu
+install_packages() {
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "+ apt-get install $*"
+        apt-get update -qq && apt-get install -y -qq "$@" >/dev/null
+    fi
+}
 if [ -n "${QUARTET_PYTHON:-}" ]; then
     PYTHON="$QUARTET_PYTHON"
     return
 fi
 venv="${QUARTET_VENV:-${VIRTUAL_ENV:-.venv}}"
-if [ ! -x "$venv/bin/python" ]; then
-    base=""
+# the first Python that is new enough and can make an environment
+find_python() {
+    local needs='import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))'
     for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            base=$candidate
-            break
-        fi
+        if "$candidate" -c "$needs" 2>/dev/null; then echo "$candidate"; return; fi
     done
+}
+if [ ! -x "$venv/bin/python" ]; then
+    base=$(find_python)
     if [ -z "$base" ]; then
-        echo "quartet needs Python 3.11 or later;" \
-             "on Debian and Ubuntu: apt install python3 python3-venv" >&2
-        exit 2
+        install_packages python3 python3-venv || true
+        base=$(find_python)
     fi
-    if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
-        echo "$base has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2
+    if [ -z "$base" ]; then
+        echo "quartet needs Python 3.11 or later with its module venv;" \
+             "on Debian and Ubuntu: apt install python3 python3-venv" >&2
         exit 2
     fi
     echo "+ $base -m venv $venv"

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: no network after the install, no GPU.
+# The whole test suite, in an environment of its own: no network after the install, no GPU. The last
+# lines say how many tests were skipped, and why.
 #   bash runs/test.sh [pytest options]
 more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+missing=()
+command -v bwrap >/dev/null || missing+=(bubblewrap)  # the sandbox of the code reward
+command -v ip >/dev/null || missing+=(iproute2)  # two network namespaces, as two machines
+command -v g++ >/dev/null || missing+=(g++)  # for the key compile
+# without them the tests that need them are skipped
+[ ${#missing[@]} = 0 ] || install_packages "${missing[@]}" || true
 "$PYTHON" -m ruff check .
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processes at a time as it is
 # a file's tests stay together: they share runs that take seconds. conftest.py puts the longest

@@ -1,4 +1,5 @@
 """Shared by the tests: the repository on the path, one thread, and the process that forks runs, started early."""
+import collections
 import functools
 import os
 import runpy
@@ -67,3 +68,11 @@ def pytest_runtest_setup(item):
         pytest.skip("there is no GPU here")
     if item.get_closest_marker("needs_bwrap") and bwrap_trouble():
         pytest.skip(bwrap_trouble())
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The last lines: how many tests were skipped, by reason."""
+    reasons = collections.Counter(str(report.longrepr[2]).removeprefix("Skipped: ")
+                                  for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:3}: {reason}")
