@@ -3,13 +3,13 @@ The models of a run, built one by one: load_policy, load_ref_policy, load_reward
 load_value_model. Where each model is held, and in which precision, the keys of engine/keys.py say;
 a Placement has what they say, so that the scripts need no switch for it.
 """
-import importlib
 import os
 import shutil
 
+import parallel
 from data import encode_examples
 from errors import BadConfig, BadInput, say
-from engine import launch, roles
+from engine import launch
 from engine.adapters import Adapted, fill_adapter, load_adapted
 from engine.four_bits import check_four_bits
 from engine.optimizers import make_optimizer
@@ -66,9 +66,9 @@ class Placement:
         """The models that this rank's role needs whole. LoRA's trunk is on all ranks."""
         frozen = ["ref", "reward", "judge"]
         needs = dict(train=["policy", "value"], generate=["policy"], score=frozen)
-        if roles.role in ("", "train") and "score" not in roles.ranks:
+        if parallel.role in ("", "train") and "score" not in parallel.roles:
             return ["policy", "value", *frozen]
-        return needs[roles.role] + ["policy"] * bool(self.system.lora)
+        return needs[parallel.role] + ["policy"] * bool(self.system.lora)
 
     def load(self, path, name, head="lm", trained=False, place=None):
         """The model of a folder or hub name, where the keys want it. Raises BadInput."""
@@ -118,12 +118,13 @@ def load_policy(path, placement):
     ranks that generate it is a copy that gets its weights from those that train.
     """
     system, place = placement.system, placement.places["policy"]
-    if system.generate_tp > 1:  # by its name, as the judge
-        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+    if system.generate_tp > 1:
+        from options import tensor_parallel
+
         tensor_parallel.check_split(system.generate_tp, system.roles)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
-    trained = roles.role in ("", "train") or place.lora is not None
+    trained = parallel.role in ("", "train") or place.lora is not None
     if not trained:  # a generator's copy: whole
         place = Place(here=place.here)
     policy = placement.load(path, "policy", trained=trained, place=place)
@@ -185,8 +186,8 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     """
     if "judge" not in [name for _, name, _ in terms]:
         return None
-    # by its name: only runs with a judge take that file along
-    judging = importlib.import_module("engine.judging")
+    from options import judging
+
     system = placement.system
     path, model = system.judge_path, None
     if not path:

@@ -17,7 +17,6 @@ needs.
 """
 import contextlib
 import copy
-import importlib
 import re
 import warnings
 from dataclasses import dataclass
@@ -469,10 +468,11 @@ def decoding_copy(policy, matrices, device, tp=1):
     together. It is the policy itself, unless autocast would round its matrices to the dtype
     `matrices` at every token: then it is a copy that has them in that dtype, for this block only.
     A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
-    have a copy together, see engine/tensor_parallel.py.
+    have a copy together, see options/tensor_parallel.py.
     """
-    if tp > 1:  # by its name: only runs with generate_tp take that file along
-        tensor_parallel = importlib.import_module("engine.tensor_parallel")
+    if tp > 1:
+        from options import tensor_parallel
+
         yield tensor_parallel.split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
     trunk = trunk_of(policy)

@@ -24,7 +24,7 @@ import torch
 
 import errors
 import parallel
-from engine import launch, report, roles
+from engine import launch, report
 from engine.audit import audit, check_finite, must_agree
 from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
@@ -54,13 +54,12 @@ def ranks_agree(config, files, models, tokenizers, reward_functions=""):
                for name, model in held(models).items() if model.path}  # not a new one
     same = config | contents
     same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
-    if not roles.ranks:
+    if not parallel.roles:
         agree(same | weights)  # COLLECTIVE
         return
     with parallel.everyone():
         agree(same)  # COLLECTIVE
     agree(weights)  # COLLECTIVE
-    errors.leaving = roles.fail_and_leave  # from now on the roles tell each other their errors
 
 
 class Run:
@@ -108,7 +107,7 @@ class Run:
         # how far log-probs that are equal on paper may be apart, in nats
         self.gap_limit = gap_limit(system.dtype, temperature)
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
-        self.to_save = None  # batches.Batches sets it: a function, which batches to save
+        self.to_save = None  # options/roles.py sets it: a function, which batches to save
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
         parallel.broadcast_parameters(self.models.values())  # COLLECTIVE: all have rank 0's bytes
@@ -120,7 +119,7 @@ class Run:
             return
         report.print_models(self.models)
         ranks = f"{self.world_size} rank(s)"
-        if roles.ranks:
+        if parallel.roles:
             ranks = f"ranks with roles ({self.system.roles})"
         where = f"writing to {self.out_dir}"
         if self.checkpoint:
@@ -187,7 +186,6 @@ class Run:
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
-        roles.end()
         launch.finish()  # COLLECTIVE
         sys.exit(0)
 
@@ -312,7 +310,7 @@ class Run:
             tokens, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
             flops = read * (sum(self.forward_flops.values()) + passes * self.training_flops)
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        ranks = sum(map(len, roles.ranks.values())) or self.world_size
+        ranks = sum(map(len, parallel.roles.values())) or self.world_size
         return report.speed(self.device, tokens, flops, seconds, self.peak and self.peak * ranks)
 
     def save_as(self, folder, name):
@@ -330,7 +328,6 @@ class Run:
         if self.ema:
             with self.ema.in_place():
                 self.save_as("ema_policy", "policy")  # COLLECTIVE
-        roles.end()
         if self.rank == 0:
             saved = os.path.join(self.out_dir, next(iter(self.trained)))
             print(f"saved {saved}; next: {next_step}")

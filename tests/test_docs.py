@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from engine.judging import log_odds
+from options.judging import log_odds
 from engine.programs import check_tests
 from gae import compute_gae
 from loss import kl_estimate, masked_whiten, preference_loss

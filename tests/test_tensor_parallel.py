@@ -3,7 +3,7 @@ import pytest
 
 import parallel
 import tiny
-from engine.tensor_parallel import check_split
+from options.tensor_parallel import check_split
 from errors import BadConfig
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32)

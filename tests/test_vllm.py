@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import vllm_sampler
+from options import vllm as vllm_sampler
 from engine.checkpoint import save_model
 from engine.tokenizers import load_tokenizer
-from engine.vllm_sampler import begin_vllm
+from options.vllm import begin_vllm
 from errors import BadConfig, BadInput, Lost
 from model import from_scratch, load_model
 
@@ -28,7 +28,7 @@ FORK = f"""
 import sys, types
 sys.path.insert(0, {STAND_IN!r})
 import vllm
-from engine import vllm_sampler
+from options import vllm as vllm_sampler
 vllm_sampler.subprocess = types.SimpleNamespace(Popen=vllm.Forked, DEVNULL=None)
 vllm.wrong = """
 CASES = {  # name: (script, ranks, keys)

@@ -35,7 +35,7 @@ from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
 from model import Model, auto_class, freeze, has_experts, read_config
-from rollout import sample
+from rollout import draw
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
 PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
@@ -384,4 +384,4 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
     append(last - 1 - grown)
     with tracker.peak(peaks, "rollout", "responses"):
         logits = next_logits(n, 1, last - 1)
-        sample(logits, torch.zeros(n, dtype=torch.float64), temperature)
+        draw(logits, torch.zeros(n, dtype=torch.float64), temperature)

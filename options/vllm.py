@@ -28,7 +28,6 @@ import torch
 
 import engine
 import parallel
-from engine import roles
 from engine.adapters import Adapted
 from engine.four_bits import in_full
 from engine.together import patience
@@ -79,7 +78,9 @@ def begin_vllm(policy, tokenizer, system, device):
     if system.generate_tp > 1:
         raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
-    samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
+    samples = parallel.role != "score"
+    if "generate" in parallel.roles:
+        samples = parallel.role == "generate"
     vllm = VLLM(policy, tokenizer, system, device) if samples else None
     with parallel.everyone(), patience():  # wait for the slowest here, and not for `timeout` later
         parallel.all_reduce_max(torch.zeros((), device=wire()))  # COLLECTIVE
@@ -96,7 +97,7 @@ class VLLM:
         # room for twice as many, for in 4 bits two count as one; memory that is not used is free
         room = 2 * sum(p.numel() for _, p in policy.hf.named_parameters(remove_duplicate=False))
         self.start(room * self.dtype.itemsize)
-        shares = roles.role != "generate"  # the GPU, with models that train
+        shares = parallel.role != "generate"  # the GPU, with models that train
         try:
             self.ask("load", dict(
                 folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and shares,
@@ -124,7 +125,7 @@ class VLLM:
         os.ftruncate(memory, size)
         # this thread may be pinned to one CPU, and a process begins where its parent is
         code = (f"import os, sys; os.sched_setaffinity(0, {sorted(engine.CPUS)}); "
-                f"sys.path.insert(0, {ROOT!r}); from engine.vllm_sampler import serve; "
+                f"sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
                 f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
         quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL
         python = os.environ.get("VLLM_PYTHON", sys.executable)
