@@ -107,10 +107,18 @@ def length(batch):
     return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
 
 
-# Of a rule in the engine room its module's name: it is loaded when the rule is used. So a script
-# that is copied needs neither the sandbox nor the algebra, unless its rewards do.
-RULES = dict(accuracy=accuracy, math="engine.expressions:math_answer", format=format, thinks=thinks,
-             length=length, code="engine.programs:code")
+BUILT_IN = "accuracy", "math", "format", "thinks", "length", "code", "judge", "reward_model"
+
+
+def built_in(name):
+    """The function of a built-in reward; None of a model's. What few runs use is loaded here."""
+    if name == "math":
+        from grading.expressions import math_answer
+        return math_answer
+    if name == "code":
+        from grading.programs import code
+        return code
+    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length).get(name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,9 +250,12 @@ def center_scores(state, reward_model, value_model, first_batch):
 # the rewards of a run
 
 
-def reward_terms(spec):
-    """[(weight, name, function)] of the key reward_functions; a model's function is None."""
-    return parse_rewards(spec, RULES | {"judge": None, "reward_model": None}, ".")
+def reward_terms(spec, folder="."):
+    """
+    [(weight, name, function)] of the key reward_functions; a model's function is None. folder: the
+    one from which files of the user's are named. Raises BadConfig or BadInput.
+    """
+    return parse_rewards(spec, BUILT_IN, built_in, folder)
 
 
 def score_batch(batch, wanted, terms, reward_model, judge, tokenizer, reward_tokenizer,

@@ -119,9 +119,9 @@ def load_policy(path, placement):
     """
     system, place = placement.system, placement.places["policy"]
     if system.generate_tp > 1:
-        from options import tensor_parallel
+        from options.tensor_parallel import check_split
 
-        tensor_parallel.check_split(system.generate_tp, system.roles)
+        check_split(system.generate_tp, system.roles)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
     trained = parallel.role in ("", "train") or place.lora is not None
@@ -186,14 +186,14 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     """
     if "judge" not in [name for _, name, _ in terms]:
         return None
-    from options import judging
+    from options.judging import Judge, judged_by_reference
 
     system = placement.system
     path, model = system.judge_path, None
     if not path:
         raise BadConfig("reward_functions names judge, and judge_path is empty; type "
                         "--judge_path=FOLDER, or --judge_path=ref_policy")
-    if judging.judged_by_reference(path, system.ref_path, policy_path):
+    if judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
         if model is None and system.judge_path == "ref_policy":
@@ -203,7 +203,7 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     if model is None:
         model = placement.load(path, "judge")
     check_tokenizer_fits(tokenizer, model, path)
-    judge = judging.Judge(model, tokenizer, path, system.judge_template)
+    judge = Judge(model, tokenizer, path, system.judge_template)
     say(judge.in_words)
     return judge
 

@@ -48,9 +48,9 @@ def init(device, timeout, deterministic=False, layout=""):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ranks = {}
     if layout:
-        from options import messages
+        from options.messages import begin, parse_roles
 
-        ranks = messages.parse_roles(layout, world_size)
+        ranks = parse_roles(layout, world_size)
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
@@ -59,9 +59,8 @@ def init(device, timeout, deterministic=False, layout=""):
         join(rank, world_size, device, timeout, bound=not ranks)
     if ranks:
         with meeting(timeout):
-            messages.begin(  # COLLECTIVE
+            errors.leads = begin(  # COLLECTIVE
                 ranks, rank, timeout, lambda: signalled_at is not None, heard)
-        errors.leads = messages.leads
     return rank, world_size, device
 
 
@@ -185,9 +184,9 @@ def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
     finish_trackers()
     if parallel.role == "train":  # let the other roles leave, too
-        from options import messages
+        from options.messages import tell_the_end
 
-        messages.end()
+        tell_the_end()
     if dist.is_initialized():
         gpus = [torch.cuda.current_device()] if wire().type == "cuda" else None
         with parallel.everyone():

@@ -471,9 +471,9 @@ def decoding_copy(policy, matrices, device, tp=1):
     have a copy together, see options/tensor_parallel.py.
     """
     if tp > 1:
-        from options import tensor_parallel
+        from options.tensor_parallel import split_copy
 
-        yield tensor_parallel.split_copy(policy, matrices, device, tp)  # COLLECTIVE
+        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
     trunk = trunk_of(policy)
     modules = fsdp_modules(trunk)

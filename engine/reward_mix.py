@@ -15,7 +15,6 @@ calls the rewards. The rewards themselves are in rewards.py. A function of the u
     async def grader(...)                                   either of them, awaited
 """
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import math
@@ -46,15 +45,15 @@ def is_usable(field, value):
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def parse_rewards(spec, known, base_folder):
+def parse_rewards(spec, known, built_in, base_folder):
     """
     The key reward_functions -> [(weight, name, function)]:
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    known: {name: function}, the built-in rewards; "module:function" of one whose module is loaded
-    now. FILE.py:FUNCTION is a function of the user's. Its file, relative to base_folder, is
-    imported: it is trusted like the rest of the code.
+    known: the names of the built-in rewards; built_in(name): the function of one. FILE.py:FUNCTION
+    is a function of the user's. Its file, relative to base_folder, is imported: it is trusted like
+    the rest of the code.
     Raises BadConfig; BadInput where the file is at fault.
     """
     where = f"reward_functions = {spec!r}"
@@ -77,10 +76,7 @@ def parse_rewards(spec, known, base_folder):
                                 "reward; rename yours")
             name = function_name
         elif name in known:
-            function = known[name]
-            if isinstance(function, str):
-                module, _, attribute = function.partition(":")
-                function = getattr(importlib.import_module(module), attribute)
+            function = built_in(name)
         else:
             raise BadConfig(f"{where}: unknown reward {name!r}; there are {', '.join(known)}, and "
                             "FILE.py:FUNCTION of your own")

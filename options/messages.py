@@ -75,7 +75,8 @@ def begin(ranks, rank, timeout, signalled, heard):
     """
     A collective of all ranks: make a group of each role. ranks: what parse_roles gave. signalled: a
     function, whether this rank has got a signal to stop. heard: a set, which gets what any rank
-    tells all: "stop", asked by a signal; "left", for the trainers have saved.
+    tells all: "stop", asked by a signal; "left", for the trainers have saved. Returns whether this
+    rank is the first one of its role.
     """
     global leads, way, store, wait
     role = next(name for name, numbers in ranks.items() if rank in numbers)
@@ -90,6 +91,7 @@ def begin(ranks, rank, timeout, signalled, heard):
     parallel.others = f"the other ranks that {role}"
     leads = rank == parallel.first
     threading.Thread(target=watch_store, args=[signalled, heard], daemon=True).start()
+    return leads
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def watch_store(signalled, heard):
             return
 
 
-def end():
+def tell_the_end():
     """On the trainers, before they leave: let the other roles leave, too."""
     store.set("left", "")
     tell(ROLES, ended=True)

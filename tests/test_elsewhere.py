@@ -57,7 +57,7 @@ ctypes.CDLL = no_library
 
 
 CODE_REWARD = """
-from engine import sandbox
+from grading import sandbox
 from errors import BadInput
 
 try:

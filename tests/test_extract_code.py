@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from engine.programs import check_tests, extract_code, judge, same
+from grading.programs import check_tests, extract_code, judge, same
 from errors import BadInput
 
 

@@ -24,10 +24,9 @@ def files(*patterns):
     return sorted(os.path.relpath(p, ROOT) for pattern in patterns for p in glob.glob(os.path.join(ROOT, pattern)))
 
 
-PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md")}
-HOUSE = files("*.py", "engine/*.py", "tools/*.py")
-SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py",
-                                   "runs/*.sh", "runs/peers/*.py")))
+PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md", "options/*.md")}
+HOUSE = files("*.py", "engine/*.py", "options/*.py", "grading/*.py", "tools/*.py")
+SOURCE = "\n".join(map(read, HOUSE + files("config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh", "runs/peers/*.py")))
 pages = pytest.mark.parametrize("page", PAGES)
 
 
@@ -38,7 +37,8 @@ pages = pytest.mark.parametrize("page", PAGES)
 def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
-    assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["engine/README.md"], re.MULTILINE)) == files("engine/*.py")
+    for folder, those in (("engine", ["engine/*.py"]), ("options", ["options/*.py", "grading/*.py"])):
+        assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES[f"{folder}/README.md"], re.MULTILINE)) == files(*those)
 
 
 def imports_of(path):
@@ -74,7 +74,8 @@ def anchors(page):
 
 @pages
 def test_links_and_files_of_a_page_are_there(page):
-    named = re.findall(r"(?:config|data|runs|tests|assets|engine|tools|docs)/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
+    folders = "config|data|runs|tests|assets|engine|options|grading|tools|docs"
+    named = re.findall(rf"(?:{folders})/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
     for path in {*named, *re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])}:
         assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path  # but for the reader's own
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
@@ -85,8 +86,7 @@ def test_links_and_files_of_a_page_are_there(page):
 
 
 def test_nothing_private_is_in_the_repository():
-    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py",
-                      "runs/*.sh", "runs/peers/*.py"):
+    for path in [*HOUSE, *PAGES, *files("config/*.py", "data/*.py", "data/*/*.py", "runs/*.sh", "runs/peers/*.py")]:
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path
 
 
@@ -166,7 +166,7 @@ def outcomes(tmp_path_factory):
     home = folder / "home"
     (home / "data").mkdir(parents=True)
     os.symlink(world.root, home / "data" / "arithmetic")
-    for name in ("config", "engine", "tools", *files("*.py")):
+    for name in ("config", "engine", "options", "grading", "tools", *files("*.py")):
         os.symlink(os.path.join(ROOT, name), home / name)
     for run, model in (("sft", "policy"), ("rm", "reward_model")):
         (home / "out" / f"arithmetic_{run}").mkdir(parents=True)
