@@ -121,7 +121,7 @@ def load_policy(path, placement):
     if system.generate_tp > 1:
         from options.tensor_parallel import check_split
 
-        check_split(system.generate_tp, system.roles)
+        check_split(system.generate_tp)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
     trained = parallel.role in ("", "train") or place.lora is not None
@@ -252,14 +252,15 @@ def check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, imp
     if system.ref_path and kl_coef == 0:
         raise BadConfig(f"ref_path = {system.ref_path!r} with kl_coef = 0: there is no reference "
                         "then; type --kl_coef=0.05, or leave it out")
-    if target_kl > 0 and system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
-                        "from the older policy that has sampled, so that the first step may "
-                        "already be too far; type --importance_cap=2, which counts from now")
-    if system.sampler == "vllm" and system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
-                        "which are rounded differently; type --importance_cap=2, which has the "
-                        "policy itself read what an older one has sampled")
+    # options are imported here, before the ranks compare their code
+    if system.roles or system.staleness > 0:
+        from options.roles import check_ahead
+
+        check_ahead(system, target_kl, importance_cap)
+    if system.sampler == "vllm":
+        from options.vllm import check_vllm
+
+        check_vllm(system, importance_cap)
     if num_minibatches > batch_size:
         raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of "
                         f"batch_size = {batch_size} empty; lower it")

@@ -18,12 +18,9 @@ from model import Model, auto_class, freeze
 from parallel import fill, gather, is_shard, my_part
 
 
-def check_split(n, roles):
+def check_split(n):
     """Raise BadConfig where the ranks cannot sample in groups of n."""
     size = parallel.rank_and_size()[1]
-    if roles:
-        raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
-                        "one of the two out")
     if size % n:
         raise BadConfig(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
                         f"--generate_tp=1, or start a multiple of {n}")

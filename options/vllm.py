@@ -66,18 +66,25 @@ def whole_weights(policy, vocab_size):
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 
-def begin_vllm(policy, tokenizer, system, device):
-    """
-    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
-    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadConfig
-    or BadInput.
-    """
+def check_vllm(system, importance_cap):
+    """Raise BadConfig where keys do not go together."""
     if system.dtype not in DTYPES:
         raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
                         "it; type --dtype=float32 or --dtype=bfloat16")
     if system.generate_tp > 1:
         raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
+    if system.staleness > 0 and importance_cap == 0:
+        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
+                        "which are rounded differently; type --importance_cap=2, which has the "
+                        "policy itself read what an older one has sampled")
+
+
+def begin_vllm(policy, tokenizer, system, device):
+    """
+    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
+    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadInput.
+    """
     samples = parallel.role != "score"
     if "generate" in parallel.roles:
         samples = parallel.role == "generate"

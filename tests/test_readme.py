@@ -26,7 +26,8 @@ def files(*patterns):
 
 PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md", "options/*.md")}
 HOUSE = files("*.py", "engine/*.py", "options/*.py", "grading/*.py", "tools/*.py")
-SOURCE = "\n".join(map(read, HOUSE + files("config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh", "runs/peers/*.py")))
+SOURCE = "\n".join(map(read, [*HOUSE, *files("config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh",
+                                              "runs/peers/*.py")]))
 pages = pytest.mark.parametrize("page", PAGES)
 
 
