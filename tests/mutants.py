@@ -34,7 +34,7 @@ TESTS = {
     "gae.py": (8, "gae", "ppo"), "loss.py": (14, "loss", "ppo or grpo or rm"), "relatives.py": (8, "grpo_loss", "grpo"),
     "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards reward_models", "ppo or grpo"),
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
-    "model.py": (10, "model", "ppo or rm"), "batches.py": (8, "", "generate or score or roles"),
+    "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "", "generate or score or roles"),
     "engine/run.py": (6, "", "ppo or sft")}
 # of the runs by hand first a few, then those on one rank, then all: most mutants are noticed by the first
 WAYS = "(learned or gspo or plain or again or generate)", "alone", ""

@@ -337,11 +337,11 @@ IDS = [f"{name}: {WAYS.get(name, 'alone')}" for name in CASES]
 STILL = dict(dtype="float32", learning_rate=1e-20, cliprange=1e-6, micro_batch_size=1)
 ANOTHER_SAMPLER = """
 import rollout
-plain = rollout.sample
+plain = rollout.draw
 def sample(*args):
     tokens, logprobs = plain(*args)
     return tokens, logprobs + 2e-5
-rollout.sample = sample
+rollout.draw = sample
 """
 OFF = {
     "ppo, off": ("ppo.py", PPO | STILL | dict(value_learning_rate=1e-20)),
