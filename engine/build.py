@@ -46,6 +46,10 @@ class Placement:
             if system.compile and device.type == "cpu" and not shutil.which(compiler):
                 raise BadConfig(f"compile = True needs a C++ compiler, and {compiler!r} is not "
                                 "there; install one, or leave the key out")
+        if system.report_to:
+            from options.trackers import names_in
+
+            names_in(system.report_to)
         self.system, self.device, self.seed = system, device, seed
         self.autocast, self.dtype, self.decoding = precisions(
             system.dtype, system.master_weights, device)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 import errors
 import parallel
 from engine import report, together
-from engine.run_log import finish_trackers
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 
@@ -182,7 +181,6 @@ def stop_agreed():
 
 def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
-    finish_trackers()
     if parallel.role == "train":  # let the other roles leave, too
         from options.messages import tell_the_end
 

@@ -31,7 +31,7 @@ from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
-from engine.run_log import start_trackers, write_log, write_samples
+from engine.run_log import write_log, write_samples
 from engine.together import agree
 from errors import Lost, Stop
 from loss import gap, gap_limit
@@ -95,7 +95,10 @@ class Run:
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
+        if system.report_to:
+            from options.trackers import start_trackers
+
+            start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
         self.reward_model = models.get("reward_model")  # also where other ranks hold it
         self.peak = report.peak_flops(system.dtype, device)
@@ -186,7 +189,7 @@ class Run:
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
-        launch.finish()  # COLLECTIVE
+        self.leave()  # COLLECTIVE
         sys.exit(0)
 
     @contextlib.contextmanager
@@ -294,6 +297,10 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, passes, tokens)
         write_log(self.out_dir, record)  # COLLECTIVE
+        if self.system.report_to:
+            from options.trackers import send_to_trackers
+
+            send_to_trackers(record)
         done = self.iteration + 1
         if (batch or tokens) and self.rank == 0 and (
                 self.iteration % every == 0 or done == self.max_iters):
@@ -331,4 +338,12 @@ class Run:
         if self.rank == 0:
             saved = os.path.join(self.out_dir, next(iter(self.trained)))
             print(f"saved {saved}; next: {next_step}")
+        self.leave()  # COLLECTIVE
+
+    def leave(self):
+        """A collective: leave the group of ranks together."""
+        if self.system.report_to:
+            from options.trackers import finish_trackers
+
+            finish_trackers()
         launch.finish()  # COLLECTIVE
