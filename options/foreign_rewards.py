@@ -23,6 +23,7 @@ def as_ours(function, name):
     if parameters is None:
         return function
 
+    @functools.wraps(function)
     def reward(batch):
         return function(**arguments_of(parameters, batch))
 

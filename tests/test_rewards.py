@@ -198,7 +198,7 @@ def wants(completions, trainer_state):
 def test_trls_signature(tmp_path):
     (tmp_path / "mine.py").write_text(TRL)
     rewards = reward_terms("mine.py:bare,mine.py:few,mine.py:grader", str(tmp_path))
-    seen = rewards[0][2].__globals__["seen"]
+    seen = rewards[0][2].__wrapped__.__globals__["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2), dict(prompt=CHAT, answer="333")]
     check_rows(rewards, rows, "rows.jsonl")
     batch = dict(rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
