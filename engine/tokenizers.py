@@ -11,6 +11,7 @@ of the same messages.
 """
 import ast
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -39,20 +40,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
-    from transformers import AutoTokenizer  # it takes seconds, which --help does not need
-
-    files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
-    folders = [path] if no_model else model_folders(path, weights=False)
-    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
-    if folder is None:  # transformers would make an empty one
-        raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}); copy its "
-                       "files there, or make it with the prepare.py of its data")
-    try:
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as e:  # transformers raises anything
-        raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
-                       "or download it again") from e
+    hf, folder, beside = read_files(path)
     if hf.eos_token_id is None:
         raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
                        "set eos_token in tokenizer_config.json")
@@ -62,7 +50,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
-    for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
+    for file in files_in(beside, ["config.json", "generation_config.json"]):
         settings = read_json(file)
         ends = settings.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) - {None}
@@ -74,6 +62,39 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
+
+
+def read_files(path):
+    """
+    (transformers' tokenizer, its folder, the folder of its model's settings) of a path; of a name
+    such as tiktoken:gpt2 there are no folders. Raises BadInput.
+    """
+    from transformers import AutoTokenizer, logging  # it takes seconds, which --help does not need
+
+    if path.startswith("tiktoken:"):
+        from options.tiktoken_files import by_name
+
+        return by_name(path), path, path
+    files = set(os.listdir(path)) if os.path.isdir(path) else set()
+    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
+    folders = [path] if no_model else model_folders(path, weights=False)
+    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
+    of_tiktoken = [f for f in folders if glob.glob(os.path.join(glob.escape(f), "*.tiktoken"))]
+    if folder is None and of_tiktoken:
+        from options.tiktoken_files import from_folder
+
+        return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
+    if folder is None:  # transformers would make an empty one
+        raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
+                       "*.tiktoken); copy its files there, or make it with the prepare.py of its "
+                       "data")
+    logging.set_verbosity_error()  # it warns that Llama 3's tokenizer.model is not sentencepiece's
+    try:
+        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # transformers raises anything
+        raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
+                       "or download it again") from e
+    return hf, folder, folders[-1]
 
 
 def files_in(folder, names):

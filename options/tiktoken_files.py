@@ -72,11 +72,6 @@ def by_name(path):
     return encode_as(encoding, eos_token=end)
 
 
-def files_in(folder):
-    """The files of a folder that are named *.tiktoken."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tiktoken")))
-
-
 def from_folder(folder):
     """
     The tokenizer of a folder with a file *.tiktoken, which is split into words as cl100k's and
@@ -86,7 +81,8 @@ def from_folder(folder):
     from tiktoken.load import load_tiktoken_bpe
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    file, config = files_in(folder)[0], os.path.join(folder, "tokenizer_config.json")
+    file = sorted(glob.glob(os.path.join(glob.escape(folder), "*.tiktoken")))[0]
+    config = os.path.join(folder, "tokenizer_config.json")
     settings = read_json(config) if os.path.isfile(config) else {}
     try:
         ranks = load_tiktoken_bpe(file)
