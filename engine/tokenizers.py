@@ -83,18 +83,37 @@ def read_files(path):
     if folder is None and of_tiktoken:
         from options.tiktoken_files import from_folder
 
-        return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
+        with no_cache_of_tiktoken():
+            return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
     if folder is None:  # transformers would make an empty one
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
                        "*.tiktoken); copy its files there, or make it with the prepare.py of its "
                        "data")
     logging.set_verbosity_error()  # it warns that Llama 3's tokenizer.model is not sentencepiece's
     try:
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with no_cache_of_tiktoken():
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True,
+                                               trust_remote_code=False)
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
                        "or download it again") from e
     return hf, folder, folders[-1]
+
+
+@contextlib.contextmanager
+def no_cache_of_tiktoken():
+    """
+    In this block tiktoken reads a file of this machine from where it lies. By itself it copies each
+    file under the hash of its path, and would read that copy when another file lies there.
+    """
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["TIKTOKEN_CACHE_DIR"]
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def files_in(folder, names):

@@ -2,8 +2,8 @@
 tiktoken's encodings as tokenizers of transformers, with the same ids:
 
     --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by its name
-    qwen.tiktoken in a model folder   a file with a line for each token: its bytes in base64, its id
-    encode_as(encoding, ...)          any tiktoken.Encoding, such as the toy's (data/byte_tokenizer.py)
+    qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
+    encode_as(encoding, ...)          any tiktoken.Encoding; the toy's: data/byte_tokenizer.py
 
 transformers reads Llama 3's tokenizer.model, which is such a file, too, by itself, with tiktoken's
 help. What is saved is a tokenizer.json in all cases.
