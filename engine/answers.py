@@ -15,11 +15,11 @@ algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see th
     "{1, 2}" and "{2, 1}"         the same: sets have no order
     "(1, 2)" and "(2, 1)"         two answers: tuples have one
     "5 cm"   and "5 m"            two answers: both have a unit
-    "72"     and "72 clips"       two answers: no unit of those that are known here
+    "12"     and "12 million"     two answers: two numbers
 """
 import re
 from fractions import Fraction
-from functools import partial
+from unicodedata import normalize
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
@@ -66,11 +66,10 @@ def opening_of(prompt, text=None):
 
 def final_answer(completion):
     r"""
-    The final answer of a completion, without blanks at its ends. In the text behind the thinking it
-    is the first of these that is there: the contents of the last \boxed{}, those of the last
-    <answer>...</answer>, the line behind the last ####, what the last line "Answer: ..." says, what
-    the last line states ("The answer is 5."), or has in bold at its end, all of the text.
-    "<think>3+6+0=09</think>so \boxed{579}" -> "579". Markdown's stars are left out.
+    The final answer of a completion, without blanks at its ends: what is stated (see there) in the
+    last \boxed{} of the text behind the thinking; without one in the last <answer>...</answer>, and
+    there behind the last ####; without them in all of it.
+    "<think>3+6+0=09</think>so \boxed{579}" -> "579".
 
     A completion whose thinking never ends is returned as it is, "<think>" included: such a text
     equals no answer. Of a long text the last LONGEST_TEXT characters are read.
@@ -79,12 +78,13 @@ def final_answer(completion):
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    patterns = [partial(last_match, pattern) for pattern in (TAGGED, HASHED, NAMED_LINE)]
-    for find in (last_boxed, *patterns, last_stated):
-        found = find(text)
-        if found is not None:
-            return found.strip(" \t\n\r*")
-    return text
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return stated(boxed)
+    for pattern in (TAGGED, HASHED):
+        found = last_match(pattern, text)
+        text = text if found is None else found
+    return stated(text)
 
 
 def after_thinking(completion):
@@ -125,9 +125,6 @@ def last_boxed(text):
 # the contents of <answer>...</answer>, the innermost
 TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
-# a line of its own, perhaps in bold, as DAPO-Math wants it: Answer: 72, **Final answer:** 72
-NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
-                        re.IGNORECASE | re.MULTILINE)
 
 
 def last_match(pattern, text):
@@ -136,17 +133,127 @@ def last_match(pattern, text):
     return found[-1] if found else None
 
 
-def last_stated(text):
+# What the patterns below know: docs/rewards.md has the forms that are read, and those that are not.
+# A line of its own, with the answer in it or below it: Answer: 72, - **Final answer**: 72
+LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
+    (?:final\ result | (?:(?:final|correct|numerical)\ )*(?:answer|ans\b))
+    [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
+ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?)
+    \b(?:is|was|equals|must\ be|should\ be)\b
+    (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
+# how a sentence begins that concludes
+SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|it\ follows
+    |in\ (?:conclusion|total|all|summary)|that|we\ (?:get|have|find|obtain|conclude)) \b[ ,:]*
+    | (?:∴|→|⇒|=>|\\therefore\b|\\implies\b|\\Rightarrow\b)\ * )+""", re.IGNORECASE | re.VERBOSE)
+# what a sentence is about that concludes without such a beginning
+NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
+VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
+IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
+# words that may say that something is not the answer, or one of two
+DOUBT = re.compile(r"""n['’]t\b | \b(?:not|no(?!,)|never|cannot|neither|nor|or|either|if|unless|whether
+    |suppose|assum\w+|imagine|let|wrong|incorrect|false|untrue|doubt|unlikely|impossible)\b""",
+                   re.IGNORECASE | re.VERBOSE)
+SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
+# a last sentence that is none of the answer: I hope this helps! Let me know if you have questions
+REMARK = re.compile(r"""\b(?:hope|let\ me\ know|feel\ free|questions?|help(?:s|ful)?|thanks?|welcome
+    |luck|cheers|glad|happy|enjoy|regards|hesitate|have\ a\ (?:great|good|nice)|bye|done|qed)\b""",
+                    re.IGNORECASE | re.VERBOSE)
+NO_REMARK = re.compile(r"""[\d$\\=] | n['’]t\b(?!\ hesitate) | \b(?:not(?!\ hesitate)|never|wrong
+    |incorrect|false|sorry|wait|actually|oops|however|but|instead|rather|unless|mistake\w*)\b""",
+                       re.IGNORECASE | re.VERBOSE)
+MARKS = " \t\r\n*_✅✓✔☑∎■□-"  # what a line that says nothing may have
+# what may follow an answer that stands below its label
+BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps?|proof|solution)",
+                    re.IGNORECASE)
+
+
+def stated(text):
+    r"""
+    The answer that a text states, or the text: "Final Answer: The final answer is $5$. I hope it is
+    correct." -> "$5$". A polite remark at the end is left out. Then it is the first of these: what
+    the last line says the "answer is"; what stands behind or below the last label such as Answer:;
+    what the last sentence concludes ("Thus x + y = 5." -> "x + y = 5"), or has in bold at its end.
     """
-    What the last line states, "The answer is 5." or a text that ends with "**5**", without its full
-    stop; None if it states nothing.
+    text = re.sub(r"\\text[a-z]* *\{([^{}]*\bans(?:wer)?\b[^{}]*)\}", r"\1 ", text,
+                  flags=re.IGNORECASE).strip()
+    ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
+    while ends and is_remark(text[ends[-1]:end]):
+        end = ends.pop()
+    lines = text[:end].rstrip().split("\n")
+    found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
+    found = text[:end].strip(" \n✅✓✔") if found is None else found.strip(" \t\n\r*✅✓✔")
+    if found[:1] == found[-1:] == "`" and "`" not in (inside := found.strip("`")):  # code
+        first, _, rest = inside.partition("\n")  # the first line of a block may have a tag
+        found = rest.strip() or first
+    return found
+
+
+def is_remark(sentence):
+    """Whether a last sentence is a polite remark, or has no words at all."""
+    polite = len(sentence) < 300 and REMARK.search(sentence) and not NO_REMARK.search(sentence)
+    return bool(polite) or not sentence.strip(MARKS)
+
+
+def answer_is(line):
+    """What a line says last that the "answer is"; None if it does not, or doubts it."""
+    match = next(reversed(list(ANSWER_IS.finditer(line))), None)
+    if match is None:
+        return None
+    clause = re.split(r"[.!?;:] |[,;] (?:so|but|and|hence|thus|therefore|then|the|my|our)\b",
+                      line[:match.start()])[-1]
+    if DOUBT.search(clause + match["between"]):
+        return None
+    return without_reason(line[match.end():])
+
+
+def without_reason(text):
+    """ "5, because 2 + 3 = 5." -> "5"."""
+    return re.split(r",? (?:because|since)\b", text)[0].strip(" *.!")
+
+
+def labelled(lines):
+    """What stands behind the last label, or below it as a paragraph of its own; None if nothing."""
+    below = True  # only the last label may have its answer below it
+    for i in reversed(range(len(lines))):
+        match = LABEL.match(lines[i])
+        if match and match["answer"].strip(MARKS):
+            behind = match["answer"].strip(" \t*")
+            return answer_is(behind) or without_reason(behind)
+        if below and (match or answer_is(lines[i]) == ""):
+            below = False
+            text = "\n".join(lines[i + 1:]).strip()
+            paragraph, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
+            if paragraph and (not more or BEHIND.match(more[0])):
+                return concluded(paragraph.rpartition("\n")[2]) or paragraph
+    return None
+
+
+def concluded(line):
     """
-    line = text.rpartition("\n")[2]
-    stated = re.split(r"\banswer is:? +", line, flags=re.IGNORECASE)
-    found = stated[-1] if len(stated) > 1 else ""
-    if not found and (bold := re.search(r"\*\*([^*]+)\*\*[.!]?$", line)):
-        found = bold[1]
-    return found.strip(" *.!") or None
+    What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
+    Of a sentence with a verb, such as "So the total is 5.", only a number is read.
+    """
+    sentence = line[([0] + [match.end() for match in SENTENCE_END.finditer(line)])[-1]:]
+    bold = re.search(r"\*\*([^*]+)\*\*[.!]?$", line)
+    if bold:
+        return None if DOUBT.search(sentence) else bold[1].strip(" *.!")
+    so = SO.match(sentence)
+    sentence = sentence[so.end() if so else 0:].strip(" *!").removesuffix(".")
+    if match := IS_THE_ANSWER.fullmatch(sentence):
+        return match[1]
+    if len(sentence) > LONGEST or "?" in sentence:
+        return None
+    name, value, _ = read_answer(plain(sentence), loose=True)
+    if name or isinstance(value, Fraction):
+        return sentence if so else None
+    subject, *rest = VERB.split(sentence, maxsplit=1)
+    letter = re.fullmatch(r"\W*[A-Za-z]\W*", subject)
+    if not rest or DOUBT.search(subject) or not (so or letter or NOUN.search(subject)):
+        return None
+    value = read_answer(plain(rest[0]), loose=True)[1]
+    if not isinstance(value, Fraction):
+        return None
+    return f"{subject} = {rest[0]}" if letter else rest[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,20 +263,21 @@ def last_stated(text):
 def same_answer(given, truth):
     r"""
     Whether two answers, as final_answer returns them, are the same: given is the model's,
-    truth the data's. Both are text. The order of the two does not matter. An empty answer is the
-    same as none.
+    truth the data's. Both are text. An empty answer is the same as none.
 
-    Numbers are the same if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are all the
-    same, 0.333 and 1/3 are not.
+    Numbers are the same if their exact values are: 0.5, 1/2, \frac12, ½ and 5e-1 are all the same,
+    0.333 and 1/3 are not.
 
     A name ("x =") or one of UNITS may be on one side alone. If both sides have one, the two must be
-    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Any
-    other word behind a number makes another answer of it: 12 million is not 12.
+    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. The
+    model's alone may have more beside a number: any unit (72 clips, where the data says 72), and an
+    expression in the place of a name (x + y = 5). But 12 million is no 12, and 5 or 6 no 5.
 
     Tuples, intervals and bare lists are compared element by element, in order, and by their
     brackets; sets in any order.
 
     Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
+    Words of two letters and more have no capitals: Yes is yes. A single letter stays as it is.
     """
     given, truth = given.strip(), truth.strip()
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -177,11 +285,16 @@ def same_answer(given, truth):
     given, truth = plain(given), plain(truth)
     if squeeze(given) == squeeze(truth) != "":
         return True
-    given_name, given_value, given_unit = read_answer(given)
-    name, value, unit = read_answer(truth)
-    if name and given_name not in ("", name) or unit and given_unit not in ("", unit):
-        return False
-    return given_value == value != ""
+    read, wanted = read_answer(given, loose=True), read_answer(truth)
+    same = read[1] == wanted[1] and not clash(given, truth)
+    return read[1] != "" and (same or read == read_answer(truth, loose=True))
+
+
+def clash(given, truth):
+    """Whether two answers, plain texts, have names or units that make them two."""
+    given_name, _, given_unit = read_answer(given, loose=True)
+    name, _, unit = read_answer(truth)
+    return bool(name and given_name not in ("", name) or unit and given_unit not in ("", unit))
 
 
 # What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
@@ -189,8 +302,12 @@ def same_answer(given, truth):
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "),
-    ("π", r"\\pi "),
+    (r"\\\$", "¤"), (r"\\?%", " percent "), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
+    # ½, x², x₁; as NFKC has them, ½ is 1⁄2 and ⁻² is −2; then the minus, and what looks like it
+    ("[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(normalize("NFKC", m[0]).split("⁄"))),
+    ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: f"^{{{normalize('NFKC', m[0])}}}"),
+    ("[₀-₉]+", lambda m: f"_{{{normalize('NFKC', m[0])}}}"), ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"),
+    (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
     ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
     ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
@@ -200,7 +317,9 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
-    (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|boldsymbol|bm|emph) *\{([^{}]*)\}",
+     r" \1 "),
+    (r"\\(?:text|math)?(?:bf|rm|it|sf|tt|boldsymbol|bfseries|large|Large)(?![a-zA-Z])", " "),  # \bf 5
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
@@ -210,6 +329,10 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
+    (r'^ *["“]([^"“”]*)["”] *$', r"\1"),
+    # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
+    (r"(?<![\\0-9])(?<![^\W\d_])(?<![0-9] )[^\W\d_]{2,}|(?<!\\)(?<![^\W\d_])[^\W\d_]{4,}",
+     lambda m: m[0].casefold()),
 ]]
 
 
@@ -232,30 +355,67 @@ xi pi rho sigma tau phi varphi chi psi omega""".split())
 NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-# the units that may be left out on one side
-UNITS = ("percent|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
-         "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph")
-UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?(?:{UNITS}))"
-                  rf"(?:(?<=[a-z][a-z])e?s)?((?: per (?:{UNITS}))?(?: ?\^[23])?)")
-CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro"}
+# the units that may be left out on one side; of two ways to write one, the one that is compared
+UNITS = ("percent|degrees (?:C|F|celsius|fahrenheit)|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
+         "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph|s|N|"
+         "J|W|V|kW|kWh|Hz|Pa|usd|lb|hr|min|sec|men|women|children")
+SAME_UNITS = dict(m="meter", ft="foot", feet="foot", s="second", sec="second", min="minute",
+                  h="hour", hr="hour", lb="pound", L="liter", usd="dollar", mph="mile/hour")
+SAME_UNITS["in"] = "inch"
+UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?)({UNITS})"
+                  rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
+# Behind a number that the data has alone any plural is a unit, perhaps with a word before it: 72
+# clips, 5 red apples left, 3 cups of flour; but not if it changes the number: 5 dozen eggs.
+PLURAL = re.compile(r"(.*?[^ ]) ((?:[a-z]{3,}[ -])?[a-z]{3,}(?<!s)s(?:(?: per |/)[a-z]+)?)")
+TAIL = re.compile(r"(?<=[a-z]) (?:left|each|remaining|altogether|(?:in )?(?:total|all)|of [a-z]+)")
+NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third|quarter
+    |hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
+    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|hundred|thousand|[a-z]+illion)th
+    )s?|more|fewer|extra|additional|other|plus|minus|versus|not|and|than|over|point|this|perhaps)\b
+    """, re.VERBOSE)
+SIGNS = {"¤": "dollar", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
+# what may not be in the expression before the "=" in a response: words, and other relations
+NO_EXPRESSION = re.compile(r"""[<>!≈:;¶≡→⇒] | ,(?![^()]*\)) | \\(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to
+    |implies|(?:R|r)ightarrow)(?![a-z]) | \b(?:or|if|is|no|so|as|at|to|of|by|in|on|we|it|be)\b
+    | (?<![\\a-z])(?!sin|cos|tan|log|exp|max|min|gcd|lcm)[a-z]{3,}""", re.IGNORECASE | re.VERBOSE)
 
 
-def read_answer(text):
+def read_answer(text, loose=False):
     """
     The text of an answer, as plain returns it -> its name in "name = ...", its value and its unit;
     "" where there is none: "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none:
-    there m may be a variable.
+    there m may be a variable. loose: what only a response may have is read, too: an expression in
+    the place of a name (x + y = 5), and any unit of a number (72 clips).
     """
-    match = NAMED.fullmatch(text)
-    name, text = (match[1] or "", match[2].strip()) if match else ("", text)
-    unit = ""
-    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
-        text, unit = match[1] + text[match.end():], CURRENCIES[match[2]]
+    name, unit = "", ""
+    if match := NAMED.fullmatch(text):
+        name, text = match[1] or "", match[2].strip()
+    elif loose and "=" in text:
+        name, text = equation(text)
+    if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
+        text, unit = match[1] + text[match.end():], SIGNS[match[2]]
+    elif text[-1:] in SIGNS.keys() - {""}:
+        text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
+    text = TAIL.sub("", text) if loose else text
     if match := UNIT.fullmatch(text):
-        before, blank, named, more = match.groups()
-        if len(named) > 1 or blank and read_number(before) is not None:
-            text, unit = before, unit or (named + more).replace(" ", "")
+        before, blank, kind, one, per, power = match.groups()
+        if len(kind + one) > 1 or blank and read_number(before) is not None:
+            one, per = (SAME_UNITS.get(x, x) for x in (one, per))
+            named = kind + one + ("/" + per if per else "") + (power or "").strip()
+            text, unit = before, unit or named
+    elif loose and (match := PLURAL.fullmatch(text)) and not NO_UNIT.search(match[2]):
+        if read_number(match[1]) is not None:
+            text, unit = match[1], unit or match[2]
     return name, value_of(text), unit
+
+
+def equation(text):
+    """ "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"); ("", text) if it is none: x < y = 5, 6 = 5."""
+    before, _, last = (part.strip() for part in text.rpartition("="))
+    numbers = {read_number(side.strip()) for side in before.split("=")} - {None, read_number(last)}
+    if not before or not last or numbers or NO_EXPRESSION.search(before):
+        return "", text
+    return before, last
 
 
 def value_of(text, deep=3):
@@ -297,18 +457,16 @@ def split_at_commas(text):
 def squeeze(text):
     """
     Plain text in the form in which it is compared. Blanks are taken out, but for those that count:
-    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one. A
-    word's capital letter becomes small, so that Even is even; but Ab, perhaps a product, is not ab.
+    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one.
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
-    return re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]{2,}(?![A-Za-z])", lambda m: m[0].lower(), text)
+    return re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
 
 
-# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2; 1 1/2; 5e-1
+# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2, 1/-2; 1 1/2; 5e-1
 INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
-QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
+QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?(-?{DECIMAL}|\(-{DECIMAL}\)))?")
 MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
                         r"([+-]?[0-9]{1,3})")
@@ -322,12 +480,12 @@ def read_number(text):
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None
     # 1\frac{1}{2} -> 1 1/2
-    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?([0-9.,]+) ?\}", r" \1/\2 ", text).strip()
+    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?(-?[0-9.,]+) ?\}", r" \1/\2 ", text).strip()
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
     text = re.sub(r"^0+(?=[0-9]+$)", "", text)  # AIME's 033 is 33
     value = None
     if match := QUOTIENT.fullmatch(text):
-        numerator, denominator = (Fraction(part.replace(",", ""))
+        numerator, denominator = (Fraction(part.replace(",", "").strip("()"))
                                   for part in (match[1], match[2] or "1"))
         value = numerator / denominator if denominator else None
     elif match := MIXED.fullmatch(text):
