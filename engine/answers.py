@@ -8,14 +8,7 @@ same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874
 only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
 lists and sets part by part. An answer that is none of these is compared as text. There is no
 algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward `math`.
-
-    "1,000"  and "1000"           the same: one number, and so are "033" and "33"
-    "0.5"    and "\frac12"        the same: one number
-    "x = 5"  and "5"              the same: a name on one side only
-    "{1, 2}" and "{2, 1}"         the same: sets have no order
-    "(1, 2)" and "(2, 1)"         two answers: tuples have one
-    "5 cm"   and "5 m"            two answers: both have a unit
-    "12"     and "12 million"     two answers: two numbers
+docs/rewards.md has examples of what is read and what is the same, and of what is not.
 """
 import re
 from fractions import Fraction
@@ -133,38 +126,33 @@ def last_match(pattern, text):
     return found[-1] if found else None
 
 
-# What the patterns below know: docs/rewards.md has the forms that are read, and those that are not.
-# A line of its own, with the answer in it or below it: Answer: 72, - **Final answer**: 72
+# a line of its own, with the answer behind it or below it: Answer: 72, - **Final answer**: 72
 LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
     (?:final\ result | (?:(?:final|correct|numerical)\ )*(?:answer|ans\b))
     [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
-ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?)
-    \b(?:is|was|equals|must\ be|should\ be)\b
+# what may follow an answer that stands below its label
+BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
+ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?) \b(?:is|was|equals|must\ be)\b
     (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
-# how a sentence begins that concludes
-SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|it\ follows
-    |in\ (?:conclusion|total|all|summary)|that|we\ (?:get|have|find|obtain|conclude)) \b[ ,:]*
+IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
+# how a sentence begins that concludes; what else it is about; where its verb is
+SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|that|it
+    \ follows|in\ (?:conclusion|total|all)|we\ (?:get|have|find|obtain|conclude)) \b[ ,:]*
     | (?:∴|→|⇒|=>|\\therefore\b|\\implies\b|\\Rightarrow\b)\ * )+""", re.IGNORECASE | re.VERBOSE)
-# what a sentence is about that concludes without such a beginning
 NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
 VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
-IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
-# words that may say that something is not the answer, or one of two
-DOUBT = re.compile(r"""n['’]t\b | \b(?:not|no(?!,)|never|cannot|neither|nor|or|either|if|unless|whether
-    |suppose|assum\w+|imagine|let|wrong|incorrect|false|untrue|doubt|unlikely|impossible)\b""",
-                   re.IGNORECASE | re.VERBOSE)
+# words that say that something is not the answer, or may say so, or name two
+DENIED = re.compile(r"n['’]t\b|\b(?:not|no(?!,)|never|cannot|neither|nor|wrong|incorrect|false"
+                    r"|untrue|unlikely|impossible)\b", re.IGNORECASE)
+DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
+                   r"|imagine|doubt)\b", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
-# a last sentence that is none of the answer: I hope this helps! Let me know if you have questions
-REMARK = re.compile(r"""\b(?:hope|let\ me\ know|feel\ free|questions?|help(?:s|ful)?|thanks?|welcome
-    |luck|cheers|glad|happy|enjoy|regards|hesitate|have\ a\ (?:great|good|nice)|bye|done|qed)\b""",
-                    re.IGNORECASE | re.VERBOSE)
-NO_REMARK = re.compile(r"""[\d$\\=] | n['’]t\b(?!\ hesitate) | \b(?:not(?!\ hesitate)|never|wrong
-    |incorrect|false|sorry|wait|actually|oops|however|but|instead|rather|unless|mistake\w*)\b""",
-                       re.IGNORECASE | re.VERBOSE)
-MARKS = " \t\r\n*_✅✓✔☑∎■□-"  # what a line that says nothing may have
-# what may follow an answer that stands below its label
-BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps?|proof|solution)",
-                    re.IGNORECASE)
+# a sentence behind the answer: I hope this helps! But none that takes it back, or has another
+REMARK = re.compile(r"""(?!.*(?:[\d$\\=] | n['’]t\b(?!\ hesitate) | \b(?:not(?!\ hesitate)|never
+    |wrong|incorrect|false|sorry|wait|actually|oops|however|but|instead|rather|unless|mistake)\b))
+    .*\b(?:hope|let\ me\ know|feel\ free|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad
+    |happy|enjoy|regards|hesitate|have\ a\ (?:great|good|nice)|bye|done|qed)\b
+    | [\s*_✅✓✔☑∎■□-]*$""", re.IGNORECASE | re.VERBOSE)
 
 
 def stated(text):
@@ -174,24 +162,20 @@ def stated(text):
     the last line says the "answer is"; what stands behind or below the last label such as Answer:;
     what the last sentence concludes ("Thus x + y = 5." -> "x + y = 5"), or has in bold at its end.
     """
-    text = re.sub(r"\\text[a-z]* *\{([^{}]*\bans(?:wer)?\b[^{}]*)\}", r"\1 ", text,
-                  flags=re.IGNORECASE).strip()
+    text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
     ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
-    while ends and is_remark(text[ends[-1]:end]):
+    while ends and end - ends[-1] < 300 and REMARK.match(text[ends[-1]:end]):
         end = ends.pop()
     lines = text[:end].rstrip().split("\n")
     found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
-    found = text[:end].strip(" \n✅✓✔") if found is None else found.strip(" \t\n\r*✅✓✔")
-    if found[:1] == found[-1:] == "`" and "`" not in (inside := found.strip("`")):  # code
-        first, _, rest = inside.partition("\n")  # the first line of a block may have a tag
+    if found is None:
+        found = text[:end].strip(" \n✅✓✔")
+    else:
+        found = re.split(r",? (?:because|since)\b", found)[0].strip(" \t\n\r*✅✓✔")
+    if found[:1] == found[-1:] == "`" and "`" not in (code := found.strip("`")):
+        first, _, rest = code.partition("\n")  # the first line of a block may have a tag
         found = rest.strip() or first
     return found
-
-
-def is_remark(sentence):
-    """Whether a last sentence is a polite remark, or has no words at all."""
-    polite = len(sentence) < 300 and REMARK.search(sentence) and not NO_REMARK.search(sentence)
-    return bool(polite) or not sentence.strip(MARKS)
 
 
 def answer_is(line):
@@ -199,16 +183,12 @@ def answer_is(line):
     match = next(reversed(list(ANSWER_IS.finditer(line))), None)
     if match is None:
         return None
-    clause = re.split(r"[.!?;:] |[,;] (?:so|but|and|hence|thus|therefore|then|the|my|our)\b",
-                      line[:match.start()])[-1]
-    if DOUBT.search(clause + match["between"]):
+    before = re.split(r"[.!?;:] ", line[:match.start()])[-1]
+    clause = re.split(r", (?:so|but|and|hence|thus|therefore|then|the|my|our)\b", before)[-1]
+    two = ANSWER_IS.search(before) and " not " not in before
+    if two or DOUBT.search(clause + match["between"]):
         return None
-    return without_reason(line[match.end():])
-
-
-def without_reason(text):
-    """ "5, because 2 + 3 = 5." -> "5"."""
-    return re.split(r",? (?:because|since)\b", text)[0].strip(" *.!")
+    return line[match.end():].strip(" *.!")
 
 
 def labelled(lines):
@@ -216,9 +196,9 @@ def labelled(lines):
     below = True  # only the last label may have its answer below it
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
-        if match and match["answer"].strip(MARKS):
+        if match and match["answer"].strip(" *_-"):
             behind = match["answer"].strip(" \t*")
-            return answer_is(behind) or without_reason(behind)
+            return answer_is(behind) or behind
         if below and (match or answer_is(lines[i]) == ""):
             below = False
             text = "\n".join(lines[i + 1:]).strip()
@@ -233,9 +213,8 @@ def concluded(line):
     What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
     Of a sentence with a verb, such as "So the total is 5.", only a number is read.
     """
-    sentence = line[([0] + [match.end() for match in SENTENCE_END.finditer(line)])[-1]:]
-    bold = re.search(r"\*\*([^*]+)\*\*[.!]?$", line)
-    if bold:
+    sentence = line[max([0, *(match.end() for match in SENTENCE_END.finditer(line))]):]
+    if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):
         return None if DOUBT.search(sentence) else bold[1].strip(" *.!")
     so = SO.match(sentence)
     sentence = sentence[so.end() if so else 0:].strip(" *!").removesuffix(".")
@@ -250,10 +229,8 @@ def concluded(line):
     letter = re.fullmatch(r"\W*[A-Za-z]\W*", subject)
     if not rest or DOUBT.search(subject) or not (so or letter or NOUN.search(subject)):
         return None
-    value = read_answer(plain(rest[0]), loose=True)[1]
-    if not isinstance(value, Fraction):
-        return None
-    return f"{subject} = {rest[0]}" if letter else rest[0]
+    number = isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction)
+    return (f"{subject} = {rest[0]}" if letter else rest[0]) if number else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,10 +280,11 @@ def clash(given, truth):
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
     (r"\\\$", "¤"), (r"\\?%", " percent "), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
-    # ½, x², x₁; as NFKC has them, ½ is 1⁄2 and ⁻² is −2; then the minus, and what looks like it
-    ("[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(normalize("NFKC", m[0]).split("⁄"))),
-    ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: f"^{{{normalize('NFKC', m[0])}}}"),
-    ("[₀-₉]+", lambda m: f"_{{{normalize('NFKC', m[0])}}}"), ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"),
+    # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
+    ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
+    ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
+    ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
+    ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"),
     (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
     ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
     ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
@@ -317,9 +295,8 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|boldsymbol|bm|emph) *\{([^{}]*)\}",
-     r" \1 "),
-    (r"\\(?:text|math)?(?:bf|rm|it|sf|tt|boldsymbol|bfseries|large|Large)(?![a-zA-Z])", " "),  # \bf 5
+    (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal|)|mbox|boldsymbol|bm) *\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text|math)?(?:bf|rm|it|sf|tt|bfseries|boldsymbol)(?![a-zA-Z])", " "),  # \bf 5
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
@@ -355,29 +332,26 @@ xi pi rho sigma tau phi varphi chi psi omega""".split())
 NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-# the units that may be left out on one side; of two ways to write one, the one that is compared
-UNITS = ("percent|degrees (?:C|F|celsius|fahrenheit)|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
-         "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph|s|N|"
-         "J|W|V|kW|kWh|Hz|Pa|usd|lb|hr|min|sec|men|women|children")
-SAME_UNITS = dict(m="meter", ft="foot", feet="foot", s="second", sec="second", min="minute",
-                  h="hour", hr="hour", lb="pound", L="liter", usd="dollar", mph="mile/hour")
-SAME_UNITS["in"] = "inch"
+# the units that may be left out on one side
+UNITS = ("percent|degrees (?:C|F)|degree|radian|dollar|cent|euro|unit|point|people|men|women|way|"
+         "mm|cm|m|meter|km|in|inch|ft|foot|feet|mile|mg|g|kg|pound|lb|ml|L|liter|second|sec|s|"
+         "minute|min|hour|hr|h|day|week|month|year|mph|N|J|W|V|Hz|usd")
 UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?)({UNITS})"
                   rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
-# Behind a number that the data has alone any plural is a unit, perhaps with a word before it: 72
-# clips, 5 red apples left, 3 cups of flour; but not if it changes the number: 5 dozen eggs.
+# any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
+# left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"(.*?[^ ]) ((?:[a-z]{3,}[ -])?[a-z]{3,}(?<!s)s(?:(?: per |/)[a-z]+)?)")
 TAIL = re.compile(r"(?<=[a-z]) (?:left|each|remaining|altogether|(?:in )?(?:total|all)|of [a-z]+)")
-NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third|quarter
-    |hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
-    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|hundred|thousand|[a-z]+illion)th
-    )s?|more|fewer|extra|additional|other|plus|minus|versus|not|and|than|over|point|this|perhaps)\b
-    """, re.VERBOSE)
+NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
+    |quarter|hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
+    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|sand|dred|illion))th)s?
+    |more|fewer|extra|additional|other|plus|minus|versus|and|not|than|over|point|this|perhaps)\b""",
+                     re.VERBOSE)
 SIGNS = {"¤": "dollar", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
-# what may not be in the expression before the "=" in a response: words, and other relations
-NO_EXPRESSION = re.compile(r"""[<>!≈:;¶≡→⇒] | ,(?![^()]*\)) | \\(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to
-    |implies|(?:R|r)ightarrow)(?![a-z]) | \b(?:or|if|is|no|so|as|at|to|of|by|in|on|we|it|be)\b
-    | (?<![\\a-z])(?!sin|cos|tan|log|exp|max|min|gcd|lcm)[a-z]{3,}""", re.IGNORECASE | re.VERBOSE)
+# what may stand before "=" in a response: no words but functions, and no other relation
+EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
+    |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s=])+""",
+                        re.IGNORECASE | re.VERBOSE)
 
 
 def read_answer(text, loose=False):
@@ -400,7 +374,6 @@ def read_answer(text, loose=False):
     if match := UNIT.fullmatch(text):
         before, blank, kind, one, per, power = match.groups()
         if len(kind + one) > 1 or blank and read_number(before) is not None:
-            one, per = (SAME_UNITS.get(x, x) for x in (one, per))
             named = kind + one + ("/" + per if per else "") + (power or "").strip()
             text, unit = before, unit or named
     elif loose and (match := PLURAL.fullmatch(text)) and not NO_UNIT.search(match[2]):
@@ -410,10 +383,10 @@ def read_answer(text, loose=False):
 
 
 def equation(text):
-    """ "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"); ("", text) if it is none: x < y = 5, 6 = 5."""
+    """ "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"); ("", text) if it is none, as x < 5, 6 = 5."""
     before, _, last = (part.strip() for part in text.rpartition("="))
     numbers = {read_number(side.strip()) for side in before.split("=")} - {None, read_number(last)}
-    if not before or not last or numbers or NO_EXPRESSION.search(before):
+    if not EXPRESSION.fullmatch(before) or before.endswith("!") or not last or numbers:
         return "", text
     return before, last
 

@@ -64,6 +64,7 @@ FENCE = re.compile(r"`{3,}|~{3,}")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
+QUOTED = re.compile(r"(?:[-*+\d.) \t]*>)*")  # what begins a line of a block quote
 
 
 def extract_code(completion):
@@ -105,10 +106,14 @@ def fenced_blocks(text):
     the markers of lists; backticks of Python or without a tag behind any text. It ends with a line
     of at least as many, indented by less than 4 columns more. Models forget that line: so a fence
     with a tag begins a new block, and a block that is not closed ends with the first line that ends
-    with its fence ("return x```"), else with the text.
+    with its fence ("return x```"), else with the text. Of a block in a block quote each line loses
+    as many ">" as stand before the fence.
     """
-    blocks, opened, margin, closed = [], "", 0, set()
+    blocks, opened, margin, closed, quotes = [], "", 0, set(), 0
     for line in text.split("\n"):
+        if not opened:
+            quotes = QUOTED.match(line)[0].count(">")
+        line = re.sub(rf"^(?:[ \t]*> ?){{0,{quotes}}}", "", line) if quotes else line
         before, fence, tag = read_fence(line)
         near = fence and not before.strip() and len(before.expandtabs(4)) < margin + 4
         alike = near and fence.startswith(opened)
@@ -313,7 +318,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
         written, ending, seconds = sandbox.run_program(source, None, stdin, limit, timeout,
                                                        memory_mib, wall, end)
         wall -= seconds
-        reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
+        reasons.append(ending or ("pass" if same_output(written, stdout) else "fail"))
         if ending in ("timeout", "out of time", "memory", "output limit"):
             break
     reason = next((reason for reason in reasons if reason != "pass"), "pass")
@@ -372,6 +377,31 @@ def same(got, want):
     return isinstance(want, (str, bool, type(None))) and got == want
 
 
-def tidy(text):
-    """The lines of a text (bytes), without the blanks at their ends and blank lines at its end."""
-    return [line.rstrip() for line in text.rstrip().split(b"\n")]
+# a number of JSON in a line of output: between blanks, brackets and commas, or behind "="
+NUMBER = re.compile(rb"(?<![^\s()\[\]{},;=])(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+                    rb"(?![^\s()\[\]{},;])")
+
+
+def same_output(written, wanted):
+    """
+    Whether what a program wrote (bytes) is what a test wants. Blanks at the ends of lines do not
+    count, nor blank lines at the end. Numbers are compared as those of functions are, see same; all
+    else must be the same byte for byte.
+    """
+    got, want = (text.rstrip().split(b"\n") for text in (written, wanted))
+    return len(got) == len(want) and all(map(same_line, got, want))
+
+
+def same_line(got, want):
+    """The same of two lines. NUMBER.split gives text, number, text, ..., number, text."""
+    got, want = NUMBER.split(got.rstrip()), NUMBER.split(want.rstrip())
+    return got[::2] == want[::2] and all(map(same_number, got[1::2], want[1::2]))
+
+
+def same_number(got, want):
+    """The same of two numbers, as text; what no float holds must be the same text."""
+    try:
+        number = json.loads(want)
+        return got == want or abs(number) != math.inf and same(json.loads(got), number)
+    except ValueError:  # an integer with too many digits for Python
+        return got == want
