@@ -132,7 +132,8 @@ LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
     [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
 # what may follow an answer that stands below its label
 BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
-ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?) \b(?:is|was|equals|must\ be)\b
+ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?)
+    \b(?:is|was|equals|must\ be|should\ be)\b
     (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
 IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
 # how a sentence begins that concludes; what else it is about; where its verb is
@@ -152,7 +153,7 @@ REMARK = re.compile(r"""(?!.*(?:[\d$\\=] | n['’]t\b(?!\ hesitate) | \b(?:not(?
     |wrong|incorrect|false|sorry|wait|actually|oops|however|but|instead|rather|unless|mistake)\b))
     .*\b(?:hope|let\ me\ know|feel\ free|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad
     |happy|enjoy|regards|hesitate|have\ a\ (?:great|good|nice)|bye|done|qed)\b
-    | [\s*_✅✓✔☑∎■□-]*$""", re.IGNORECASE | re.VERBOSE)
+    | [\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$""", re.IGNORECASE | re.VERBOSE)
 
 
 def stated(text):
