@@ -148,33 +148,52 @@ FORMS = r"""
 \boxed{Answer: 5}|\boxed{\text{Answer: } 5}|\boxed{\text{The answer is 5.}}|\boxed{5 \text{ clips}}|work¶#### 5|#### Answer: 5
 <answer>5</answer>|<answer>Answer: 5</answer>|<answer>The final answer is $5$.</answer>|<answer>¶Final answer:¶5¶</answer>
 <answer>\boxed{5}</answer>|<answer>#### 5</answer>|<answer>x + y = 5</answer>|<answer>5. I hope this helps!</answer>
-Answer: 5|Ans: 5|Ans. 5|ANSWER = 5|Answer：5|**Answer:** 5|**Answer**: 5|- **Answer**: 5|* Answer: 5|2. **Final answer:** **5**|> Answer: 5
-__Answer:__ 5|My answer: 5|The correct answer: 5|Final result: $5$|Answer: x = 5|Answer: 5 clips|Answer -> 5|Answer: 5¶Bye, see figure 6.
+Answer: 5|Ans: 5|Ans. 5|ANSWER = 5|Answer：5|**Answer:** 5|**Answer**: 5|- **Answer**: 5|* Answer: 5|2. **Final answer:** **5**
+> Answer: 5
+__Answer:__ 5|My answer: 5|The correct answer: 5|Final result: $5$|Answer: x = 5|Answer: 5 clips|Answer -> 5
+Answer: 5¶Bye, see figure 6.
 **Final Answer:**¶5|**Final Answer**¶¶$5$|### Answer¶¶5|## Final answer:¶¶**5**|Answer:¶¶$$5$$|Ans:¶x + y = 5|Answer:¶```¶5¶```
-The answer is:¶5|So the final answer is:¶¶\[5\]|**Answer:**¶¶5¶¶I hope this helps!|**Answer:**¶5¶¶**Explanation:** 2 and 3.¶¶Add them.
+The answer is:¶5|So the final answer is:¶¶\[5\]|**Answer:**¶¶5¶¶I hope this helps!
+**Answer:**¶5¶¶**Explanation:** 2 and 3.¶¶Add them.
 Final Answer: The final answer is $5$. I hope it is correct.|Final Answer:¶The final answer is $5$. I hope it is correct.
-The answer is 5.|The answer is **5**|The correct answer to the problem is $5$.|The answer, then, is 5|So the answer must be 5!|No, the answer is 5.
+The answer is 5.|The answer is **5**|The correct answer to the problem is $5$.|The answer, then, is 5|So the answer must be 5!
+No, the answer is 5.
 The answer is 5, because 2 + 3 = 5.|The answer is 4. No, the answer is 5.|It is not 4, so the answer is 5.|5 is the answer.
-The answer is 5.¶¶Let me know if you have any questions!|The answer is 5. Please don't hesitate to ask for help.|Ann: 2.¶**5**¶¶Good luck 😊
-5¶¶Thank you!|Answer: 5. Hope that helps! Bye.|Thus x + y = 5.|Thus, $x + y = 5$.|Hence 2 + 3 = 5|∴ x = 5|So $\sin(2x) = 5$.|So f(2, 3) = 5
+The answer is 5.¶¶Let me know if you have any questions!|The answer is 5. Please don't hesitate to ask for help.
+Ann: 2.¶**5**¶¶Good luck 😊
+5¶¶Thank you!|Answer: 5. Hope that helps! Bye.|Thus x + y = 5.|Thus, $x + y = 5$.|Hence 2 + 3 = 5|∴ x = 5|So $\sin(2x) = 5$.
+So f(2, 3) = 5
 We add. Thus x + y = 5. I hope this helps!|Therefore x + y = 2 + 3 = 5 cm.|So the total is 5.|So the total is 2 + 3 = 5.|So, 5.
 Hence the sum of 2 and 3 is 5.|The value of x is 5.|x equals 5.|Therefore, Ann has 5 red apples left.|**Add**¶Thus there are 5.
 """
 # responses, and answers of rows that they do not give
 OTHERS = r"""
-5: not 5|5 or 6|5, 6|5 and 6|5; 6|5 to 6|5–6|5:6|5:00|5/6|-5|–5|5x|5 x|5 xy|5i|5π|5!|5²|5^2|5½|5\sqrt{2}|±5|5 ± 1|5+|>5|≥ 5|≈5|about 5|5th|v5
-5: 5.1.2|2024-01-05|1/5/2024|5 March|May 5|5 am|5 million|5 hundred|5 dozen eggs|5 halves|5 tenths|5 squared|5 more|5 more apples|5 less|5 fewer cats
-5: 5 apples and pears|5 apples or pears|5 plus apples|5 times 3|x = 5 or x = 6|x = 5, y = 6|x < 5|x \neq 5|x = 6 = 5|Let x = 5|x = 5?|A: 5¶B: 6
-5: The answer is not 5.|The answer isn't 5.|I don't think the answer is 5.|It is not true that the answer is 5.|The wrong answer is 5.
-5: The answer is 5 or 6.|The answer is 5 or the answer is 6.|The answer is 5 and the answer is 6.|Either 4 or the answer is 5.|Incorrect answer: 5
-5: The answer is 5? No, 6.|The answer is 5. No, the answer is 6.|The answer is 5. Wait, that is wrong.|The answer is 5. I hope it is 6.|5 is not the answer.
-5: Check if the answer is 5.|It is not **5**.|either **4** or **5**|**4** and **5**|The answer is less than 5.|The answer is 5 more than 3.|Answer: 5 or 6
-5: Answer:¶5¶6|Answer:¶¶5¶¶6|**Final Answer:**¶5¶¶or 6|**Final Answer:**¶not 5|**Final Answer:**¶-5|Answer - 5|Answer – 5|Ans: 5 or 6|- **Answer**: not 5
-5: Final Answer: The final answer is $5$ or $6$. I hope it is correct.|5 or 6. I hope this helps!|It is not 5. I hope this helps!
-5: <answer>5 or 6</answer>|<answer>Answer: not 5</answer>|<answer>5</answer><answer>6</answer>|\boxed{\text{Answer: } 5 \text{ or } 6}|\boxed{5}\boxed{6}
-5: Thus x = 5 or x = 6.|Thus x = 5 and y = 6.|Thus x + y < 5.|Thus x + y != 5.|Thus x + y ≈ 5.|So if x = 5|So suppose x = 5.|Suppose the total is 5.
-5: So the total is not 5.|So the total is 5 or 6.|So the total is about 5.|So the total is 5 million.|So is the total 5?|So Tom has 3 and Ann has 5.|Ann has 5.
-6: 5 or 6|x = 5 or x = 6|x = 5, y = 6|The answer is 5 or 6.|The answer is 5 or the answer is 6.|Thus x = 5 and y = 6.|Answer:¶5¶6|The answer is 5, not 6.
+5: not 5|5 or 6|5, 6|5 and 6|5; 6|5 to 6|5–6|5:6|5:00|5/6|-5|–5|5x|5 x|5 xy|5i|5π|5!|5²|5^2|5½|5\sqrt{2}|±5|5 ± 1|5+|>5|≥ 5|≈5
+5: about 5|5th|v5
+5: 5.1.2|2024-01-05|1/5/2024|5 March|May 5|5 am|5 million|5 hundred|5 dozen eggs|5 halves|5 tenths|5 squared|5 more
+5: 5 more apples|5 less|5 fewer cats
+5: 5 apples and pears|5 apples or pears|5 plus apples|5 times 3|x = 5 or x = 6|x = 5, y = 6|x < 5|x \neq 5|x = 6 = 5|Let x = 5
+5: x = 5?|A: 5¶B: 6
+5: The answer is not 5.|The answer isn't 5.|I don't think the answer is 5.|It is not true that the answer is 5.
+5: The wrong answer is 5.
+5: The answer is 5 or 6.|The answer is 5 or the answer is 6.|The answer is 5 and the answer is 6.|Either 4 or the answer is 5.
+5: Incorrect answer: 5
+5: The answer is 5? No, 6.|The answer is 5. No, the answer is 6.|The answer is 5. Wait, that is wrong.
+5: The answer is 5. I hope it is 6.|5 is not the answer.
+5: Check if the answer is 5.|It is not **5**.|either **4** or **5**|**4** and **5**|The answer is less than 5.
+5: The answer is 5 more than 3.|Answer: 5 or 6
+5: Answer:¶5¶6|Answer:¶¶5¶¶6|**Final Answer:**¶5¶¶or 6|**Final Answer:**¶not 5|**Final Answer:**¶-5|Answer - 5|Answer – 5
+5: Ans: 5 or 6|- **Answer**: not 5
+5: Final Answer: The final answer is $5$ or $6$. I hope it is correct.|5 or 6. I hope this helps!
+5: It is not 5. I hope this helps!
+5: <answer>5 or 6</answer>|<answer>Answer: not 5</answer>|<answer>5</answer><answer>6</answer>
+5: \boxed{\text{Answer: } 5 \text{ or } 6}|\boxed{5}\boxed{6}
+5: Thus x = 5 or x = 6.|Thus x = 5 and y = 6.|Thus x + y < 5.|Thus x + y != 5.|Thus x + y ≈ 5.|So if x = 5|So suppose x = 5.
+5: Suppose the total is 5.
+5: So the total is not 5.|So the total is 5 or 6.|So the total is about 5.|So the total is 5 million.|So is the total 5?
+5: So Tom has 3 and Ann has 5.|Ann has 5.
+6: 5 or 6|x = 5 or x = 6|x = 5, y = 6|The answer is 5 or 6.|The answer is 5 or the answer is 6.|Thus x = 5 and y = 6.
+6: Answer:¶5¶6|The answer is 5, not 6.
 x + y = 5: 5|Thus 2x - y = 5.|x + y = 6|5 = 5
 x = 5: y = 5|2x = 5|So y is 5.
 72 clips: 72 dogs|72 cm|72|71 clips
@@ -203,7 +222,8 @@ PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{"
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
           "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
           "\ud800",
-          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ", "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
+          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
+          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
           "\\text{answer ", "½", "–", "\\boxed ", "\\boxed{5 \\fbox 6"]
 
 
