@@ -284,20 +284,15 @@ def parquet_rows(path):
 
 
 def shortest(value, kind):
-    """
-    A value of a parquet column of that kind. Floats of 32 and 16 bits become the shortest that mean
-    them: 0.1, and not 0.10000000149011612.
-    """
-    import numpy  # pyarrow has it
+    """A parquet value; floats of 32 and 16 bits as short as they can be, 0.1 for 0.100000001."""
+    import numpy  # pyarrow needs it, too
 
-    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
-    if form and value is not None:
-        return float(str(form(value)))
     if isinstance(value, dict):
         return {part.name: shortest(value[part.name], part.type) for part in kind}
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [shortest(one, kind.value_type) for one in value]
-    return value
+    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
+    return float(str(form(value))) if form and value is not None else value
 
 
 # --------------------------------------------------------------------------------------------------

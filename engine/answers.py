@@ -26,9 +26,8 @@ MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
 
 def whole_responses(batch):
     """
-    The texts that the rules judge: each completion, behind what the prompt has made the response
-    begin with (see opening_of). A prompt that ends with "<think>" and the completion "3+4</think>7"
-    make "<think>3+4</think>7". batch: see rewards.py.
+    The texts that the rules judge: each completion behind its opening_of. A prompt that ends with
+    "<think>" and the completion "3+4</think>7" make "<think>3+4</think>7". batch: see rewards.py.
     """
     rows, completions = batch["rows"], batch["completions"]
     prompts = batch.get("prompts") or [None] * len(rows)
@@ -143,17 +142,15 @@ SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|alt
 NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
 VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
 # words that say that something is not the answer, or may say so, or name two
-DENIED = re.compile(r"n['’]t\b|\b(?:not|no(?!,)|never|cannot|neither|nor|wrong|incorrect|false"
-                    r"|untrue|unlikely|impossible)\b", re.IGNORECASE)
+DENIED = re.compile(r"n['’]t\b(?! hesitate)|\b(?:not\b(?! hesitate)|no(?!,)|never|cannot|neither"
+                    r"|nor|wrong|incorrect|false|untrue|unlikely|impossible)\b", re.IGNORECASE)
 DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
                    r"|imagine|doubt)\b", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
-# a sentence behind the answer: I hope this helps! But none that takes it back, or has another
-REMARK = re.compile(r"""(?!.*(?:[\d$\\=] | n['’]t\b(?!\ hesitate) | \b(?:not(?!\ hesitate)|never
-    |wrong|incorrect|false|sorry|wait|actually|oops|however|but|instead|rather|unless|mistake)\b))
-    .*\b(?:hope|let\ me\ know|feel\ free|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad
-    |happy|enjoy|regards|hesitate|have\ a\ (?:great|good|nice)|bye|done|qed)\b
-    | [\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$""", re.IGNORECASE | re.VERBOSE)
+# a sentence behind the answer that is none of it: I hope this helps!
+REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\=]*\b(?:hope|let\ me\ know|feel\ free|bye
+    |hesitate|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad|happy|enjoy|done|qed
+    |have\ a\ (?:great|good|nice))\b[^\d$\\=]*$""", re.IGNORECASE | re.VERBOSE)
 
 
 def stated(text):
@@ -165,12 +162,14 @@ def stated(text):
     """
     text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
     ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
-    while ends and end - ends[-1] < 300 and REMARK.match(text[ends[-1]:end]):
+    while ends and end - ends[-1] < 300 and REMARK.match(last := text[ends[-1]:end]):
+        if DENIED.search(last):
+            break
         end = ends.pop()
     lines = text[:end].rstrip().split("\n")
     found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
     if found is None:
-        found = text[:end].strip(" \n✅✓✔")
+        found = text[:end].strip(" \n✅✓✔") or text
     else:
         found = re.split(r",? (?:because|since)\b", found)[0].strip(" \t\n\r*✅✓✔")
     if found[:1] == found[-1:] == "`" and "`" not in (code := found.strip("`")):
@@ -230,8 +229,9 @@ def concluded(line):
     letter = re.fullmatch(r"\W*[A-Za-z]\W*", subject)
     if not rest or DOUBT.search(subject) or not (so or letter or NOUN.search(subject)):
         return None
-    number = isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction)
-    return (f"{subject} = {rest[0]}" if letter else rest[0]) if number else None
+    if not isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction):
+        return None
+    return f"{subject} = {rest[0]}" if letter else rest[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,22 +240,18 @@ def concluded(line):
 
 def same_answer(given, truth):
     r"""
-    Whether two answers, as final_answer returns them, are the same: given is the model's,
-    truth the data's. Both are text. An empty answer is the same as none.
-
-    Numbers are the same if their exact values are: 0.5, 1/2, \frac12, ½ and 5e-1 are all the same,
-    0.333 and 1/3 are not.
+    Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
+    data's. Both are text. An empty answer is the same as none. Numbers are the same if their exact
+    values are: 0.5, 1/2, \frac12, ½ and 5e-1 are all the same, 0.333 and 1/3 are not.
 
     A name ("x =") or one of UNITS may be on one side alone. If both sides have one, the two must be
-    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. The
-    model's alone may have more beside a number: any unit (72 clips, where the data says 72), and an
-    expression in the place of a name (x + y = 5). But 12 million is no 12, and 5 or 6 no 5.
+    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Only
+    the model's may have more beside a number that the data has alone: any unit (72 clips), and an
+    expression in the place of a name (x + y = 5). But 12 million is not 12.
 
     Tuples, intervals and bare lists are compared element by element, in order, and by their
-    brackets; sets in any order.
-
-    Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
-    Words of two letters and more have no capitals: Yes is yes. A single letter stays as it is.
+    brackets; sets in any order. Everything else is compared as text, after undoing TYPESETTING: Yes
+    is yes and \pm 3 is \pm3, but not 3, -3.
     """
     given, truth = given.strip(), truth.strip()
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -341,8 +337,8 @@ UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?
                   rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
 # left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
-PLURAL = re.compile(r"(.*?[^ ]) ((?:[a-z]{3,}[ -])?[a-z]{3,}(?<!s)s(?:(?: per |/)[a-z]+)?)")
-TAIL = re.compile(r"(?<=[a-z]) (?:left|each|remaining|altogether|(?:in )?(?:total|all)|of [a-z]+)")
+PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?[a-z]{3,}(?<!s)s(?:(?:\ per\ |/)[a-z]+)?)
+    (?:\ (?:left|each|remaining|altogether|(?:in\ )?(?:total|all)|of\ [a-z]+))?""", re.VERBOSE)
 NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
     |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|sand|dred|illion))th)s?
@@ -369,15 +365,14 @@ def read_answer(text, loose=False):
         name, text = equation(text)
     if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
         text, unit = match[1] + text[match.end():], SIGNS[match[2]]
-    elif text[-1:] in SIGNS.keys() - {""}:
+    elif text and text[-1] in SIGNS:
         text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
-    text = TAIL.sub("", text) if loose else text
     if match := UNIT.fullmatch(text):
         before, blank, kind, one, per, power = match.groups()
         if len(kind + one) > 1 or blank and read_number(before) is not None:
-            named = kind + one + ("/" + per if per else "") + (power or "").strip()
-            text, unit = before, unit or named
-    elif loose and (match := PLURAL.fullmatch(text)) and not NO_UNIT.search(match[2]):
+            text = before
+            unit = unit or kind + one + ("/" + per if per else "") + (power or "").strip()
+    elif loose and (match := PLURAL.fullmatch(text)) and not NO_UNIT.search(text):
         if read_number(match[1]) is not None:
             text, unit = match[1], unit or match[2]
     return name, value_of(text), unit

@@ -74,15 +74,15 @@ def math_answer(batch):
 
 def unlike(given, truth):
     """
-    Whether two answers are two for a reason that math-verify does not see: a given one that denies
-    (cannot be 5); units (5 cm, 5 m) or names; other words or letters (act, cat); 4 am and 4 pm.
+    Whether two answers are two for a reason that math-verify does not see: a denial (cannot be 5),
+    units (5 cm, 5 m), names, the order of letters (act, cat), 4 am and 4 pm.
     """
     if max(len(given), len(truth)) > LONGEST or DENIED.search(given) and not DENIED.search(truth):
         return True
     given, truth = plain(given), plain(truth)
-    hours = [re.findall(r"\d ([ap])m\b", text) for text in (given, truth)]
-    letters = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
-    return letters or hours[0] != hours[1] or clash(given, truth)
+    words = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
+    hours, others = (re.findall(r"\d ([ap])m\b", text) for text in (given, truth))
+    return words or hours != others or clash(given, truth)
 
 
 def check_installed(rows, path):

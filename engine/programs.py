@@ -71,19 +71,10 @@ def extract_code(completion):
     """
     The program in a completion, as text; None if the completion's thinking never ends.
 
-    From a completion such as
-
-        <think>a sum</think>Here it is:
-        ```python
-        def add(a, b):
-            return a + b
-        ```
-
-    it takes the two lines between the fences. The search begins behind the last </think>. If there
-    is an <answer> there, only the last one is searched. The program is the first of these that is
-    there: the last fenced block with a tag of Python's (python, py3, pypy3, {.python}, python:f.py,
-    f.py); the last fenced block without a tag; all of the text. The indentation of its first line
-    is taken away from all its lines.
+    The search begins behind the last </think>. If there is an <answer> there, only the last one is
+    searched. The program is the first of these that is there: the last fenced block with a tag of
+    Python's (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a
+    tag; all of the text. The indentation of its first line is taken away from all its lines.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if "<think>" in text:
@@ -159,14 +150,11 @@ def check_tests(tests, where):
 
     tests: one or a list of objects of two kinds. Of functions:
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
-        says that add(1, 2) is 3 and that add(3, 4) is 7.
-        They give calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7].
+        gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
+        assertion (see read_assertion), and fn a method: Solution.add of a new Solution().
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
-        They give scripts [(b"1 2", b"3")].
-    A test of functions may also be an assertion, as MBPP has them: "assert add(1, 2) == 3"; see
-    read_assertion. And fn may be a method, as LeetCode has them: "Solution.add" is called on a new
-    Solution().
+        It gives scripts [(b"1 2", b"3")].
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
@@ -216,9 +204,8 @@ def check_tests(tests, where):
 
 def read_assertion(text, where):
     """
-    An assertion as a test with one call: "assert add(1, 2) == 3" becomes
-    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone,
-    as for any other test, and cannot look at what is expected.
+    An assertion, as MBPP has them, as a test with one call: "assert add(1, 2) == 3" becomes
+    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone.
 
     The call stands on one side of == or is, and a value on the other; `assert f(1)` wants True, and
     `assert not f(1)` False. Function, or class and method: f(1), Solution().f(1). Arguments and the
@@ -385,9 +372,8 @@ NUMBER = re.compile(rb"(?<![^\s()\[\]{},;=])(-?(?:0|[1-9][0-9]{0,99999})|-?(?:0|
 
 def same_output(written, wanted):
     """
-    Whether what a program wrote (bytes) is what a test wants. Blanks at the ends of lines do not
-    count, nor blank lines at the end. Numbers are compared as those of functions are, see same; all
-    else must be the same byte for byte.
+    Whether what a program wrote (bytes) is what a test wants: its numbers as in same, all else byte
+    for byte, but for blanks at the ends of lines, and blank lines at the end.
     """
     got, want = (text.rstrip().split(b"\n") for text in (written, wanted))
     return len(got) == len(want) and all(map(same_line, got, want))
