@@ -276,7 +276,8 @@ def clash(given, truth):
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\\\$", "¤"), (r"\\?%", " percent "), ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$", "¤"), (r"\\?%", " percent "),
+    ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
     # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
@@ -330,21 +331,23 @@ NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|tot
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
 # the units that may be left out on one side
-UNITS = ("percent|degrees (?:C|F)|degree|radian|dollar|cent|euro|unit|point|people|men|women|way|"
-         "mm|cm|m|meter|km|in|inch|ft|foot|feet|mile|mg|g|kg|pound|lb|ml|L|liter|second|sec|s|"
-         "minute|min|hour|hr|h|day|week|month|year|mph|N|J|W|V|Hz|usd")
+UNITS = ("percent|degrees (?:C|F)|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|"
+         "meter|km|in|inch|ft|foot|feet|mi|mile|mg|g|kg|pound|lb|ml|mL|L|liter|second|sec|s|ms|ns|"
+         "minute|min|hour|hr|h|day|week|month|year|mph|N|J|kJ|W|mW|kW|MW|kWh|V|Hz|kHz|MHz|GHz|kPa|"
+         "dB|MB|GB|TB|mol|usd|USD|EUR")
 UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?)({UNITS})"
                   rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
 # left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
-PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?[a-z]{3,}(?<!s)s(?:(?:\ per\ |/)[a-z]+)?)
-    (?:\ (?:left|each|remaining|altogether|(?:in\ )?(?:total|all)|of\ [a-z]+))?""", re.VERBOSE)
+PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
+    (?:(?:\ per\ |/)[a-z]+)?)(?:\ (?:left|each|remaining|altogether|(?:in\ )?(?:total|all)
+    |of\ [a-z]+))?""", re.VERBOSE)
 NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
     |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|sand|dred|illion))th)s?
     |more|fewer|extra|additional|other|plus|minus|versus|and|not|than|over|point|this|perhaps)\b""",
                      re.VERBOSE)
-SIGNS = {"¤": "dollar", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
+SIGNS = {"¤": "dollar", "¢": "cent", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
 # what may stand before "=" in a response: no words but functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s=])+""",
@@ -367,14 +370,13 @@ def read_answer(text, loose=False):
         text, unit = match[1] + text[match.end():], SIGNS[match[2]]
     elif text and text[-1] in SIGNS:
         text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
-    if match := UNIT.fullmatch(text):
-        before, blank, kind, one, per, power = match.groups()
-        if len(kind + one) > 1 or blank and read_number(before) is not None:
-            text = before
-            unit = unit or kind + one + ("/" + per if per else "") + (power or "").strip()
-    elif loose and (match := PLURAL.fullmatch(text)) and not NO_UNIT.search(text):
-        if read_number(match[1]) is not None:
-            text, unit = match[1], unit or match[2]
+    known, plural = UNIT.fullmatch(text), PLURAL.fullmatch(text) if loose else None
+    number = known and read_number(known[1]) is not None
+    if known and (number or not plural) and (number and known[2] or len(known[3] + known[4]) > 1):
+        text, _, kind, one, per, power = known.groups()
+        unit = unit or kind + one + ("/" + per if per else "") + (power or "").strip()
+    elif plural and read_number(plural[1]) is not None and not NO_UNIT.search(text):
+        text, unit = plural[1], unit or plural[2]
     return name, value_of(text), unit
 
 
