@@ -169,18 +169,13 @@ def stated(text):
     lines = text[:end].rstrip().split("\n")
     found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
     if found is None:
-        found = text[:end].strip(" \n✅✓✔") or text
-    else:
-        found = re.split(r",? (?:because|since)\b", found)[0].strip(" \t\n\r*✅✓✔")
-    if found[:1] == found[-1:] == "`" and "`" not in (code := found.strip("`")):
-        first, _, rest = code.partition("\n")  # the first line of a block may have a tag
-        found = rest.strip() or first
-    return found
+        return text[:end].strip(" \n✅✓✔") or text
+    return re.split(r",? (?:because|since)\b", found)[0].strip(" \t\n\r*✅✓✔")
 
 
 def answer_is(line):
     """What a line says last that the "answer is"; None if it does not, or doubts it."""
-    match = next(reversed(list(ANSWER_IS.finditer(line))), None)
+    *_, match = [None, *ANSWER_IS.finditer(line)]
     if match is None:
         return None
     before = re.split(r"[.!?;:] ", line[:match.start()])[-1]
@@ -226,12 +221,12 @@ def concluded(line):
     if name or isinstance(value, Fraction):
         return sentence if so else None
     subject, *rest = VERB.split(sentence, maxsplit=1)
-    letter = re.fullmatch(r"\W*[A-Za-z]\W*", subject)
-    if not rest or DOUBT.search(subject) or not (so or letter or NOUN.search(subject)):
+    letters = EXPRESSION.fullmatch(plain(subject.replace("$", "")))  # x + y is 5
+    if not rest or DOUBT.search(subject) or not (so or letters or NOUN.search(subject)):
         return None
     if not isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction):
         return None
-    return f"{subject} = {rest[0]}" if letter else rest[0]
+    return f"{subject} = {rest[0]}" if letters else rest[0].strip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,7 +299,7 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
-    (r'^ *["“]([^"“”]*)["”] *$', r"\1"),
+    (r'^ *["“`]+([^"“”`]*)["”`]+ *$', r"\1"),
     # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
     (r"(?<![\\0-9])(?<![^\W\d_])(?<![0-9] )[^\W\d_]{2,}|(?<!\\)(?<![^\W\d_])[^\W\d_]{4,}",
      lambda m: m[0].casefold()),
@@ -350,8 +345,9 @@ NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross
 SIGNS = {"¤": "dollar", "¢": "cent", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
 # what may stand before "=" in a response: no words but functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
-    |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s=])+""",
+    |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
+VARIABLE = re.compile(rf"\\(?:{GREEK})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
 
 
 def read_answer(text, loose=False):
@@ -381,12 +377,18 @@ def read_answer(text, loose=False):
 
 
 def equation(text):
-    """ "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"); ("", text) if it is none, as x < 5, 6 = 5."""
-    before, _, last = (part.strip() for part in text.rpartition("="))
-    numbers = {read_number(side.strip()) for side in before.split("=")} - {None, read_number(last)}
-    if not EXPRESSION.fullmatch(before) or before.endswith("!") or not last or numbers:
-        return "", text
-    return before, last
+    """
+    "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"). ("", text) for what is none (x < 5, 6 = 5), and
+    for an equation that is still to be solved: 2x = 5 does not say that x is 5.
+    """
+    *sides, last = (side.strip() for side in text.split("="))
+    for side in sides:
+        variables = set(VARIABLE.findall(side))
+        unsolved = len(variables) == 1 and side not in variables and not re.match(r"[fgh]\(", side)
+        other = read_number(side) not in (None, read_number(last))
+        if unsolved or other or side.endswith("!") or not EXPRESSION.fullmatch(side):
+            return "", text
+    return " = ".join(sides), last
 
 
 def value_of(text, deep=3):

@@ -161,7 +161,7 @@ No, the answer is 5.
 The answer is 5, because 2 + 3 = 5.|The answer is 4. No, the answer is 5.|It is not 4, so the answer is 5.|5 is the answer.
 The answer is 5.¶¶Let me know if you have any questions!|The answer is 5. Please don't hesitate to ask for help.
 Ann: 2.¶**5**¶¶Good luck 😊
-5¶¶Thank you!|Answer: 5. Hope that helps! Bye.|Thus x + y = 5.|Thus, $x + y = 5$.|Hence 2 + 3 = 5|∴ x = 5|So $\sin(2x) = 5$.
+5¶¶Thank you!|Answer: 5. Hope that helps! Bye.|Thus x + y = 5.|Thus, $x + y = 5$.|Hence 2 + 3 = 5|∴ x = 5|So $\sin(a + b) = 5$.
 So f(2, 3) = 5
 We add. Thus x + y = 5. I hope this helps!|Therefore x + y = 2 + 3 = 5 cm.|So the total is 5.|So the total is 2 + 3 = 5.|So, 5.
 Hence the sum of 2 and 3 is 5.|The value of x is 5.|x equals 5.|Therefore, Ann has 5 red apples left.|**Add**¶Thus there are 5.
@@ -196,6 +196,7 @@ OTHERS = r"""
 6: Answer:¶5¶6|The answer is 5, not 6.
 x + y = 5: 5|Thus 2x - y = 5.|x + y = 6|5 = 5
 x = 5: y = 5|2x = 5|So y is 5.
+5: 2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
 72 clips: 72 dogs|72 cm|72|71 clips
 yes: no|Yes, no|not yes|y
 (3, 5): [3, 5]|(3, 5]|(5, 3)|3–5|35
