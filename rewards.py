@@ -47,10 +47,7 @@ def accuracy(batch):
     """
     (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
     row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
-    ("#### 72") and MATH ("\\boxed{72}").
-
-    It grades numbers, and lists and sets of them. It does no algebra: any other expression must be
-    written as in the data, but for typesetting. The reward `math` grades expressions.
+    ("#### 72") and MATH ("\\boxed{72}"). There is no algebra: see the reward `math`.
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):

@@ -29,6 +29,7 @@ import os
 import re
 import zlib
 
+from engine.answers import final_answer
 from errors import BadInput, first_line, shorten
 from folders import read_file
 
@@ -273,11 +274,25 @@ def parquet_rows(path):
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
+            floats = [field for field in batch.schema if "float" in str(field.type)]
             for row in batch.to_pylist():
                 number += 1
+                row |= {field.name: shortest(row[field.name], field.type) for field in floats}
                 yield f"row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
+
+
+def shortest(value, kind):
+    """A parquet value; floats of 32 and 16 bits as short as they can be, 0.1 for 0.100000001."""
+    import numpy  # pyarrow needs it, too
+
+    if isinstance(value, dict):
+        return {part.name: shortest(value[part.name], part.type) for part in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [shortest(one, kind.value_type) for one in value]
+    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
+    return float(str(form(value))) if form and value is not None else value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,7 +371,7 @@ def preference_row(row):
             continue
         try:
             made[name] = float(row[name])  # CSV has text
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             made[name] = math.nan
         if not 0 <= made[name] <= largest:
             raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
@@ -390,10 +405,13 @@ def prompt_row(row):
     answer = row.get("answer")
     if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
         raise BadInput("field 'answer' is missing, and there is a 'reward_model'")
-    if type(answer) in (int, float) and math.isfinite(answer):
+    if type(answer) is int or type(answer) is float and math.isfinite(answer):
         row["answer"] = repr(answer).removesuffix(".0")
     elif answer is not None:
         check_text(answer, "field 'answer', where it is no number,", may_be_empty=True)
+        if not final_answer(answer):
+            raise BadInput(f"field 'answer' is {shorten(answer)}, which is no answer; where a row "
+                           "has none, leave the field out, or write null")
     return row
 
 

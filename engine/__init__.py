@@ -19,4 +19,7 @@ if sys.platform == "win32":
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
+# the digits of an integer in a row or in what a program answers; Python reads 4,300 by itself
+sys.set_int_max_str_digits(10**6)
+
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))

@@ -8,18 +8,11 @@ same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874
 only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
 lists and sets part by part. An answer that is none of these is compared as text. There is no
 algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward `math`.
-
-    "1,000"  and "1000"           the same: one number, and so are "033" and "33"
-    "0.5"    and "\frac12"        the same: one number
-    "x = 5"  and "5"              the same: a name on one side only
-    "{1, 2}" and "{2, 1}"         the same: sets have no order
-    "(1, 2)" and "(2, 1)"         two answers: tuples have one
-    "5 cm"   and "5 m"            two answers: both have a unit
-    "72"     and "72 clips"       two answers: no unit of those that are known here
+docs/rewards.md has examples of what is read and what is the same, and of what is not.
 """
 import re
 from fractions import Fraction
-from functools import partial
+from unicodedata import normalize
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
@@ -33,9 +26,8 @@ MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
 
 def whole_responses(batch):
     """
-    The texts that the rules judge: each completion, behind what the prompt has made the response
-    begin with (see opening_of). A prompt that ends with "<think>" and the completion "3+4</think>7"
-    make "<think>3+4</think>7". batch: see rewards.py.
+    The texts that the rules judge: each completion behind its opening_of. A prompt that ends with
+    "<think>" and the completion "3+4</think>7" make "<think>3+4</think>7". batch: see rewards.py.
     """
     rows, completions = batch["rows"], batch["completions"]
     prompts = batch.get("prompts") or [None] * len(rows)
@@ -66,11 +58,10 @@ def opening_of(prompt, text=None):
 
 def final_answer(completion):
     r"""
-    The final answer of a completion, without blanks at its ends. In the text behind the thinking it
-    is the first of these that is there: the contents of the last \boxed{}, those of the last
-    <answer>...</answer>, the line behind the last ####, what the last line "Answer: ..." says, what
-    the last line states ("The answer is 5."), or has in bold at its end, all of the text.
-    "<think>3+6+0=09</think>so \boxed{579}" -> "579". Markdown's stars are left out.
+    The final answer of a completion, without blanks at its ends: what is stated (see there) in the
+    last \boxed{} of the text behind the thinking; without one in the last <answer>...</answer>, and
+    there behind the last ####; without them in all of it.
+    "<think>3+6+0=09</think>so \boxed{579}" -> "579".
 
     A completion whose thinking never ends is returned as it is, "<think>" included: such a text
     equals no answer. Of a long text the last LONGEST_TEXT characters are read.
@@ -79,12 +70,13 @@ def final_answer(completion):
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    patterns = [partial(last_match, pattern) for pattern in (TAGGED, HASHED, NAMED_LINE)]
-    for find in (last_boxed, *patterns, last_stated):
-        found = find(text)
-        if found is not None:
-            return found.strip(" \t\n\r*")
-    return text
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return stated(boxed)
+    for pattern in (TAGGED, HASHED):
+        found = last_match(pattern, text)
+        text = text if found is None else found
+    return stated(text)
 
 
 def after_thinking(completion):
@@ -125,9 +117,6 @@ def last_boxed(text):
 # the contents of <answer>...</answer>, the innermost
 TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
-# a line of its own, perhaps in bold, as DAPO-Math wants it: Answer: 72, **Final answer:** 72
-NAMED_LINE = re.compile(r"^[ \t*#>]*(?:(?:the )?final )?answer[ \t*]*:[ \t*]*(\S.*)$",
-                        re.IGNORECASE | re.MULTILINE)
 
 
 def last_match(pattern, text):
@@ -136,17 +125,108 @@ def last_match(pattern, text):
     return found[-1] if found else None
 
 
-def last_stated(text):
+# a line of its own, with the answer behind it or below it: Answer: 72, - **Final answer**: 72
+LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
+    (?:final\ result | (?:(?:final|correct|numerical)\ )*(?:answer|ans\b))
+    [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
+# what may follow an answer that stands below its label
+BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
+ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?)
+    \b(?:is|was|equals|must\ be|should\ be)\b
+    (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
+IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
+# how a sentence begins that concludes; what else it is about; where its verb is
+SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|that|it
+    \ follows|in\ (?:conclusion|total|all)|we\ (?:get|have|find|obtain|conclude)) \b[ ,:]*
+    | (?:∴|→|⇒|=>|\\therefore\b|\\implies\b|\\Rightarrow\b)\ * )+""", re.IGNORECASE | re.VERBOSE)
+NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
+VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
+# words that say that something is not the answer, or may say so, or name two
+DENIED = re.compile(r"n['’]t\b(?! hesitate)|\b(?:not\b(?! hesitate)|no(?!,)|never|cannot|neither"
+                    r"|nor|wrong|incorrect|false|untrue|unlikely|impossible)\b", re.IGNORECASE)
+DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
+                   r"|imagine|doubt)\b", re.IGNORECASE)
+SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
+# a sentence behind the answer that is none of it: I hope this helps!
+REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\=]*\b(?:hope|let\ me\ know|feel\ free|bye
+    |hesitate|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad|happy|enjoy|done|qed
+    |have\ a\ (?:great|good|nice))\b[^\d$\\=]*$""", re.IGNORECASE | re.VERBOSE)
+
+
+def stated(text):
+    r"""
+    The answer that a text states, or the text: "Final Answer: The final answer is $5$. I hope it is
+    correct." -> "$5$". A polite remark at the end is left out. Then it is the first of these: what
+    the last line says the "answer is"; what stands behind or below the last label such as Answer:;
+    what the last sentence concludes ("Thus x + y = 5." -> "x + y = 5"), or has in bold at its end.
     """
-    What the last line states, "The answer is 5." or a text that ends with "**5**", without its full
-    stop; None if it states nothing.
+    text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
+    ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
+    while ends and end - ends[-1] < 300 and REMARK.match(last := text[ends[-1]:end]):
+        if DENIED.search(last):
+            break
+        end = ends.pop()
+    lines = text[:end].rstrip().split("\n")
+    found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
+    if found is None:
+        return text[:end].strip(" \n✅✓✔") or text
+    return re.split(r",? (?:because|since)\b", found)[0].strip(" \t\n\r*✅✓✔")
+
+
+def answer_is(line):
+    """What a line says last that the "answer is"; None if it does not, or doubts it."""
+    *_, match = [None, *ANSWER_IS.finditer(line)]
+    if match is None:
+        return None
+    before = re.split(r"[.!?;:] ", line[:match.start()])[-1]
+    clause = re.split(r", (?:so|but|and|hence|thus|therefore|then|the|my|our)\b", before)[-1]
+    two = ANSWER_IS.search(before) and " not " not in before
+    if two or DOUBT.search(clause + match["between"]):
+        return None
+    return line[match.end():].strip(" *.!")
+
+
+def labelled(lines):
+    """What stands behind the last label, or below it as a paragraph of its own; None if nothing."""
+    below = True  # only the last label may have its answer below it
+    for i in reversed(range(len(lines))):
+        match = LABEL.match(lines[i])
+        if match and match["answer"].strip(" *_-"):
+            behind = match["answer"].strip(" \t*")
+            return answer_is(behind) or behind
+        if below and (match or answer_is(lines[i]) == ""):
+            below = False
+            text = "\n".join(lines[i + 1:]).strip()
+            paragraph, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
+            if paragraph and (not more or BEHIND.match(more[0])):
+                return concluded(paragraph.rpartition("\n")[2]) or paragraph
+    return None
+
+
+def concluded(line):
     """
-    line = text.rpartition("\n")[2]
-    stated = re.split(r"\banswer is:? +", line, flags=re.IGNORECASE)
-    found = stated[-1] if len(stated) > 1 else ""
-    if not found and (bold := re.search(r"\*\*([^*]+)\*\*[.!]?$", line)):
-        found = bold[1]
-    return found.strip(" *.!") or None
+    What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
+    Of a sentence with a verb, such as "So the total is 5.", only a number is read.
+    """
+    sentence = line[max([0, *(match.end() for match in SENTENCE_END.finditer(line))]):]
+    if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):
+        return None if DOUBT.search(sentence) else bold[1].strip(" *.!")
+    so = SO.match(sentence)
+    sentence = sentence[so.end() if so else 0:].strip(" *!").removesuffix(".")
+    if match := IS_THE_ANSWER.fullmatch(sentence):
+        return match[1]
+    if len(sentence) > LONGEST or "?" in sentence:
+        return None
+    name, value, _ = read_answer(plain(sentence), loose=True)
+    if name or isinstance(value, Fraction):
+        return sentence if so else None
+    subject, *rest = VERB.split(sentence, maxsplit=1)
+    letters = EXPRESSION.fullmatch(plain(subject.replace("$", "")))  # x + y is 5
+    if not rest or DOUBT.search(subject) or not (so or letters or NOUN.search(subject)):
+        return None
+    if not isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction):
+        return None
+    return f"{subject} = {rest[0]}" if letters else rest[0].strip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,21 +235,18 @@ def last_stated(text):
 
 def same_answer(given, truth):
     r"""
-    Whether two answers, as final_answer returns them, are the same: given is the model's,
-    truth the data's. Both are text. The order of the two does not matter. An empty answer is the
-    same as none.
-
-    Numbers are the same if their exact values are: 0.5, 1/2, \frac12, .50 and 5e-1 are all the
-    same, 0.333 and 1/3 are not.
+    Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
+    data's. Both are text. An empty answer is the same as none. Numbers are the same if their exact
+    values are: 0.5, 1/2, \frac12, ½ and 5e-1 are all the same, 0.333 and 1/3 are not.
 
     A name ("x =") or one of UNITS may be on one side alone. If both sides have one, the two must be
-    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Any
-    other word behind a number makes another answer of it: 12 million is not 12.
+    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Only
+    the model's may have more beside a number that the data has alone: any unit (72 clips), and an
+    expression in the place of a name (x + y = 5). But 12 million is not 12.
 
     Tuples, intervals and bare lists are compared element by element, in order, and by their
-    brackets; sets in any order.
-
-    Everything else is compared as text, after undoing TYPESETTING: \pm 3 is \pm3, but not 3, -3.
+    brackets; sets in any order. Everything else is compared as text, after undoing TYPESETTING: Yes
+    is yes and \pm 3 is \pm3, but not 3, -3.
     """
     given, truth = given.strip(), truth.strip()
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -177,11 +254,16 @@ def same_answer(given, truth):
     given, truth = plain(given), plain(truth)
     if squeeze(given) == squeeze(truth) != "":
         return True
-    given_name, given_value, given_unit = read_answer(given)
-    name, value, unit = read_answer(truth)
-    if name and given_name not in ("", name) or unit and given_unit not in ("", unit):
-        return False
-    return given_value == value != ""
+    read, wanted = read_answer(given, loose=True), read_answer(truth)
+    same = read[1] == wanted[1] and not clash(given, truth)
+    return read[1] != "" and (same or read == read_answer(truth, loose=True))
+
+
+def clash(given, truth):
+    """Whether two answers, plain texts, have names or units that make them two."""
+    given_name, _, given_unit = read_answer(given, loose=True)
+    name, _, unit = read_answer(truth)
+    return bool(name and given_name not in ("", name) or unit and given_unit not in ("", unit))
 
 
 # What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
@@ -189,8 +271,14 @@ def same_answer(given, truth):
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\\\$", "¤"), (r"\\?%", " percent "), ("−", "-"), ("×", r"\\times "), ("·", r"\\cdot "),
-    ("π", r"\\pi "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$", "¤"), (r"\\?%", " percent "),
+    ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
+    # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
+    ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
+    ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
+    ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
+    ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"),
+    (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
     ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
     ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
@@ -200,7 +288,8 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
-    (r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal|)|mbox|boldsymbol|bm) *\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text|math)?(?:bf|rm|it|sf|tt|bfseries|boldsymbol)(?![a-zA-Z])", " "),  # \bf 5
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
@@ -210,6 +299,10 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
+    (r'^ *["“`]+([^"“”`]*)["”`]+ *$', r"\1"),
+    # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
+    (r"(?<![\\0-9])(?<![^\W\d_])(?<![0-9] )[^\W\d_]{2,}|(?<!\\)(?<![^\W\d_])[^\W\d_]{4,}",
+     lambda m: m[0].casefold()),
 ]]
 
 
@@ -233,29 +326,69 @@ NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|tot
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
 # the units that may be left out on one side
-UNITS = ("percent|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|meter|km|in|inch|ft|"
-         "foot|feet|mile|mg|g|kg|pound|ml|L|liter|second|minute|h|hour|day|week|month|year|mph")
-UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?(?:{UNITS}))"
-                  rf"(?:(?<=[a-z][a-z])e?s)?((?: per (?:{UNITS}))?(?: ?\^[23])?)")
-CURRENCIES = {"¤": "dollar", "£": "sterling", "€": "euro"}
+UNITS = ("percent|degrees (?:C|F)|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|"
+         "meter|km|in|inch|ft|foot|feet|mi|mile|mg|g|kg|pound|lb|ml|mL|L|liter|second|sec|s|ms|ns|"
+         "minute|min|hour|hr|h|day|week|month|year|mph|N|J|kJ|W|mW|kW|MW|kWh|V|Hz|kHz|MHz|GHz|kPa|"
+         "dB|MB|GB|TB|mol|usd|USD|EUR")
+UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?)({UNITS})"
+                  rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
+# any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
+# left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
+PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
+    (?:(?:\ per\ |/)[a-z]+)?)(?:\ (?:left|each|remaining|altogether|(?:in\ )?(?:total|all)
+    |of\ [a-z]+))?""", re.VERBOSE)
+NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
+    |quarter|hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
+    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|sand|dred|illion))th)s?
+    |more|fewer|extra|additional|other|plus|minus|versus|and|not|than|over|point|this|perhaps)\b""",
+                     re.VERBOSE)
+SIGNS = {"¤": "dollar", "¢": "cent", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
+# what may stand before "=" in a response: no words but functions, and no other relation
+EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
+    |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
+                        re.IGNORECASE | re.VERBOSE)
+VARIABLE = re.compile(rf"\\(?:{GREEK})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
 
 
-def read_answer(text):
+def read_answer(text, loose=False):
     """
     The text of an answer, as plain returns it -> its name in "name = ...", its value and its unit;
     "" where there is none: "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none:
-    there m may be a variable.
+    there m may be a variable. loose: what only a response may have is read, too: an expression in
+    the place of a name (x + y = 5), and any unit of a number (72 clips).
     """
-    match = NAMED.fullmatch(text)
-    name, text = (match[1] or "", match[2].strip()) if match else ("", text)
-    unit = ""
-    if match := re.match(r"([+-]?) ?([¤£€]) ?", text):
-        text, unit = match[1] + text[match.end():], CURRENCIES[match[2]]
-    if match := UNIT.fullmatch(text):
-        before, blank, named, more = match.groups()
-        if len(named) > 1 or blank and read_number(before) is not None:
-            text, unit = before, unit or (named + more).replace(" ", "")
+    name, unit = "", ""
+    if match := NAMED.fullmatch(text):
+        name, text = match[1] or "", match[2].strip()
+    elif loose and "=" in text:
+        name, text = equation(text)
+    if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
+        text, unit = match[1] + text[match.end():], SIGNS[match[2]]
+    elif text and text[-1] in SIGNS:
+        text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
+    known, plural = UNIT.fullmatch(text), PLURAL.fullmatch(text) if loose else None
+    number = known and read_number(known[1]) is not None
+    if known and (number or not plural) and (number and known[2] or len(known[3] + known[4]) > 1):
+        text, _, kind, one, per, power = known.groups()
+        unit = unit or kind + one + ("/" + per if per else "") + (power or "").strip()
+    elif plural and read_number(plural[1]) is not None and not NO_UNIT.search(text):
+        text, unit = plural[1], unit or plural[2]
     return name, value_of(text), unit
+
+
+def equation(text):
+    """
+    "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"). ("", text) for what is none (x < 5, 6 = 5), and
+    for an equation that is still to be solved: 2x = 5 does not say that x is 5.
+    """
+    *sides, last = (side.strip() for side in text.split("="))
+    for side in sides:
+        variables = set(VARIABLE.findall(side))
+        unsolved = len(variables) == 1 and side not in variables and not re.match(r"[fgh]\(", side)
+        other = read_number(side) not in (None, read_number(last))
+        if unsolved or other or side.endswith("!") or not EXPRESSION.fullmatch(side):
+            return "", text
+    return " = ".join(sides), last
 
 
 def value_of(text, deep=3):
@@ -297,18 +430,16 @@ def split_at_commas(text):
 def squeeze(text):
     """
     Plain text in the form in which it is compared. Blanks are taken out, but for those that count:
-    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one. A
-    word's capital letter becomes small, so that Even is even; but Ab, perhaps a product, is not ab.
+    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one.
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
-    return re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]{2,}(?![A-Za-z])", lambda m: m[0].lower(), text)
+    return re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
 
 
-# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2; 1 1/2; 5e-1
+# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2, 1/-2; 1 1/2; 5e-1
 INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
-QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?({DECIMAL}))?")
+QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?(-?{DECIMAL}|\(-{DECIMAL}\)))?")
 MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
                         r"([+-]?[0-9]{1,3})")
@@ -322,12 +453,12 @@ def read_number(text):
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None
     # 1\frac{1}{2} -> 1 1/2
-    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?([0-9.,]+) ?\}", r" \1/\2 ", text).strip()
+    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?(-?[0-9.,]+) ?\}", r" \1/\2 ", text).strip()
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
     text = re.sub(r"^0+(?=[0-9]+$)", "", text)  # AIME's 033 is 33
     value = None
     if match := QUOTIENT.fullmatch(text):
-        numerator, denominator = (Fraction(part.replace(",", ""))
+        numerator, denominator = (Fraction(part.replace(",", "").strip("()"))
                                   for part in (match[1], match[2] or "1"))
         value = numerator / denominator if denominator else None
     elif match := MIXED.fullmatch(text):

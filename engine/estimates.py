@@ -55,7 +55,8 @@ def majority(answers):
     """
     The place in `answers` (texts, as answers.final_answer returns them) of the answer that most of
     them give; None if there is none. An answer joins the first class whose first member is the same
-    (same_answer: 0.5 and 1/2 are). Of classes of one size that wins whose first member came first.
+    (same_answer, either way round: 0.5, 1/2 and x + y = 1/2 are). Of classes of one size that wins
+    whose first member came first.
 
     Empty answers, and those of a thinking that never ended, have no vote.
     """
@@ -63,7 +64,8 @@ def majority(answers):
     for place, answer in enumerate(answers):
         if not answer.strip() or "<think>" in answer:
             continue
-        mine = next((c for c in classes if same_answer(answers[c[0]], answer)), None)
+        mine = next((c for c in classes if same_answer(answers[c[0]], answer)
+                     or same_answer(answer, answers[c[0]])), None)
         if mine is None:
             classes.append([place])
         else:

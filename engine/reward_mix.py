@@ -32,17 +32,8 @@ from errors import BadConfig, BadInput, Stop, first_line, shorten
 # --------------------------------------------------------------------------------------------------
 # the key reward_functions
 
-# the fields that a reward reads from a row of the data
+# the fields that a reward reads from a row of the data, which rows.prompt_row has checked
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}
-
-
-def is_usable(field, value):
-    """Whether a field can be read: an answer is a finite number, or text that is not blank."""
-    if field != "answer":
-        return value is not None
-    if isinstance(value, str):
-        return bool(value.strip())
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def parse_rewards(spec, known, built_in, base_folder):
@@ -135,7 +126,6 @@ def check_rows(rewards, rows, path):
     """
     for _, name, function in rewards:
         for field in NEEDS.get(name, ()):
-            wanted = "a number, or text that is not blank" if field == "answer" else "not null"
             for number, row in enumerate(rows, 1):
                 if field not in row:
                     theirs = [x for x in ("solution", "ground_truth") if x in row] + ["THEIRS"]
@@ -143,10 +133,10 @@ def check_rows(rewards, rows, path):
                                    f"{field!r}; the row has {', '.join(map(repr, row))}; rename "
                                    f'one by --fields="{theirs[0]}>{field}", or choose other '
                                    "--reward_functions")
-                if not is_usable(field, row[field]):
-                    raise BadInput(f"{path}, row {number}: the field {field!r} must be {wanted} "
-                                   f"for the reward {name!r}, found {shorten(row[field])}")
-        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package, a field
+                if row[field] is None:
+                    raise BadInput(f"{path}, row {number}: the field {field!r} is null, and the "
+                                   f"reward {name!r} needs it")
+        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
             function.check_rows(rows, path)
 
 

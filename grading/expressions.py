@@ -11,13 +11,14 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from engine import CPUS
-from engine.answers import final_answer, same_answer, whole_responses
+from engine.answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
 
@@ -60,8 +61,8 @@ def math_answer(batch):
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
     said = {pair: same_answer(*pair) for pair in pairs}
     # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is not
-    asked = [(given, truth) for (given, truth), same in said.items()
-             if not same and given and "<think>" not in given]
+    asked = [pair for pair, same in said.items()
+             if not same and pair[0] and "<think>" not in pair[0] and not unlike(*pair)]
     seconds = 0.8 * batch.get("seconds", math.inf)
     said |= zip(asked, same_expressions(asked, cpus_of_a_rank(), seconds), strict=True)
     late = sum(said[pair] is None for pair in pairs)
@@ -69,6 +70,19 @@ def math_answer(batch):
         print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
               f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
     return [float(bool(said[pair])) for pair in pairs]
+
+
+def unlike(given, truth):
+    """
+    Whether two answers are two for a reason that math-verify does not see: a denial (cannot be 5),
+    units (5 cm, 5 m), names, the order of letters (act, cat), 4 am and 4 pm.
+    """
+    if max(len(given), len(truth)) > LONGEST or DENIED.search(given) and not DENIED.search(truth):
+        return True
+    given, truth = plain(given), plain(truth)
+    words = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
+    hours, others = (re.findall(r"\d ([ap])m\b", text) for text in (given, truth))
+    return words or hours != others or clash(given, truth)
 
 
 def check_installed(rows, path):

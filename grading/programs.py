@@ -65,25 +65,17 @@ FENCE = re.compile(r"`{3,}|~{3,}")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
+QUOTED = re.compile(r"(?:[-*+\d.) \t]*>)*")  # what begins a line of a block quote
 
 
 def extract_code(completion):
     """
     The program in a completion, as text; None if the completion's thinking never ends.
 
-    From a completion such as
-
-        <think>a sum</think>Here it is:
-        ```python
-        def add(a, b):
-            return a + b
-        ```
-
-    it takes the two lines between the fences. The search begins behind the last </think>. If there
-    is an <answer> there, only the last one is searched. The program is the first of these that is
-    there: the last fenced block with a tag of Python's (python, py3, pypy3, {.python}, python:f.py,
-    f.py); the last fenced block without a tag; all of the text. The indentation of its first line
-    is taken away from all its lines.
+    The search begins behind the last </think>. If there is an <answer> there, only the last one is
+    searched. The program is the first of these that is there: the last fenced block with a tag of
+    Python's (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a
+    tag; all of the text. The indentation of its first line is taken away from all its lines.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if "<think>" in text:
@@ -106,10 +98,14 @@ def fenced_blocks(text):
     the markers of lists; backticks of Python or without a tag behind any text. It ends with a line
     of at least as many, indented by less than 4 columns more. Models forget that line: so a fence
     with a tag begins a new block, and a block that is not closed ends with the first line that ends
-    with its fence ("return x```"), else with the text.
+    with its fence ("return x```"), else with the text. Of a block in a block quote each line loses
+    as many ">" as stand before the fence.
     """
-    blocks, opened, margin, closed = [], "", 0, set()
+    blocks, opened, margin, closed, quotes = [], "", 0, set(), 0
     for line in text.split("\n"):
+        if not opened:
+            quotes = QUOTED.match(line)[0].count(">")
+        line = re.sub(rf"^(?:[ \t]*> ?){{0,{quotes}}}", "", line) if quotes else line
         before, fence, tag = read_fence(line)
         near = fence and not before.strip() and len(before.expandtabs(4)) < margin + 4
         alike = near and fence.startswith(opened)
@@ -155,14 +151,11 @@ def check_tests(tests, where):
 
     tests: one or a list of objects of two kinds. Of functions:
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
-        says that add(1, 2) is 3 and that add(3, 4) is 7.
-        They give calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7].
+        gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
+        assertion (see read_assertion), and fn a method: Solution.add of a new Solution().
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
-        They give scripts [(b"1 2", b"3")].
-    A test of functions may also be an assertion, as MBPP has them: "assert add(1, 2) == 3"; see
-    read_assertion. And fn may be a method, as LeetCode has them: "Solution.add" is called on a new
-    Solution().
+        It gives scripts [(b"1 2", b"3")].
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
@@ -212,9 +205,8 @@ def check_tests(tests, where):
 
 def read_assertion(text, where):
     """
-    An assertion as a test with one call: "assert add(1, 2) == 3" becomes
-    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone,
-    as for any other test, and cannot look at what is expected.
+    An assertion, as MBPP has them, as a test with one call: "assert add(1, 2) == 3" becomes
+    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone.
 
     The call stands on one side of == or is, and a value on the other; `assert f(1)` wants True, and
     `assert not f(1)` False. Function, or class and method: f(1), Solution().f(1). Arguments and the
@@ -314,7 +306,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
         written, ending, seconds = sandbox.run_program(source, None, stdin, limit, timeout,
                                                        memory_mib, wall, end)
         wall -= seconds
-        reasons.append(ending or ("pass" if tidy(written) == tidy(stdout) else "fail"))
+        reasons.append(ending or ("pass" if same_output(written, stdout) else "fail"))
         if ending in ("timeout", "out of time", "memory", "output limit"):
             break
     reason = next((reason for reason in reasons if reason != "pass"), "pass")
@@ -373,6 +365,23 @@ def same(got, want):
     return isinstance(want, (str, bool, type(None))) and got == want
 
 
-def tidy(text):
-    """The lines of a text (bytes), without the blanks at their ends and blank lines at its end."""
-    return [line.rstrip() for line in text.rstrip().split(b"\n")]
+# a number of JSON in a line of output: between blanks, brackets and commas, or behind "="; larger
+# ones are compared as text
+NUMBER = re.compile(rb"(?<![^\s()\[\]{},;=])(-?(?:0|[1-9][0-9]{0,99999})|-?(?:0|[1-9][0-9]{0,99})"
+                    rb"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![^\s()\[\]{},;])")
+
+
+def same_output(written, wanted):
+    """
+    Whether what a program wrote (bytes) is what a test wants: its numbers as in same, all else byte
+    for byte, but for blanks at the ends of lines, and blank lines at the end.
+    """
+    got, want = (text.rstrip().split(b"\n") for text in (written, wanted))
+    return len(got) == len(want) and all(map(same_line, got, want))
+
+
+def same_line(got, want):
+    """The same of two lines. NUMBER.split gives text, number, text, ..., number, text."""
+    got, want = NUMBER.split(got.rstrip()), NUMBER.split(want.rstrip())
+    return got[::2] == want[::2] and all(x == y or judge(x, json.loads(y)) == "pass"
+                                         for x, y in zip(got[1::2], want[1::2], strict=True))

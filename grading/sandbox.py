@@ -169,8 +169,9 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
                        bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()),
                        "--seccomp", str(seccomp.fileno()), "--",
                        # not -I, which would ignore PYTHONHASHSEED
-                       base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", BOOTSTRAP,
-                       str(job.fileno()), str(null.fileno())]
+                       base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-X",
+                       "int_max_str_digits=0", "-c", BOOTSTRAP, str(job.fileno()),
+                       str(null.fileno())]
             with start(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={},
                        bufsize=0,
                        start_new_session=True,  # Ctrl-C is for us, and not for the program

@@ -17,6 +17,16 @@ PAIRS = {"numbers": r"""
 72   !=   7 2
 72   !=   72 or 73
 -5   ==   − 5
+-5   ==   –5
+-5   !=   —5
+3–5   ==   3-5
+3–5   !=   3
+3–5   !=   3, 5
+3–5   !=   -2
+10⁻³   ==   0.001
+5²   !=   52
+2³   !=   8
+~5   !=   5
 1,234   ==   1{,}234
 1,234   !=   1, 234
 10^6   ==   1 \times 10^{6}
@@ -28,6 +38,15 @@ PAIRS = {"numbers": r"""
 0.5   ==   2/4
 -\frac{2}{3}   !=   -0.667
 1/0   !=   0
+\frac{1}{-2}   ==   -\frac12
+\frac{-1}{-2}   ==   0.5
+1/(-2)   ==   −½
+\frac{1}{-2}   !=   \frac{1}{2}
+½   ==   1⁄2
+2¾   ==   \frac{11}{4}
+5½   !=   5/2
+½   !=   12
+1/2   !=   1/20
 3\frac{1}{2}   ==   3 1/2
 1/2/3   !=   1/6
 \frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
@@ -43,6 +62,20 @@ PAIRS = {"numbers": r"""
 5 m   ==   5
 5m   !=   5
 12   !=   12 million
+$7   !=   7 €
+7€   ==   7
+60 km/h   ==   60
+60 km/h   ==   60 km per h
+60 km/h   !=   60 km
+60 km/h   !=   60 mph
+5 mW   !=   5 MW
+7°C   !=   7°F
+7 cm²   !=   7 cm³
+7 days   !=   7 weeks
+72 clips   ==   72 Clips
+72 clips   !=   72 dogs
+72 clips   !=   72 cm
+1,000 clips   ==   1000 clips
 6!   !=   6
 x=5   ==   5
 x=5   !=   y=5
@@ -59,6 +92,22 @@ f^{-1}(x) = 2x   ==   2x
 \{1, 2\}   !=   \{1, 2, 2\}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{pmatrix} 1&2 \\[2mm] 3&4 \end{pmatrix}
 """, "text": r"""
+No   ==   no
+YES   ==   yes
+No   !=   not
+New York   ==   new york
+Да   ==   да
+Ab   ==   ab
+A   !=   a
+A or B   !=   A
+\Delta   !=   \delta
+{\bf 5}   ==   5
+\bf x   ==   \mathbf{x}
+"5"   ==   5
+x²+1   ==   x^{2}+1
+x¹⁰   ==   x^{10}
+x²   !=   x2
+101₂   ==   101_2
 2\sqrt{3}   !=   \sqrt{23}
 288 \pi   !=   288
 \pm 3   !=   3
@@ -93,11 +142,90 @@ def test_wrong_digits():
     assert changed > 50
 
 
+# forms of one right answer, 5; ¶ is a new line
+FORMS = r"""
+5.|$5$.|**5**|`5`|"5"|$$¶5¶$$|\[5\]|```¶5¶```|5 ✓|x = 5|= 5|\boxed{5}|So $\boxed{5}$.|\fbox{5}|\boxed{x + y = 5}|\boxed{\bf 5}
+\boxed{Answer: 5}|\boxed{\text{Answer: } 5}|\boxed{\text{The answer is 5.}}|\boxed{5 \text{ clips}}|work¶#### 5|#### Answer: 5
+<answer>5</answer>|<answer>Answer: 5</answer>|<answer>The final answer is $5$.</answer>|<answer>¶Final answer:¶5¶</answer>
+<answer>\boxed{5}</answer>|<answer>#### 5</answer>|<answer>x + y = 5</answer>|<answer>5. I hope this helps!</answer>
+Answer: 5|Ans: 5|Ans. 5|ANSWER = 5|Answer：5|**Answer:** 5|**Answer**: 5|- **Answer**: 5|* Answer: 5|2. **Final answer:** **5**
+> Answer: 5
+__Answer:__ 5|My answer: 5|The correct answer: 5|Final result: $5$|Answer: x = 5|Answer: 5 clips|Answer -> 5
+Answer: 5¶Bye, see figure 6.
+**Final Answer:**¶5|**Final Answer**¶¶$5$|### Answer¶¶5|## Final answer:¶¶**5**|Answer:¶¶$$5$$|Ans:¶x + y = 5|Answer:¶```¶5¶```
+The answer is:¶5|So the final answer is:¶¶\[5\]|**Answer:**¶¶5¶¶I hope this helps!
+**Answer:**¶5¶¶**Explanation:** 2 and 3.¶¶Add them.
+Final Answer: The final answer is $5$. I hope it is correct.|Final Answer:¶The final answer is $5$. I hope it is correct.
+The answer is 5.|The answer is **5**|The correct answer to the problem is $5$.|The answer, then, is 5|So the answer must be 5!
+No, the answer is 5.
+The answer is 5, because 2 + 3 = 5.|The answer is 4. No, the answer is 5.|It is not 4, so the answer is 5.|5 is the answer.
+The answer is 5.¶¶Let me know if you have any questions!|The answer is 5. Please don't hesitate to ask for help.
+Ann: 2.¶**5**¶¶Good luck 😊
+5¶¶Thank you!|Answer: 5. Hope that helps! Bye.|Thus x + y = 5.|Thus, $x + y = 5$.|Hence 2 + 3 = 5|∴ x = 5|So $\sin(a + b) = 5$.
+So f(2, 3) = 5
+We add. Thus x + y = 5. I hope this helps!|Therefore x + y = 2 + 3 = 5 cm.|So the total is 5.|So the total is 2 + 3 = 5.|So, 5.
+Hence the sum of 2 and 3 is 5.|The value of x is 5.|x equals 5.|Therefore, Ann has 5 red apples left.|**Add**¶Thus there are 5.
+"""
+# responses, and answers of rows that they do not give
+OTHERS = r"""
+5: not 5|5 or 6|5, 6|5 and 6|5; 6|5 to 6|5–6|5:6|5:00|5/6|-5|–5|5x|5 x|5 xy|5i|5π|5!|5²|5^2|5½|5\sqrt{2}|±5|5 ± 1|5+|>5|≥ 5|≈5
+5: about 5|5th|v5
+5: 5.1.2|2024-01-05|1/5/2024|5 March|May 5|5 am|5 million|5 hundred|5 dozen eggs|5 halves|5 tenths|5 squared|5 more
+5: 5 more apples|5 less|5 fewer cats
+5: 5 apples and pears|5 apples or pears|5 plus apples|5 times 3|x = 5 or x = 6|x = 5, y = 6|x < 5|x \neq 5|x = 6 = 5|Let x = 5
+5: x = 5?|A: 5¶B: 6
+5: The answer is not 5.|The answer isn't 5.|I don't think the answer is 5.|It is not true that the answer is 5.
+5: The wrong answer is 5.
+5: The answer is 5 or 6.|The answer is 5 or the answer is 6.|The answer is 5 and the answer is 6.|Either 4 or the answer is 5.
+5: Incorrect answer: 5
+5: The answer is 5? No, 6.|The answer is 5. No, the answer is 6.|The answer is 5. Wait, that is wrong.
+5: The answer is 5. I hope it is 6.|5 is not the answer.
+5: Check if the answer is 5.|It is not **5**.|either **4** or **5**|**4** and **5**|The answer is less than 5.
+5: The answer is 5 more than 3.|Answer: 5 or 6
+5: Answer:¶5¶6|Answer:¶¶5¶¶6|**Final Answer:**¶5¶¶or 6|**Final Answer:**¶not 5|**Final Answer:**¶-5|Answer - 5|Answer – 5
+5: Ans: 5 or 6|- **Answer**: not 5
+5: Final Answer: The final answer is $5$ or $6$. I hope it is correct.|5 or 6. I hope this helps!
+5: It is not 5. I hope this helps!
+5: <answer>5 or 6</answer>|<answer>Answer: not 5</answer>|<answer>5</answer><answer>6</answer>
+5: \boxed{\text{Answer: } 5 \text{ or } 6}|\boxed{5}\boxed{6}
+5: Thus x = 5 or x = 6.|Thus x = 5 and y = 6.|Thus x + y < 5.|Thus x + y != 5.|Thus x + y ≈ 5.|So if x = 5|So suppose x = 5.
+5: Suppose the total is 5.
+5: So the total is not 5.|So the total is 5 or 6.|So the total is about 5.|So the total is 5 million.|So is the total 5?
+5: So Tom has 3 and Ann has 5.|Ann has 5.
+6: 5 or 6|x = 5 or x = 6|x = 5, y = 6|The answer is 5 or 6.|The answer is 5 or the answer is 6.|Thus x = 5 and y = 6.
+6: Answer:¶5¶6|The answer is 5, not 6.
+x + y = 5: 5|Thus 2x - y = 5.|x + y = 6|5 = 5
+x = 5: y = 5|2x = 5|So y is 5.
+5: 2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
+72 clips: 72 dogs|72 cm|72|71 clips
+yes: no|Yes, no|not yes|y
+(3, 5): [3, 5]|(3, 5]|(5, 3)|3–5|35
+4:30 pm: 4:30 am|4:30|4.5
+"""
+
+
+def test_one_right_answer_in_many_forms():
+    forms = [form.replace("¶", "\n") for line in FORMS.strip().splitlines() for form in line.split("|")]
+    batch = dict(completions=forms, rows=[dict(prompt="?", answer="5")] * len(forms))
+    assert [form for form, score in zip(forms, accuracy(batch), strict=True) if score != 1] == [] and len(forms) > 90
+    cut = [form.replace("5", "6") for form in forms]
+    assert accuracy(batch | dict(completions=[form for form in cut if "5" not in form])).sum() == 0
+
+
+def test_what_is_not_the_answer():
+    pairs = [(response.replace("¶", "\n"), answer) for line in OTHERS.strip().splitlines()
+             for answer, _, responses in [line.partition(": ")] for response in responses.split("|")]
+    scores = accuracy(dict(completions=[p[0] for p in pairs], rows=[dict(prompt="?", answer=p[1]) for p in pairs]))
+    assert [pair for pair, score in zip(pairs, scores, strict=True) if score != 0] == [] and len(pairs) > 140
+
+
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
           "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
           "\ud800",
-          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "\\boxed ", "\\boxed{5 \\fbox 6"]
+          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
+          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
+          "\\text{answer ", "½", "–", "\\boxed ", "\\boxed{5 \\fbox 6"]
 
 
 def test_hostile_text():
@@ -127,7 +255,7 @@ def test_long_texts_take_no_time(end="x"):
     for piece in [*PIECES, "\\boxed{}", "<answer></answer>", "Answer:\n", "#\n", "\\boxed" + " " * 1000]:
         began = time.thread_time()
         final_answer(end + piece * (400_000 // len(piece)) + end)
-        assert time.thread_time() - began < 1, piece
+        assert time.thread_time() - began < 0.2, piece  # 0.02 on a quiet machine
 
 
 # where the answer is

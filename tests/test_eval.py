@@ -40,6 +40,7 @@ def test_best_of_k_is_the_mean_over_all_subsets(scores):
 @pytest.mark.parametrize("answers, place", [
     (["7", "8", "8"], 1),
     (["0.5", "8", "1/2", "9"], 0),  # equal numbers are one answer
+    (["8", "No", "no", "9"], 1), (["8", "5", "x + y = 5"], 1), (["8", "5 clips", "5"], 1), (["8", "5 cats", "5 dogs", "8"], 0),
     (["8", "7", "7", "8"], 0),  # a tie: whose first member came first
     (["", "<think>5", "", "<think>5", "5"], 4),  # no answers have no vote
     (["", "<think>5"], None),

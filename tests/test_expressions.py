@@ -51,6 +51,17 @@ def test_expressions_are_compared_by_algebra():
     assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [0, 1, 0]
 
 
+UNLIKE = ["5 cm|5 m", "5 days|5 hours", "x = 5|y = 5", "A|a", "act|cat", "Paris|Parsi", "4:30 am|4:30 pm", "cannot be $5$|5",
+          "the total is not 5|5", "$5$ is wrong|5"]  # for math-verify they are the same
+
+
+def test_what_algebra_does_not_see(monkeypatch):
+    monkeypatch.setattr(expressions, "same_expressions", lambda pairs, workers, seconds: [True] * len(pairs))
+    pairs = [pair.split("|") for pair in [*UNLIKE, "x + 1|1 + x", "xy|yx", "x = 1 or x = 2|1, 2", "2x cm|x + x"]]
+    batch = dict(rows=[dict(prompt="q", answer=b) for _, b in pairs], completions=[f"\\boxed{{{a}}}" for a, _ in pairs])
+    assert math_answer(batch) == [0] * len(UNLIKE) + [1] * 4
+
+
 def test_an_answer_that_never_ends_harms_no_other(monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(expressions, "SECONDS", 2)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from grading.programs import check_tests, extract_code, judge, same
+from grading.programs import check_tests, extract_code, judge, same, same_output
 from errors import BadInput
 
 
@@ -49,6 +49,13 @@ CASES |= {
     "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\nthat is it\n{block(DRAFT)}", F),
     "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
     "after thinking": (f"<think>{block(DRAFT)}</think>{block()}", F),
+    "in a block quote": (f"So:\n\n{shifted('> ', 'It is' + chr(10) + block())}\n\nthat is it", F),
+    "in a quote of a quote": (shifted("> > ", block(tag="")), F),
+    "in a quote, a list in it": (shifted("> ", f"1. a\n   ```python\n{shifted('   ')}\n   ```"), F),
+    "in a list, a quote in it": (f"- > {shifted('  > ', block())[4:]}", F),
+    "in a quote, blank lines": (f"> ```python\n> {DRAFT.splitlines()[0]}\n>\n\n>     return x\n> ```\nis it",
+                                DRAFT.replace("\n", "\n\n\n")),
+    "what only looks like a quote": (block(f"s = \"\"\"\n> {F}\n\"\"\"\n"), f"s = \"\"\"\n> {F}\n\"\"\"\n"),
     "bare": (F, F),
     "nothing": ("", ""),
 }
@@ -125,3 +132,25 @@ def test_results_are_compared_by_value():
     for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
         assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal, (got, want)
         assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
+
+
+PRINTED = """
+0.333333 == 0.333333333333|2.0 == 2|2 == 2.0|1e-05 == 0.00001|-0.0 == 0|[0.30000000000000004, 1] == [0.3, 1.0]|a=0.5 == a=0.50
+Result: 3.14159265 == Result: 3.1415926536|1.5 x  == 1.5 x|1,234.50 == 1,234.5|nan == nan|inf == inf|5e2 ab == 500.0 ab
+0.1 == 1e-1
+0.3333 != 0.333333333333|2.0001 != 2|3.0000001 != 3|Yes != yes|True != 1|007 != 7|+5 != 5|.5 != 0.5|1e99 != 1e98|1e999 != 1e998
+inf != 1e999
+1.2.3 != 1.2.30|v1.0 != v1|x1 != x1.0|50.0% != 50%|12.0:30 != 12:30|2024.0-01 != 2024-01|1 2 != 1  2|1 2 3 != 1 2
+0.1 0.2 != 0.2 0.1|1 2 != 12
+"""
+
+
+def test_what_is_printed_is_compared_as_numbers_and_words():
+    for line in PRINTED.strip().splitlines():
+        for pair in line.split("|"):
+            got, sign, want = pair.partition(" == " if " == " in pair else " != ")
+            assert same_output(got.encode() + b"\n", want.encode()) is (sign == " == "), pair
+    nines = b"9" * 5000
+    assert same_output(nines, nines) and not same_output(nines, nines[:-1] + b"8")
+    assert not same_output(nines + b".5", nines + b".6")
+    assert same_output(b"1.0 \n2\n\n", b"1\n2.0") and not same_output(b"1\n2", b"1 2") and not same_output(b"", b"0")

@@ -1,7 +1,10 @@
 """rows.py: files of every kind, texts that must not change, how bad rows are named; several files, sets of the hub."""
 import gzip
 import json
+import math
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from errors import BadInput
@@ -49,7 +52,8 @@ def test_texts_are_not_changed(tmp_path):
     assert len(paths) == 6
     for path in paths:
         assert read_rows(str(path), prompt_row) == table, path
-    for numbers, want in ([72.0, "72"], [-1e-9, "-1e-09"], [10**30 + 1, f"{10**30 + 1}"]):
+    long = "9" * 5000  # Python by itself reads 4,300 digits
+    for numbers, want in ([72.0, "72"], [-1e-9, "-1e-09"], [10**30 + 1, f"{10**30 + 1}"], [int(Decimal(long)), long]):
         jsonl(tmp_path / "n.jsonl", [dict(prompt="p", answer=numbers, n=numbers)])
         assert read_rows(str(tmp_path / "n.jsonl"), prompt_row) == [dict(prompt="p", answer=want, n=numbers)]
 
@@ -59,6 +63,22 @@ def test_parquet(tmp_path):
     table = [dict(prompt=[U], answer=text, more=dict(n=1, none=None)) for text in TEXTS]
     parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
     assert read_rows(str(tmp_path / "a.parquet"), prompt_row) == table
+    # 32 and 16 bits: the shortest decimals that mean them, at the top and inside; 64 bits as they are
+    numbers = [0.1, 0.2, 1 / 3, 16777216.0, 1e20, -0.0001, 5.0, None]
+    texts = {"float32": ["0.1", "0.2", "0.33333334", "16777216", "1e+20", "-0.0001", "5", None],
+             "float16": ["0.1", "0.2", "0.3333", None, None, "-0.0001", "5", None],
+             "float64": ["0.1", "0.2", "0.3333333333333333", "16777216", "1e+20", "-0.0001", "5", None]}
+    for kind, want in texts.items():
+        given = [None if text is None else x for x, text in zip(numbers, want, strict=True)]
+        array = pyarrow.array(np.array([x or 0 for x in given], kind), mask=np.array([x is None for x in given]))
+        inside = pyarrow.StructArray.from_arrays([array], ["deep"])
+        lists = pyarrow.ListArray.from_arrays(list(range(9)), array)
+        parquet.write_table(pyarrow.table(dict(prompt=["?"] * 8, answer=array, more=inside, n=lists)), tmp_path / "a.parquet")
+        rows = read_rows(str(tmp_path / "a.parquet"), prompt_row)
+        assert [row["answer"] for row in rows] == want, kind
+        as_floats = [None if text is None else float(text) for text in want]
+        assert [row["more"]["deep"] for row in rows] == as_floats == [row["n"][0] for row in rows], kind
+        assert read_rows(str(tmp_path / "a.parquet"), prompt_row, "more.deep>answer")[0]["answer"] == "0.1"
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(BadInput, match="a.parquet: not a parquet file"):
         read_rows(str(tmp_path / "a.parquet"), prompt_row)
@@ -95,8 +115,11 @@ BAD = [  # (kind, row or line, what the message must name beside the file and th
     (sft_row, {"prompt": "p", "completion": "c", "label": False}, "'label'"),
     (sft_row, {"prompt": [U], "completion": [A, U]}, "'completion'"),
     (preference_row, PAIR | dict(confidence=1.01), "'confidence'"), (preference_row, PAIR | dict(margin=-1), "'margin'"),
+    (preference_row, PAIR | dict(margin=10**400), "'margin'"),
     # layouts of others
     (sft_row, {"messages": [U, A]}, "'prompt'.*convert.py --kind=sft --source=.*rows.jsonl"),
+    *((prompt_row, {"prompt": "p", "answer": x}, "field 'answer'")
+      for x in ("", " ", "\n\t", "\\boxed{}", "<answer> </answer>", True, [72], {}, math.inf)),
     (prompt_row, {"prompt": [U], "reward_model": {"ground_truth": "4"}}, "'answer'.*convert.py --kind=prompts"),
 ]
 

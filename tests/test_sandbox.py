@@ -93,6 +93,7 @@ def verdict(body, value=None, *arguments, **limits):
 
 # programs that mean no harm
 
+LONG = 10**5000 + 7
 HARMLESS = [
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]}, (1, 3, "error")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]}, (1, 2, "error")),
@@ -106,6 +107,11 @@ HARMLESS = [
     # each call of a method has an object of its own; the names of typing are there
     ("class S:\n    n = 0\n    def f(self, x: List[int]) -> int:\n        self.n += sum(x)\n        return self.n",
      [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]}, "assert S().f([4]) == 4"], (3, 3, "pass")),
+    # a float that is printed, and integers with more digits than Python reads by itself
+    ("print(1 / 3, 2.0)", prints("0.333333 2"), (1, 1, "pass")), ("print(1 / 3)", prints("0.3333"), (0, 1, "fail")),
+    ("print(int(input()) + 1)", prints(f"{LONG + 1}", f"{LONG}"), (1, 1, "pass")),
+    ("print(int(input()) + 2)", prints(f"{LONG + 1}", f"{LONG}"), (0, 1, "fail")),
+    ("def f(x): return x + 1", [returns(LONG + 1, LONG), f"assert f({LONG}) == {LONG + 1}", returns(LONG, LONG)], (2, 3, "fail")),
     # subclasses count as the data they hold, a tuple as a list: what json.dumps makes of them
     ("import collections\nclass I(int):\n    __repr__ = __str__ = lambda self: '99'\n"
      "def f(): return [I(4), collections.Counter('aab'), -0.0]", returns([4, {"a": 2, "b": 1}, 0]), (1, 1, "pass")),
