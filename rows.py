@@ -461,6 +461,35 @@ def text_or_messages(value, field):
     return messages
 
 
+# fields of a message with the thoughts in front of its content
+THOUGHTS = "reasoning_content", "reasoning", "thinking"
+# fields that say whether a message is learned, as trainers spell them: what a true value means.
+# None: in some data the one, in some the other
+FLAGS = dict.fromkeys(("weight", "train", "training", "trainable", "train_on_turn", "learn", "loss",
+                       "loss_mask", "loss_weight", "loss_scale", "supervised", "train_detail",
+                       "training_detail"), True)
+FLAGS |= dict.fromkeys(("masked", "ignore", "ignore_loss"), False) | {"mask": None}
+
+
+def is_learned(message):
+    """Whether a message may be learned, by its FLAGS. Raises BadInput where one cannot be read."""
+    learned = True
+    for name in FLAGS.keys() & message.keys():
+        value = str(message[name]).lower()
+        if value in ("none", "", "[]"):
+            continue
+        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
+            raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
+                           'all of it is learned; write "weight": 1, or 0 if it is not')
+        learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
+    return learned
+
+
+def thoughts_of(message):
+    """The thoughts that a message has in a field of their own, "" if there are none."""
+    return next((message[name] for name in THOUGHTS if message.get(name)), "")
+
+
 def check_text(text, where, may_be_empty=False):
     """
     Raise BadInput for what is no string, for an empty one, and for half a surrogate pair (the

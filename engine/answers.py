@@ -49,11 +49,17 @@ def opening_of(prompt, text=None):
     data's, text or messages; text: what the policy read, if it is known.
 
     A chat whose last message is the assistant's own begins the response with that message: it
-    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
-    <think>, since the data or a chat template put it there, begins the response with "<think>".
+    counts from its <think> on, if it has one, else as a whole, and as the policy read it. And a
+    prompt whose text ends with <think>, since the data or a chat template put it there, begins the
+    response with "<think>".
     """
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""
+    if last["role"] == "assistant" and text is not None:
+        read = text.rpartition(prompt[-2]["content"].strip())[2]  # behind what was asked
+        thoughts = re.search(r"<think>(?!\s*</think>)", read)  # and not empty ones
+        at = thoughts.start() if thoughts else read.rfind(begun.strip())
+        begun = read[at:] if at >= 0 else begun
     if "<think>" in begun:
         return begun[begun.index("<think>"):]
     read = last["content"] if text is None else text

@@ -18,6 +18,7 @@ import re
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
 from folders import CONFIGS, model_folders, read_json, read_text
+from rows import is_learned, thoughts_of
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -35,9 +36,10 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     eos_ids are all ends that its files, its chat template, config.json and generation_config.json
     name. Raises BadInput where a file is broken, or does not belong to the others.
 
-    chat_template: a Jinja file in the place of the tokenizer's own; template_kwargs: what the
-    template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
-    none; stop_strings: texts that end a response, see parse_stop_strings.
+    chat_template: a Jinja file in the place of the tokenizer's own, or the name of one of its own,
+    where it has several; template_kwargs: what the template is told, "enable_thinking=False";
+    system_prompt: the system message of chats that have none; stop_strings: texts that end a
+    response, see parse_stop_strings.
     """
     from transformers import AutoTokenizer  # it takes seconds, which --help does not need
 
@@ -58,8 +60,14 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "set eos_token in tokenizer_config.json")
 
     name = f"the chat template of {folder}"
-    if chat_template:
+    named = hf.chat_template if isinstance(hf.chat_template, dict) else {}
+    if chat_template in named:
+        name, hf.chat_template = f"{name}, {chat_template}", named[chat_template]
+    elif chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
+    elif named and "default" not in named:
+        raise BadInput(f"{folder}: none of its chat templates, {', '.join(named)}, is called "
+                       "default; type --chat_template=NAME of one of them, or --chat_template=FILE")
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
     for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
@@ -87,7 +95,7 @@ class Tokenizer:
 
         eos_ids             a response ends with any of them; eos_id is the tokenizer's own
         pad_id              fills rows; no mask is ever made from it
-        bos_ids             what stands before a string
+        bos_ids             what stands before a string: what the tokenizer itself puts there
         vocab_size          ids from here on are never sampled
         specials            {text: id} of the special tokens
         stop_strings        texts that end a response, too
@@ -100,7 +108,9 @@ class Tokenizer:
         self.hf, self.name, self.kwargs, self.system_prompt = hf, name, kwargs or {}, system_prompt
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
-        self.bos_ids = [i for i in hf("")["input_ids"] if i == hf.bos_token_id]
+        text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
+        found = [n for n in range(len(ids)) if ids[n:n + len(text)] == text]
+        self.bos_ids = ids[:min(found, default=0)]
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
@@ -145,7 +155,7 @@ class Tokenizer:
     def fingerprint(self):
         """Differs where any text becomes other ids."""
         settings = [self.vocabulary, self.template, self.kwargs, self.system_prompt,
-                    self.skipped_id, self.pad_id]
+                    self.skipped_id, self.pad_id, self.bos_ids]
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode()).hexdigest()
 
@@ -244,51 +254,114 @@ class Tokenizer:
                            ) from e
 
     def open_ids(self, messages):
-        """The ids of messages up to where the assistant goes on: see encode_prompts."""
-        if messages[-1]["role"] == "assistant":
-            return self.chat_ids(messages, continue_final_message=True)
-        return self.chat_ids(messages, add_generation_prompt=True)
+        """
+        The ids of messages up to where the assistant goes on: see encode_prompts. A message that
+        has begun with <think> stands behind the generation prompt as it is written, if the template
+        would write other thoughts in front of it.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.chat_ids(messages, add_generation_prompt=True)
+        ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
+        count = bool(thoughts_of(last)) + last["content"].count("<think>")
+        if not count or count == (self.text_of(ids).count("<think>") - self.text_of(
+                self.chat_ids(messages[:-1])).count("<think>")):
+            return ids
+        opened = self.chat_ids(messages[:-1], add_generation_prompt=True)
+        return opened + self.written_behind(opened, last)
+
+    def written_behind(self, opened, message):
+        """
+        The ids of the assistant's message as it is written, behind the generation prompt `opened`.
+        Of a <think> there the message need not have another. Raises BadInput where the two do not
+        fit.
+        """
+        prompt, content = self.text_of(opened).rstrip(), message["content"]
+        blank, thoughts = self.text_of(opened)[len(prompt):], thoughts_of(message)
+        if prompt.endswith("<think>") and (thoughts or "think>" in content):
+            if thoughts:
+                content = f"{thoughts.strip()}\n</think>\n\n{content}"
+            content = content.lstrip().removeprefix("<think>").removeprefix(blank)
+        elif thoughts or prompt.endswith("<think>") or (
+                prompt.endswith("</think>") and "think>" in content):
+            raise self.does_not_write(message, prompt[-40:])
+        return self.encode_texts([content])[0]
+
+    def does_not_write(self, message, text):
+        """The BadInput for a message of the assistant in whose place the template has this text."""
+        return BadInput(
+            f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
+            f"stands in the data, but {shorten(text, 60)}; write all of its thoughts, and no empty "
+            "ones, into the content, between <think> and </think>, leave one message to learn in "
+            'each row ("weight": 0 at the others), or type --template_kwargs, as '
+            "enable_thinking=True or False, or --chat_template=FILE")
 
     def dialogue(self, prompt, completion):
         """
         encode_examples for one row with messages. A turn that is trained begins where the prompt
-        that the policy would answer there ends, and ends with the first end-of-turn token. So that
-        prompt must be the beginning of the whole dialogue's ids. Raises BadInput where it is not:
-        such a template writes earlier turns in another way once others follow.
+        that the policy would answer there ends, and ends with the first end-of-turn token. If only
+        one is, and the template leaves out its thoughts, it is learned as it is written, behind
+        that prompt. Raises BadInput where a message of several is not learned as it is written:
+        many templates write earlier turns in another way once others follow.
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
         messages = joined(prompt, completion)
         first = len(messages) - len(completion)  # the number of the first that may be trained
-        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        ids, begins = self.chat_ids(messages), []
-        for i in turns:
-            goes_on = i == first < len(prompt)  # a message that the prompt has begun
-            before = (self.open_ids(prompt) if goes_on else
-                      self.chat_ids(messages[:i], add_generation_prompt=True))
-            begins.append(len(os.path.commonprefix([ids, before])))
-            # the prompt's last token and the answer's first may be one, as two line breaks are
-            needed = len(before) - 1
-            if len(turns) == 1 and not goes_on:
-                # Of the last turn a template may drop a part of the generation prompt, such as an
-                # opened <think>: then the turn begins where the two part
-                needed = min(needed, len(self.chat_ids(messages[:i])) - 1)
-            if begins[-1] < needed or begins[-1] == len(ids):
-                raise BadInput(f"{self.name} drops the assistant's turn, or writes earlier turns "
-                               "in another way once others follow, so the policy would learn what "
-                               "it can never sample; leave one turn to learn in each row, or give "
-                               "another --chat_template")
-        trained, special_ends = [False] * len(ids), self.eos_ids & set(self.specials.values())
-        for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
-            end = next((n for n in range(begin, limit) if ids[n] in special_ends), None)
-            if end is None:
-                raise BadInput(f"{self.name} writes no end of turn behind the assistant's "
-                               "messages, so the policy could not learn where to stop; write "
-                               "eos_token there, in a template for --chat_template=FILE")
+        turns = [first + n for n, message in enumerate(completion)
+                 if message["role"] == "assistant" and is_learned(message)]
+        if not turns:
+            raise BadInput("no message says that it is to be learned; leave the row out")
+        messages = messages[:turns[-1] + 1]
+        ids, special_ends = self.chat_ids(messages), self.eos_ids & set(self.specials.values())
+        prompts = [self.open_ids(prompt) if i == first < len(prompt) else  # which has begun it
+                   self.chat_ids(messages[:i], add_generation_prompt=True) for i in turns]
+        begins = [len(os.path.commonprefix([ids, before])) for before in prompts]
+        trained = [False] * len(ids)
+        for i, before, begin, limit in zip(turns, prompts, begins, [*begins[1:], len(ids)],
+                                           strict=True):
+            end = next((n for n in range(begin, limit) if ids[n] in special_ends), limit)
+            message, text = completion[i - first], self.text_of(ids[begin:end])
+            if not self.holds(ids, text, before, message):
+                answer = message["content"].rpartition("</think>")[2].strip()
+                if len(turns) > 1 or not self.turn_ends or answer not in text:
+                    raise self.does_not_write(message, text)
+                more = [*self.written_behind(before, message), *self.turn_ends]
+                return before + more, [False] * len(before) + [True] * len(more)
+            if end == limit:
+                raise BadInput(f"{self.name} writes no end behind the assistant's "
+                               f"{shorten(message['content'], 60)} at which a response would end, "
+                               "so the policy could not learn where to stop; leave one message to "
+                               'learn in each row ("weight": 0 at the others), or write eos_token '
+                               "there, in a template for --chat_template=FILE")
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
+    def holds(self, ids, text, before, message):
+        """
+        Whether the policy would learn the message from a text within ids: these go on from the
+        prompt `before`, and the text has the message's thoughts and the rest of its content, one
+        behind the other, and no more thoughts.
+        """
+        prompt, content = self.text_of(before), message["content"]
+        closed = text.count("</think>") + prompt.rstrip().endswith("</think>")
+        if closed > max(content.count("</think>"), 1) or not self.text_of(ids).startswith(prompt):
+            return False
+        parts = [thoughts_of(message), *re.split("</?think>", content)]
+        spells = any(special in "".join(parts) for special in self.specials)
+        for part in self.encode_texts([part.strip() for part in parts]):
+            part = self.text_of(part).strip()  # as the tokenizer writes it: "e\u0301" as one letter
+            if spells:  # some write blanks around what spells a special token
+                text, part = text.replace(" ", ""), part.replace(" ", "")
+            if part not in text:
+                return False
+            text = text.partition(part)[2] if part else text
+        return True
+
     # ids -> text
+
+    def text_of(self, ids):
+        """The text of ids with all of its special tokens."""
+        return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def decode(self, ids):
         """The text of ids without padding and ends. An end that is text, as a line break, stays."""

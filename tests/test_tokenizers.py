@@ -111,7 +111,9 @@ ROWS = {  # name: (prompt, completion, which families take it)
                         [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], world.CHATS),
     "blanks": ([user("  two  spaces \n")], [assistant("\n\n  Sure!\n "), user("\t"), assistant(" user\n")], world.CHATS),
     "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], world.CHATS),
-    "thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))], world.CHATS),
+    "thoughts": ([user("1+2?")], [assistant(THOUGHT)], world.CHATS),
+    "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))],
+                      [name for name in world.CHATS if name != "qwen3"]),
 }
 ENDS = {"mistral": "</s>", "llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
