@@ -320,9 +320,10 @@ class Tokenizer:
         for i, before, begin, limit in zip(turns, prompts, begins, [*begins[1:], len(ids)],
                                            strict=True):
             end = next((n for n in range(begin, limit) if ids[n] in special_ends), limit)
-            message, text = completion[i - first], self.text_of(ids[begin:end])
-            if not self.holds(ids, text, before, message):
+            message = completion[i - first]
+            if not self.holds(ids[:end], begin, before, message):
                 answer = message["content"].rpartition("</think>")[2].strip()
+                text = self.text_of(ids[begin:end])
                 if len(turns) > 1 or not self.turn_ends or answer not in text:
                     raise self.does_not_write(message, text)
                 more = [*self.written_behind(before, message), *self.turn_ends]
@@ -336,25 +337,31 @@ class Tokenizer:
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
-    def holds(self, ids, text, before, message):
+    def holds(self, ids, begin, before, message):
         """
-        Whether the policy would learn the message from a text within ids: these go on from the
-        prompt `before`, and the text has the message's thoughts and the rest of its content, one
-        behind the other, and no more thoughts.
+        Whether the policy would learn the message from ids[begin:]: ids go on from the prompt
+        `before`, and what is learned of them has the message's thoughts and the rest of its
+        content, one behind the other with a mark in between, and no more thoughts.
         """
-        prompt, content = self.text_of(before), message["content"]
-        closed = text.count("</think>") + prompt.rstrip().endswith("</think>")
-        if closed > max(content.count("</think>"), 1) or not self.text_of(ids).startswith(prompt):
+        if begin < len(before) and not self.text_of(ids).startswith(self.text_of(before)):
             return False
-        parts = [thoughts_of(message), *re.split("</?think>", content)]
-        spells = any(special in "".join(parts) for special in self.specials)
-        for part in self.encode_texts([part.strip() for part in parts]):
-            part = self.text_of(part).strip()  # as the tokenizer writes it: "e\u0301" as one letter
+        text, content = self.text_of(ids[begin:]), message["content"]
+        opened = re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
+        if any((opened + text).count(mark) > max(content.count(mark), 1)
+               for mark in ("<think>", "</think>")):
+            return False
+        parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
+        spells = any(special in part for part in parts for special in self.specials)
+        for number, part in enumerate(filter(None, parts)):
+            if part not in text:  # some tokenizers write "e\u0301" as one letter
+                part = self.text_of(self.encode_texts([part])[0]).strip()
             if spells:  # some write blanks around what spells a special token
                 text, part = text.replace(" ", ""), part.replace(" ", "")
-            if part not in text:
+            if not part or part not in text:
                 return False
-            text = text.partition(part)[2] if part else text
+            gap, _, text = text.partition(part)
+            if number and not gap.strip():
+                return False
         return True
 
     # ids -> text
