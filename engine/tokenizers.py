@@ -352,16 +352,14 @@ class Tokenizer:
             return False
         parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
         spells = any(special in part for part in parts for special in self.specials)
-        for number, part in enumerate(filter(None, parts)):
+        for part in filter(None, parts):
             if part not in text:  # some tokenizers write "e\u0301" as one letter
                 part = self.text_of(self.encode_texts([part])[0]).strip()
             if spells:  # some write blanks around what spells a special token
                 text, part = text.replace(" ", ""), part.replace(" ", "")
             if not part or part not in text:
                 return False
-            gap, _, text = text.partition(part)
-            if number and not gap.strip():
-                return False
+            text = text.partition(part)[2].lstrip()[1:]  # without a mark's first character
         return True
 
     # ids -> text
