@@ -461,14 +461,12 @@ def text_or_messages(value, field):
     return messages
 
 
-# fields of a message with the thoughts in front of its content
-THOUGHTS = "reasoning_content", "reasoning", "thinking"
-# fields that say whether a message is learned, as trainers spell them: what a true value means.
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message beside its content
+# fields that say whether a message is learned, as trainers spell them: what a true value says.
 # None: in some data the one, in some the other
-FLAGS = dict.fromkeys(("weight", "train", "training", "trainable", "train_on_turn", "learn", "loss",
-                       "loss_mask", "loss_weight", "loss_scale", "supervised", "train_detail",
-                       "training_detail"), True)
-FLAGS |= dict.fromkeys(("masked", "ignore", "ignore_loss"), False) | {"mask": None}
+FLAGS = dict.fromkeys("""weight train training trainable train_on_turn learn supervised loss
+    loss_mask loss_weight loss_scale train_detail training_detail""".split(), True)
+FLAGS |= dict(masked=False, ignore=False, ignore_loss=False, mask=None)
 
 
 def is_learned(message):
@@ -476,12 +474,10 @@ def is_learned(message):
     learned = True
     for name in FLAGS.keys() & message.keys():
         value = str(message[name]).lower()
-        if value in ("none", "", "[]"):
-            continue
-        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
+        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true", "none"):
             raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
                            'all of it is learned; write "weight": 1, or 0 if it is not')
-        learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
+        learned &= value == "none" or FLAGS[name] == (value in ("1", "1.0", "true"))
     return learned
 
 

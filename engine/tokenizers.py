@@ -255,53 +255,59 @@ class Tokenizer:
 
     def open_ids(self, messages):
         """
-        The ids of messages up to where the assistant goes on: see encode_prompts. A message that
-        has begun with <think> stands behind the generation prompt as it is written, if the template
-        would write other thoughts in front of it.
+        The ids of messages up to where the assistant goes on: see encode_prompts. If the template
+        would write other thoughts in front of those that the last message has begun, that message
+        stands as it is written behind the generation prompt.
         """
-        if messages[-1]["role"] != "assistant":
+        last = messages[-1]
+        if last["role"] != "assistant":
             return self.chat_ids(messages, add_generation_prompt=True)
-        ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
+        ids = self.chat_ids(messages, continue_final_message=True)
         count = bool(thoughts_of(last)) + last["content"].count("<think>")
         if not count or count == (self.text_of(ids).count("<think>") - self.text_of(
                 self.chat_ids(messages[:-1])).count("<think>")):
             return ids
         opened = self.chat_ids(messages[:-1], add_generation_prompt=True)
-        return opened + self.written_behind(opened, last)
+        written = self.written_behind(opened, last)
+        return self.refuse(last, ids[-40:]) if written is None else opened + written
 
     def written_behind(self, opened, message):
         """
-        The ids of the assistant's message as it is written, behind the generation prompt `opened`.
-        Of a <think> there the message need not have another. Raises BadInput where the two do not
-        fit.
+        The ids of the assistant's message as it is written, behind the generation prompt `opened`;
+        a <think> at the end of that is the message's own. None where the two do not fit.
         """
-        prompt, content = self.text_of(opened).rstrip(), message["content"]
-        blank, thoughts = self.text_of(opened)[len(prompt):], thoughts_of(message)
-        if prompt.endswith("<think>") and (thoughts or "think>" in content):
-            if thoughts:
-                content = f"{thoughts.strip()}\n</think>\n\n{content}"
-            content = content.lstrip().removeprefix("<think>").removeprefix(blank)
-        elif thoughts or prompt.endswith("<think>") or (
-                prompt.endswith("</think>") and "think>" in content):
-            raise self.does_not_write(message, prompt[-40:])
-        return self.encode_texts([content])[0]
+        content, thoughts = message["content"], thoughts_of(message)
+        text = self.text_of(opened[-40:])
+        prompt = text.rstrip()
+        if not prompt.endswith("<think>"):
+            closed = prompt.endswith("</think>") and "think>" in content
+            return None if thoughts or closed else self.encode_texts([content])[0]
+        if thoughts and "think>" not in content:
+            content = f"<think>{thoughts.strip()}\n</think>\n\n{content}"
+        rest = content.lstrip().removeprefix("<think>")
+        if rest != content.lstrip():
+            return self.encode_texts([rest.removeprefix(text[len(prompt):])])[0]
+        fits = "</think>" in content and "<think>" not in content
+        return self.encode_texts([content])[0] if fits else None
 
-    def does_not_write(self, message, text):
-        """The BadInput for a message of the assistant in whose place the template has this text."""
-        return BadInput(
+    def refuse(self, message, ids):
+        """Raise BadInput: the template has these ids in the place of the assistant's message."""
+        ends = ", ".join(sorted(self.hf.convert_ids_to_tokens(self.eos_ids)))
+        raise BadInput(
             f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
-            f"stands in the data, but {shorten(text, 60)}; write all of its thoughts, and no empty "
-            "ones, into the content, between <think> and </think>, leave one message to learn in "
-            'each row ("weight": 0 at the others), or type --template_kwargs, as '
-            "enable_thinking=True or False, or --chat_template=FILE")
+            f"stands in the data, and an end behind it ({ends}), but "
+            f"{shorten(self.text_of(ids), 60)}; write its thoughts into the content, between "
+            "<think> and </think>, leave one message to learn in each row (\"weight\": 0 at the "
+            "others), or type --template_kwargs, as enable_thinking=True or False, or "
+            "--chat_template=FILE")
 
     def dialogue(self, prompt, completion):
         """
         encode_examples for one row with messages. A turn that is trained begins where the prompt
         that the policy would answer there ends, and ends with the first end-of-turn token. If only
         one is, and the template leaves out its thoughts, it is learned as it is written, behind
-        that prompt. Raises BadInput where a message of several is not learned as it is written:
-        many templates write earlier turns in another way once others follow.
+        that prompt. Raises BadInput where one of several is not learned as it is written: many
+        templates write earlier turns in another way once others follow.
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
@@ -320,46 +326,44 @@ class Tokenizer:
         for i, before, begin, limit in zip(turns, prompts, begins, [*begins[1:], len(ids)],
                                            strict=True):
             end = next((n for n in range(begin, limit) if ids[n] in special_ends), limit)
-            message = completion[i - first]
-            if not self.holds(ids[:end], begin, before, message):
+            message, learned = completion[i - first], self.text_of(ids[begin:end])
+            if end == limit or not self.holds(ids[:end], learned, before, message):
+                more = self.written_behind(before, message)
                 answer = message["content"].rpartition("</think>")[2].strip()
-                text = self.text_of(ids[begin:end])
-                if len(turns) > 1 or not self.turn_ends or answer not in text:
-                    raise self.does_not_write(message, text)
-                more = [*self.written_behind(before, message), *self.turn_ends]
+                if len(turns) > 1 or not self.turn_ends or answer not in learned or more is None:
+                    self.refuse(message, ids[begin:end + 1])
+                more += self.turn_ends
                 return before + more, [False] * len(before) + [True] * len(more)
-            if end == limit:
-                raise BadInput(f"{self.name} writes no end behind the assistant's "
-                               f"{shorten(message['content'], 60)} at which a response would end, "
-                               "so the policy could not learn where to stop; leave one message to "
-                               'learn in each row ("weight": 0 at the others), or write eos_token '
-                               "there, in a template for --chat_template=FILE")
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
-    def holds(self, ids, begin, before, message):
+    def holds(self, ids, learned, before, message):
         """
-        Whether the policy would learn the message from ids[begin:]: ids go on from the prompt
-        `before`, and what is learned of them has the message's thoughts and the rest of its
-        content, one behind the other with a mark in between, and no more thoughts.
+        Whether ids go on from the prompt `before`, and the text that is learned of them ends with
+        what the message says: its thoughts and the rest of its content, one behind the other with a
+        mark in between, and no more thoughts.
         """
-        if begin < len(before) and not self.text_of(ids).startswith(self.text_of(before)):
+        if ids[:len(before)] != before and not self.text_of(ids).startswith(self.text_of(before)):
             return False
-        text, content = self.text_of(ids[begin:]), message["content"]
+        content, marks = message["content"], ("</think>", "<think>")
         opened = re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
-        if any((opened + text).count(mark) > max(content.count(mark), 1)
-               for mark in ("<think>", "</think>")):
+        if any((opened + learned).count(mark) > max(content.count(mark), 1) for mark in marks):
             return False
         parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
         spells = any(special in part for part in parts for special in self.specials)
-        for part in filter(None, parts):
-            if part not in text:  # some tokenizers write "e\u0301" as one letter
+        for mark in marks:
+            learned = learned.rstrip().removesuffix(mark)
+        for number, part in enumerate(filter(None, reversed(parts))):
+            if part not in learned:  # some tokenizers write "e\u0301" as one letter
                 part = self.text_of(self.encode_texts([part])[0]).strip()
             if spells:  # some write blanks around what spells a special token
-                text, part = text.replace(" ", ""), part.replace(" ", "")
-            if not part or part not in text:
+                learned, part = learned.replace(" ", ""), part.replace(" ", "")
+            if not part or part not in learned:
                 return False
-            text = text.partition(part)[2].lstrip()[1:]  # without a mark's first character
+            learned, _, behind = learned.rpartition(part)
+            if number == 0 and behind.strip():
+                return False
+            learned = learned.rstrip()[:-1]  # without the last character of the mark
         return True
 
     # ids -> text
