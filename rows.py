@@ -458,6 +458,8 @@ def text_or_messages(value, field):
                            "a string is")
         check_text(message.get("content"), f"{where}: the content",
                    may_be_empty=field == "completion" or role == "system")
+        for name in THOUGHTS:
+            check_text(message.get(name, ""), f"{where}: {name}", may_be_empty=True)
     return messages
 
 
@@ -474,16 +476,19 @@ def is_learned(message):
     learned = True
     for name in FLAGS.keys() & message.keys():
         value = str(message[name]).lower()
-        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true", "none"):
+        if value in ("none", "", "[]"):
+            continue
+        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
             raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
                            'all of it is learned; write "weight": 1, or 0 if it is not')
-        learned &= value == "none" or FLAGS[name] == (value in ("1", "1.0", "true"))
+        learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
     return learned
 
 
 def thoughts_of(message):
-    """The thoughts that a message has in a field of their own, "" if there are none."""
-    return next((message[name] for name in THOUGHTS if message.get(name)), "")
+    """The thoughts that a message has in one of THOUGHTS, and its content has not; or ""."""
+    thoughts = next((message[name].strip() for name in THOUGHTS if message.get(name)), "")
+    return "" if "think>" in message["content"] and thoughts in message["content"] else thoughts
 
 
 def check_text(text, where, may_be_empty=False):

@@ -161,10 +161,7 @@ def ours(row, kind, chat=False, named=()):
 
 
 def demonstration(row):
-    """
-    A dialogue, of which all turns of the assistant are learned that do not say otherwise; or a
-    question and its answer.
-    """
+    """A dialogue, of which the assistant's turns are learned; or a question and its answer."""
     messages = dialogue_of(row)
     if not messages:
         return {"prompt": question(row), "completion": pop(row, "completion", "output", "response")}

@@ -49,9 +49,8 @@ def opening_of(prompt, text=None):
     data's, text or messages; text: what the policy read, if it is known.
 
     A chat whose last message is the assistant's own begins the response with that message: it
-    counts from its <think> on, if it has one, else as a whole, and as the policy read it. And a
-    prompt whose text ends with <think>, since the data or a chat template put it there, begins the
-    response with "<think>".
+    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
+    <think>, since the data or a chat template put it there, begins the response with "<think>".
     """
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""

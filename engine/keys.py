@@ -17,8 +17,7 @@ too_long = "error"  # a row that does not fit; prompts lose their beginning [err
 
 # chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
 # a reward model of another folder reads with its own template
-# chat_template: in the place of the tokenizer's own, and the saved model carries it
-chat_template = ""  # a Jinja file, or the name of one of the tokenizer's, where it has several
+chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
 template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
 system_prompt = ""  # the system message of chats that have none
 

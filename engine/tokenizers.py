@@ -36,10 +36,9 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     eos_ids are all ends that its files, its chat template, config.json and generation_config.json
     name. Raises BadInput where a file is broken, or does not belong to the others.
 
-    chat_template: a Jinja file in the place of the tokenizer's own, or the name of one of its own,
-    where it has several; template_kwargs: what the template is told, "enable_thinking=False";
-    system_prompt: the system message of chats that have none; stop_strings: texts that end a
-    response, see parse_stop_strings.
+    chat_template: a Jinja file in the place of the tokenizer's own; template_kwargs: what the
+    template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
+    none; stop_strings: texts that end a response, see parse_stop_strings.
     """
     from transformers import AutoTokenizer  # it takes seconds, which --help does not need
 
@@ -60,14 +59,11 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "set eos_token in tokenizer_config.json")
 
     name = f"the chat template of {folder}"
-    named = hf.chat_template if isinstance(hf.chat_template, dict) else {}
-    if chat_template in named:
-        name, hf.chat_template = f"{name}, {chat_template}", named[chat_template]
-    elif chat_template:
+    if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
-    elif named and "default" not in named:
-        raise BadInput(f"{folder}: none of its chat templates, {', '.join(named)}, is called "
-                       "default; type --chat_template=NAME of one of them, or --chat_template=FILE")
+    elif isinstance(hf.chat_template, dict) and "default" not in hf.chat_template:
+        raise BadInput(f"{folder}: none of its chat templates ({', '.join(hf.chat_template)}) is "
+                       "called default; write one into a file, and type --chat_template=FILE")
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
     for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
@@ -255,14 +251,12 @@ class Tokenizer:
 
     def open_ids(self, messages):
         """
-        The ids of messages up to where the assistant goes on: see encode_prompts. If the template
-        would write other thoughts in front of those that the last message has begun, that message
-        stands as it is written behind the generation prompt.
+        The ids of messages up to where the assistant goes on: see encode_prompts. A message that is
+        begun stands as it is written, if the template would write other thoughts in front of its.
         """
-        last = messages[-1]
-        if last["role"] != "assistant":
+        if messages[-1]["role"] != "assistant":
             return self.chat_ids(messages, add_generation_prompt=True)
-        ids = self.chat_ids(messages, continue_final_message=True)
+        ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
         count = bool(thoughts_of(last)) + last["content"].count("<think>")
         if not count or count == (self.text_of(ids).count("<think>") - self.text_of(
                 self.chat_ids(messages[:-1])).count("<think>")):
@@ -277,37 +271,33 @@ class Tokenizer:
         a <think> at the end of that is the message's own. None where the two do not fit.
         """
         content, thoughts = message["content"], thoughts_of(message)
-        text = self.text_of(opened[-40:])
-        prompt = text.rstrip()
-        if not prompt.endswith("<think>"):
-            closed = prompt.endswith("</think>") and "think>" in content
-            return None if thoughts or closed else self.encode_texts([content])[0]
-        if thoughts and "think>" not in content:
-            content = f"<think>{thoughts.strip()}\n</think>\n\n{content}"
-        rest = content.lstrip().removeprefix("<think>")
-        if rest != content.lstrip():
-            return self.encode_texts([rest.removeprefix(text[len(prompt):])])[0]
-        fits = "</think>" in content and "<think>" not in content
-        return self.encode_texts([content])[0] if fits else None
+        prompt = self.text_of(opened[-40:])
+        opens = re.search(r"<think>(\s*)\Z", prompt)
+        if opens and thoughts and "think>" not in content:
+            content, thoughts = f"{thoughts}\n</think>\n\n{content}", ""
+        elif opens and content.lstrip().startswith("<think>"):
+            content = content.lstrip().removeprefix("<think>").removeprefix(opens[1])
+        elif opens and content.count("</think>") <= content.count("<think>") or (
+                prompt.rstrip().endswith("</think>") and "think>" in content):
+            return None
+        return None if thoughts else self.encode_texts([content])[0]
 
     def refuse(self, message, ids):
         """Raise BadInput: the template has these ids in the place of the assistant's message."""
         ends = ", ".join(sorted(self.hf.convert_ids_to_tokens(self.eos_ids)))
         raise BadInput(
             f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
-            f"stands in the data, and an end behind it ({ends}), but "
-            f"{shorten(self.text_of(ids), 60)}; write its thoughts into the content, between "
-            "<think> and </think>, leave one message to learn in each row (\"weight\": 0 at the "
-            "others), or type --template_kwargs, as enable_thinking=True or False, or "
-            "--chat_template=FILE")
+            f"stands, with an end behind it ({ends}), but {shorten(self.text_of(ids), 60)}; write "
+            "all thoughts into the content, between <think> and </think>, leave one message to "
+            'learn in each row ("weight": 0 at the others), or type --template_kwargs, as '
+            "enable_thinking=True or False, or --chat_template=FILE")
 
     def dialogue(self, prompt, completion):
         """
         encode_examples for one row with messages. A turn that is trained begins where the prompt
         that the policy would answer there ends, and ends with the first end-of-turn token. If only
-        one is, and the template leaves out its thoughts, it is learned as it is written, behind
-        that prompt. Raises BadInput where one of several is not learned as it is written: many
-        templates write earlier turns in another way once others follow.
+        one is, and the template changes its thoughts, it stands as it is written behind that
+        prompt. Raises BadInput where one of several would not be learned as it is written.
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
@@ -340,45 +330,40 @@ class Tokenizer:
     def holds(self, ids, learned, before, message):
         """
         Whether ids go on from the prompt `before`, and the text that is learned of them ends with
-        what the message says: its thoughts and the rest of its content, one behind the other with a
-        mark in between, and no more thoughts.
+        the message's thoughts, a mark and the rest of its content, and has no more thoughts.
         """
         if ids[:len(before)] != before and not self.text_of(ids).startswith(self.text_of(before)):
             return False
-        content, marks = message["content"], ("</think>", "<think>")
+        content = message["content"]
         opened = re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
-        if any((opened + learned).count(mark) > max(content.count(mark), 1) for mark in marks):
+        if any((opened + learned).count(mark) > max(content.count(mark), 1)
+               for mark in ("<think>", "</think>")):
             return False
         parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
         spells = any(special in part for part in parts for special in self.specials)
-        for mark in marks:
-            learned = learned.rstrip().removesuffix(mark)
-        for number, part in enumerate(filter(None, reversed(parts))):
+        for number, part in enumerate(filter(None, reversed(parts))):  # the last one first
             if part not in learned:  # some tokenizers write "e\u0301" as one letter
                 part = self.text_of(self.encode_texts([part])[0]).strip()
             if spells:  # some write blanks around what spells a special token
                 learned, part = learned.replace(" ", ""), part.replace(" ", "")
-            if not part or part not in learned:
+            if not part or part not in learned or (
+                    number == 0 and not learned.rstrip().endswith(part)):
                 return False
-            learned, _, behind = learned.rpartition(part)
-            if number == 0 and behind.strip():
-                return False
-            learned = learned.rstrip()[:-1]  # without the last character of the mark
+            learned = learned.rpartition(part)[0].rstrip()[:-1]  # a mark ends there
         return True
 
     # ids -> text
 
     def text_of(self, ids):
-        """The text of ids with all of its special tokens."""
+        """The text of ids with all of their special tokens."""
+        # some versions would take the blanks out of ' ' and 3 . 5 where the tokenizer's files ask
+        # for it, as Llama 3's do
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def decode(self, ids):
         """The text of ids without padding and ends. An end that is text, as a line break, stays."""
         unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
-        kept = [i for i in ids if i not in unseen]
-        # some versions would take the blanks out of ' ' and 3 . 5 where the tokenizer's files ask
-        # for it, as Llama 3's do
-        return self.hf.decode(kept, clean_up_tokenization_spaces=False)
+        return self.text_of([i for i in ids if i not in unseen])
 
     def decode_response(self, ids):
         """The text of a response; one with a stop string ends right behind that."""
