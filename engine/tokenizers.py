@@ -341,15 +341,14 @@ class Tokenizer:
             return False
         parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
         spells = any(special in part for part in parts for special in self.specials)
-        for number, part in enumerate(filter(None, reversed(parts))):  # the last one first
+        for number, part in enumerate(reversed(parts)):  # the last one first
             if part not in learned:  # some tokenizers write "e\u0301" as one letter
                 part = self.text_of(self.encode_texts([part])[0]).strip()
             if spells:  # some write blanks around what spells a special token
                 learned, part = learned.replace(" ", ""), part.replace(" ", "")
-            if not part or part not in learned or (
-                    number == 0 and not learned.rstrip().endswith(part)):
+            if part not in learned or number == 0 and not learned.rstrip().endswith(part):
                 return False
-            learned = learned.rpartition(part)[0].rstrip()[:-1]  # a mark ends there
+            learned = learned[:learned.rindex(part)].rstrip()[:-1]  # a mark ends there
         return True
 
     # ids -> text
