@@ -480,7 +480,7 @@ def is_learned(message):
             continue
         if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
             raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
-                           'all of it is learned; write "weight": 1, or 0 if it is not')
+                           'it is learned as a whole; write "train": true or false')
         learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
     return learned
 
