@@ -289,8 +289,8 @@ class Tokenizer:
             f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
             f"stands, with an end behind it ({ends}), but {shorten(self.text_of(ids), 60)}; write "
             "all thoughts into the content, between <think> and </think>, leave one message to "
-            'learn in each row ("train": false in the others), or type --template_kwargs, as '
-            "enable_thinking=True or False, or --chat_template=FILE with eos_token behind each turn")
+            'learn in each row ("train": false in the others), or type --template_kwargs=NAME=VALUE'
+            " (as enable_thinking=False) or --chat_template=FILE, with eos_token behind each turn")
 
     def dialogue(self, prompt, completion):
         """
