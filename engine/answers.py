@@ -55,7 +55,8 @@ def opening_of(prompt, text=None):
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""
     if last["role"] == "assistant" and text is not None:
-        read = text.rpartition(prompt[-2]["content"].strip())[2]  # behind what was asked
+        asked = prompt[-2]["content"].strip()
+        read = text.rpartition(asked)[2] if asked and asked in text else ""  # behind the question
         thoughts = re.search(r"<think>(?!\s*</think>)", read)  # and not empty ones
         at = thoughts.start() if thoughts else read.rfind(begun.strip())
         begun = read[at:] if at >= 0 else begun

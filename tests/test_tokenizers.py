@@ -388,6 +388,9 @@ def test_a_response_that_the_prompt_has_begun(folders, tmp_path, how, opening):
         assert whole_responses(batch) == [text.removeprefix(EMPTY) + " is</think>3"]
         ids, trained = encoded(ours, prompt, " is 3.")
         assert spans(ours, ids, trained) == [" is 3.<|im_end|>"] and ours.hf.decode(ids).startswith(before + text)
+        blank = [user(" \n"), assistant(begun)]
+        batch |= dict(rows=[dict(prompt=blank)], prompts=[ours.decode(opened(ours, blank))])
+        assert whole_responses(batch) == [text.removeprefix(EMPTY) + " is</think>3"]
     # thoughts in a field of their own, which a rule must see
     ours = thinking(folders, tmp_path, "reads", "")
     prompt = [*asked, assistant("So") | dict(reasoning_content="Okay")]
