@@ -21,7 +21,7 @@ import torch
 
 import parallel
 from errors import BadInput, warn
-from rows import where_is
+from rows import FLAGS, THOUGHTS, where_is
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,6 +138,12 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
     is cut loses its end, and so its EOS. Raises BadInput with the row.
     """
     say_special_tokens(rows, ["prompt", "completion"], tokenizer, path)
+    unknown = {field for row in rows if isinstance(row["completion"], list)
+               for message in row["completion"] if message["role"] == "assistant"
+               for field in message.keys() - {"role", "content", *THOUGHTS, *FLAGS}}
+    if unknown:
+        warn(f"{path}: messages to learn have fields that only a chat template may read: "
+             f"{', '.join(sorted(unknown))}")
     found = tokenizer.encode_examples([row["prompt"] for row in rows],
                                       [row["completion"] for row in rows], at_row(rows, path))
     limit, whose = limit_of(context, max_tokens, key)

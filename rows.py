@@ -476,7 +476,37 @@ def text_or_messages(value, field):
                            "a string is")
         check_text(message.get("content"), f"{where}: the content",
                    may_be_empty=field == "completion" or role == "system")
+        for name in THOUGHTS:
+            check_text(message.get(name, ""), f"{where}: {name}", may_be_empty=True)
     return messages
+
+
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message beside its content
+# fields that say whether a message is learned, as trainers spell them: what a true value says.
+# None: in some data the one, in some the other
+FLAGS = dict.fromkeys("""weight train training trainable train_on_turn learn supervised loss
+    loss_mask loss_weight loss_scale train_detail training_detail""".split(), True)
+FLAGS |= dict(masked=False, ignore=False, ignore_loss=False, mask=None)
+
+
+def is_learned(message):
+    """Whether a message may be learned, by its FLAGS. Raises BadInput where one cannot be read."""
+    learned = True
+    for name in FLAGS.keys() & message.keys():
+        value = str(message[name]).lower()
+        if value in ("none", "", "[]"):
+            continue
+        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
+            raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
+                           'it is learned as a whole; write "train": true or false')
+        learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
+    return learned
+
+
+def thoughts_of(message):
+    """The thoughts that a message has in one of THOUGHTS, and its content has not; or ""."""
+    thoughts = next((message[name].strip() for name in THOUGHTS if message.get(name)), "")
+    return "" if "think>" in message["content"] and thoughts in message["content"] else thoughts
 
 
 def check_text(text, where, may_be_empty=False):

@@ -32,7 +32,7 @@ out_dir = "out/sft"  # * checkpoints, log.jsonl and the finished policy; to resu
 eval_interval = 100  # iterations between evaluations; also at iteration 0 and at the end [>= 1]
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
 
-# data: JSONL with "prompt" and "completion", or with "messages", or as docs/data.md says
+# data: JSONL with "prompt" and "completion"; other layouts: docs/data.md
 train_path = "data/arithmetic/sft_train.jsonl"  # * to learn; A.jsonl,0.3*B.jsonl: a mix of files
 val_path = ""  # * held-out demonstrations; empty = no evaluation
 max_tokens = 0  # * longest prompt and completion together, 0 = the model's context [>= 0]

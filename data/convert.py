@@ -33,8 +33,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from engine.answers import last_boxed  # noqa: E402
 from errors import BadInput, one_line  # noqa: E402
 from folders import check_kept  # noqa: E402
-from rows import (PAIR, parse_fields, preference_row, prompt_row, raw_rows, rename,  # noqa: E402
-                  sft_row, sources_of)
+from rows import (FLAGS, PAIR, is_learned, parse_fields, preference_row,  # noqa: E402
+                  prompt_row, raw_rows, rename, sft_row, sources_of)
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
@@ -161,13 +161,13 @@ def ours(row, kind, chat=False, named=()):
 
 
 def demonstration(row):
-    """A dialogue, of which all turns of the assistant are learned; or a question and its answer."""
+    """A dialogue, of which the assistant's turns are learned; or a question and its answer."""
     messages = dialogue_of(row)
     if not messages:
         return {"prompt": question(row), "completion": pop(row, "completion", "output", "response")}
     first = before_answer(messages)
-    if first == len(messages):
-        raise BadInput("the dialogue has no message of the assistant, so nothing to learn")
+    if not any(message["role"] == "assistant" and is_learned(message) for message in messages):
+        raise BadInput("the dialogue has no message of the assistant to learn")
     return {"prompt": messages[:first] or None, "completion": messages[first:]}
 
 
@@ -254,7 +254,9 @@ def messages_in(value, field):
         role = str(given.get("role", given.get("from")))
         messages.append({"role": ROLES.get(role, role),
                          "content": given.get("content", given.get("value"))})
-        more = given.keys() - {"role", "content", "from", "value", "weight"}
+        more = given.keys() - {"role", "content", "from", "value"}
+        if messages[-1]["role"] != "assistant" or is_learned(given):
+            more -= FLAGS.keys()  # they say what holds without them
         messages[-1] |= {name: given[name] for name in sorted(more)}
     return messages
 

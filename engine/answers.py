@@ -46,6 +46,12 @@ def opening_of(prompt, text=None):
     """
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""
+    if last["role"] == "assistant" and text is not None:
+        asked = prompt[-2]["content"].strip()
+        read = text.rpartition(asked)[2] if asked and asked in text else ""  # behind the question
+        thoughts = re.search(r"<think>(?!\s*</think>)", read)  # and not empty ones
+        at = thoughts.start() if thoughts else read.rfind(begun.strip())
+        begun = read[at:] if at >= 0 else begun
     if "<think>" in begun:
         return begun[begun.index("<think>"):]
     read = last["content"] if text is None else text

@@ -19,6 +19,7 @@ import re
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
 from folders import CONFIGS, model_folders, read_json, read_text
+from rows import is_learned, thoughts_of
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -48,6 +49,9 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     name = f"the chat template of {folder}"
     if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
+    elif isinstance(hf.chat_template, dict) and "default" not in hf.chat_template:
+        raise BadInput(f"{folder}: none of its chat templates ({', '.join(hf.chat_template)}) is "
+                       "called default; write one into a file, and type --chat_template=FILE")
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
     for file in files_in(beside, ["config.json", "generation_config.json"]):
@@ -127,7 +131,7 @@ class Tokenizer:
 
         eos_ids             a response ends with any of them; eos_id is the tokenizer's own
         pad_id              fills rows; no mask is ever made from it
-        bos_ids             what stands before a string
+        bos_ids             what stands before a string: what the tokenizer itself puts there
         vocab_size          ids from here on are never sampled
         specials            {text: id} of the special tokens
         stop_strings        texts that end a response, too
@@ -140,7 +144,9 @@ class Tokenizer:
         self.hf, self.name, self.kwargs, self.system_prompt = hf, name, kwargs or {}, system_prompt
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
-        self.bos_ids = [i for i in hf("")["input_ids"] if i == hf.bos_token_id]
+        text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
+        found = [n for n in range(len(ids)) if ids[n:n + len(text)] == text]
+        self.bos_ids = ids[:min(found, default=0)]
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
@@ -185,7 +191,7 @@ class Tokenizer:
     def fingerprint(self):
         """Differs where any text becomes other ids."""
         settings = [self.vocabulary, self.template, self.kwargs, self.system_prompt,
-                    self.skipped_id, self.pad_id]
+                    self.skipped_id, self.pad_id, self.bos_ids]
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode()).hexdigest()
 
@@ -284,59 +290,119 @@ class Tokenizer:
                            ) from e
 
     def open_ids(self, messages):
-        """The ids of messages up to where the assistant goes on: see encode_prompts."""
-        if messages[-1]["role"] == "assistant":
-            return self.chat_ids(messages, continue_final_message=True)
-        return self.chat_ids(messages, add_generation_prompt=True)
+        """
+        The ids of messages up to where the assistant goes on: see encode_prompts. A message that is
+        begun stands as it is written, if the template would write other thoughts in front of its.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.chat_ids(messages, add_generation_prompt=True)
+        ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
+        count = bool(thoughts_of(last)) + last["content"].count("<think>")
+        if not count or count == (self.text_of(ids).count("<think>") - self.text_of(
+                self.chat_ids(messages[:-1])).count("<think>")):
+            return ids
+        opened = self.chat_ids(messages[:-1], add_generation_prompt=True)
+        written = self.written_behind(opened, last)
+        return self.refuse(last, ids[-40:]) if written is None else opened + written
+
+    def written_behind(self, opened, message):
+        """
+        The ids of the assistant's message as it is written, behind the generation prompt `opened`;
+        a <think> at the end of that is the message's own. None where the two do not fit.
+        """
+        content, thoughts = message["content"], thoughts_of(message)
+        prompt = self.text_of(opened[-40:])
+        opens = re.search(r"<think>(\s*)\Z", prompt)
+        if opens and thoughts and "think>" not in content:
+            content, thoughts = f"{thoughts}\n</think>\n\n{content}", ""
+        elif opens and content.lstrip().startswith("<think>"):
+            content = content.lstrip().removeprefix("<think>").removeprefix(opens[1])
+        elif opens and content.count("</think>") <= content.count("<think>") or (
+                prompt.rstrip().endswith("</think>") and "think>" in content):
+            return None
+        return None if thoughts else self.encode_texts([content])[0]
+
+    def refuse(self, message, ids):
+        """Raise BadInput: the template has these ids in the place of the assistant's message."""
+        ends = ", ".join(sorted(self.hf.convert_ids_to_tokens(self.eos_ids)))
+        raise BadInput(
+            f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
+            f"stands, with an end behind it ({ends}), but {shorten(self.text_of(ids), 60)}; write "
+            "all thoughts into the content, between <think> and </think>, leave one message to "
+            'learn in each row ("train": false in the others), or type --template_kwargs=NAME=VALUE'
+            " (as enable_thinking=False) or --chat_template=FILE, with eos_token behind each turn")
 
     def dialogue(self, prompt, completion):
         """
         encode_examples for one row with messages. A turn that is trained begins where the prompt
-        that the policy would answer there ends, and ends with the first end-of-turn token. So that
-        prompt must be the beginning of the whole dialogue's ids. Raises BadInput where it is not:
-        such a template writes earlier turns in another way once others follow.
+        that the policy would answer there ends, and ends with the first end-of-turn token. If only
+        one is, and the template changes its thoughts, it stands as it is written behind that
+        prompt. Raises BadInput where one of several would not be learned as it is written.
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
         messages = joined(prompt, completion)
         first = len(messages) - len(completion)  # the number of the first that may be trained
-        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        ids, begins = self.chat_ids(messages), []
-        for i in turns:
-            goes_on = i == first < len(prompt)  # a message that the prompt has begun
-            before = (self.open_ids(prompt) if goes_on else
-                      self.chat_ids(messages[:i], add_generation_prompt=True))
-            begins.append(len(os.path.commonprefix([ids, before])))
-            # the prompt's last token and the answer's first may be one, as two line breaks are
-            needed = len(before) - 1
-            if len(turns) == 1 and not goes_on:
-                # Of the last turn a template may drop a part of the generation prompt, such as an
-                # opened <think>: then the turn begins where the two part
-                needed = min(needed, len(self.chat_ids(messages[:i])) - 1)
-            if begins[-1] < needed or begins[-1] == len(ids):
-                raise BadInput(f"{self.name} drops the assistant's turn, or writes earlier turns "
-                               "in another way once others follow, so the policy would learn what "
-                               "it can never sample; leave one turn to learn in each row, or give "
-                               "another --chat_template")
-        trained, special_ends = [False] * len(ids), self.eos_ids & set(self.specials.values())
-        for begin, limit in zip(begins, [*begins[1:], len(ids)], strict=True):
-            end = next((n for n in range(begin, limit) if ids[n] in special_ends), None)
-            if end is None:
-                raise BadInput(f"{self.name} writes no end of turn behind the assistant's "
-                               "messages, so the policy could not learn where to stop; write "
-                               "eos_token there, in a template for --chat_template=FILE")
+        turns = [first + n for n, message in enumerate(completion)
+                 if message["role"] == "assistant" and is_learned(message)]
+        if not turns:
+            raise BadInput("no message says that it is to be learned; leave the row out")
+        messages = messages[:turns[-1] + 1]
+        ids, special_ends = self.chat_ids(messages), self.eos_ids & set(self.specials.values())
+        prompts = [self.open_ids(prompt) if i == first < len(prompt) else  # which has begun it
+                   self.chat_ids(messages[:i], add_generation_prompt=True) for i in turns]
+        begins = [len(os.path.commonprefix([ids, before])) for before in prompts]
+        trained = [False] * len(ids)
+        for i, before, begin, limit in zip(turns, prompts, begins, [*begins[1:], len(ids)],
+                                           strict=True):
+            end = next((n for n in range(begin, limit) if ids[n] in special_ends), limit)
+            message, learned = completion[i - first], self.text_of(ids[begin:end])
+            if end == limit or not self.holds(ids[:end], learned, before, message):
+                more = self.written_behind(before, message)
+                answer = message["content"].rpartition("</think>")[2].strip()
+                if len(turns) > 1 or not self.turn_ends or answer not in learned or more is None:
+                    self.refuse(message, ids[begin:end + 1])
+                more += self.turn_ends
+                return before + more, [False] * len(before) + [True] * len(more)
             trained[begin:end + 1] = [True] * (end + 1 - begin)
         return ids[:end + 1], trained[:end + 1]
 
+    def holds(self, ids, learned, before, message):
+        """
+        Whether ids go on from the prompt `before`, and the text that is learned of them ends with
+        the message's thoughts, a mark and the rest of its content, and has no more thoughts.
+        """
+        if ids[:len(before)] != before and not self.text_of(ids).startswith(self.text_of(before)):
+            return False
+        content = message["content"]
+        opened = re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
+        if any((opened + learned).count(mark) > max(content.count(mark), 1)
+               for mark in ("<think>", "</think>")):
+            return False
+        parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
+        spells = any(special in part for part in parts for special in self.specials)
+        for number, part in enumerate(reversed(parts)):  # the last one first
+            if part not in learned:  # some tokenizers write "e\u0301" as one letter
+                part = self.text_of(self.encode_texts([part])[0]).strip()
+            if spells:  # some write blanks around what spells a special token
+                learned, part = learned.replace(" ", ""), part.replace(" ", "")
+            if part not in learned or number == 0 and not learned.rstrip().endswith(part):
+                return False
+            learned = learned[:learned.rindex(part)].rstrip()[:-1]  # a mark ends there
+        return True
+
     # ids -> text
+
+    def text_of(self, ids):
+        """The text of ids with all of their special tokens."""
+        # some versions would take the blanks out of ' ' and 3 . 5 where the tokenizer's files ask
+        # for it, as Llama 3's do
+        return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def decode(self, ids):
         """The text of ids without padding and ends. An end that is text, as a line break, stays."""
         unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
-        kept = [i for i in ids if i not in unseen]
-        # some versions would take the blanks out of ' ' and 3 . 5 where the tokenizer's files ask
-        # for it, as Llama 3's do
-        return self.hf.decode(kept, clean_up_tokenization_spaces=False)
+        return self.text_of([i for i in ids if i not in unseen])
 
     def decode_response(self, ids):
         """The text of a response; one with a stop string ends right behind that."""

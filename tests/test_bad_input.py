@@ -24,11 +24,13 @@ from tiny import forked, jsonl, one_run, write_byte_tokenizer
 # ---------------------------------------------------------------------------------------------------------------------
 # the table
 
-FILES = "chat.jsonl turns.jsonl foreign.jsonl mute.jsonl pipe nan nan_rm no_zero run nowhere".split()
+FILES = "chat.jsonl turns.jsonl thoughts.jsonl cuts.jinja foreign.jsonl mute.jsonl pipe nan nan_rm no_zero run nowhere".split()
 # name: (script, the keys, what the line names). A word in capitals is a file of FILES, or of the world
 TABLE = {
     # files, rows and fields
     "sft row": ("sft.py", dict(train_path="TURNS.JSONL"), ["turns.jsonl", "row 4"]),
+    "thoughts": ("sft.py", dict(train_path="THOUGHTS.JSONL", chat_template="CUTS.JINJA"),
+                 ["thoughts.jsonl", "row 2", "cuts.jinja", "--chat_template=FILE", "--template_kwargs="]),
     "ppo row": ("ppo.py", dict(prompts_path="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
     "grpo row": ("grpo.py", dict(eval_path="CHAT.JSONL"), ["chat.jsonl", "row 4"]),
     "layout": ("sft.py", dict(train_path="FOREIGN.JSONL"), ["foreign.jsonl", "line 1", "prompt", "data/convert.py"]),
@@ -92,6 +94,12 @@ def runs(tmp_path_factory):
     said = {key: [dict(role="assistant", content="3")] for key in ("completion", "chosen", "rejected")}
     jsonl(f"{folder}/chat.jsonl", [row] * 3 + [row | dict(prompt=chat)])
     jsonl(f"{folder}/turns.jsonl", [row] * 3 + [row | dict(prompt=chat) | said])
+    thinks = [dict(role="assistant", content=f"<think>{text}</think>3") for text in ("1+2", "once more")]
+    several = [thinks[0], *chat, thinks[1]]
+    jsonl(f"{folder}/thoughts.jsonl", [dict(prompt=chat, completion=turns) for turns in (thinks[:1], several)])
+    with open(f"{folder}/cuts.jinja", "w", encoding="utf-8") as f:
+        f.write("{% for m in messages %}{{ '#' + m['content'].split('</think>')[-1] + eos_token }}{% endfor %}"
+                "{% if add_generation_prompt %}#{% endif %}")
     jsonl(f"{folder}/foreign.jsonl", [dict(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}])])
     jsonl(f"{folder}/mute.jsonl", [dict(prompt="1+2=", answer="3"), dict(prompt="1+3=")])
     os.mkfifo(f"{folder}/pipe")

@@ -58,6 +58,12 @@ HUB = {  # name, split and options: (rows, the first row of our file, what is sa
         [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}], {"prompt": [S, U], "completion": [A]}, "", "id"),
     "tulu-3-sft-mixture:train": ([{"id": "x", "messages": [U, A, U, B], "source": "y"}],
                                  {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
+    "flags:train": (
+        [{"messages": [S, U | {"train": True}, A | {"train": False, "mood": "x"}, U, B | {"loss": True, "train": None}, U,
+                       A | {"weight": 0.0}]}, {"messages": [U, A | {"weight": 0}]}, {"messages": [U, A | {"weight": 0.5}, U, B]}],
+        {"prompt": [S, U], "completion": [A | {"train": False, "mood": "x"}, U, B, U, A | {"weight": 0.0}]},
+        "; dropped 1: a message has 'weight': 'N.N', which does not say whether it is learned as a whole; "
+        'write "train": true or false; dropped 1: the dialogue', ""),
     "kto-mix-14k:train": ([{"prompt": [U], "completion": [A], "label": True}], None, "no row is left for .*: field 'label'", ""),
 }
 

@@ -12,10 +12,13 @@ import unicodedata
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from data import encode_examples, encode_prompts, encode_scored
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+from engine.answers import whole_responses
+from engine.tokenizers import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 
 import models_of_the_world as world
@@ -111,7 +114,9 @@ ROWS = {  # name: (prompt, completion, which families take it)
                         [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], world.CHATS),
     "blanks": ([user("  two  spaces \n")], [assistant("\n\n  Sure!\n "), user("\t"), assistant(" user\n")], world.CHATS),
     "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], world.CHATS),
-    "thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))], world.CHATS),
+    "thoughts": ([user("1+2?")], [assistant(THOUGHT)], world.CHATS),
+    "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))],
+                      [name for name in world.CHATS if name != "qwen3"]),
 }
 ENDS = {"mistral": "</s>", "llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
@@ -251,11 +256,181 @@ def test_odd_templates(folders, tmp_path):
     several = [assistant("b"), user("c"), assistant("d")]
     for text in TEMPLATES.values():
         with pytest.raises(BadInput, match="my.jinja"):
-            encoded(with_template(folders["qwen2.5"], tmp_path, text), [user("a")], "b")
+            encoded(with_template(folders["qwen2.5"], tmp_path, text), [user("a")], several)
     off = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
         encoded(off, [user("a")], several)
+    with pytest.raises(BadInput, match="my.jinja.*<.endoftext.>.*eos_token"):  # alone, too
+        encoded(with_template(folders["qwen2.5"], tmp_path, TEMPLATES["no end"]), [user("a")], "b")
+    # earlier turns have an end at which no response ends, and the answers are alike
+    other = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else '<|endoftext|>\n')")
+    ours = with_template(folders["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "<end>") + "{% endfor %}"
+                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    assert spans(ours, *encoded(ours, [user("a")], "b")) == ["b<|im_end|>"]
+    with pytest.raises(BadInput, match="<.im_end.>.*<end>.*train"):
+        encoded(ours, [user("a")], [assistant("b"), user("c"), assistant("b")])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# thoughts, and turns that must not be learned
+
+HEADER, EMPTY = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
+ANSWER = "m['content'].split('</think>')[-1]"
+THINKING = {  # how a template writes an assistant's message
+    "plain": "m['content']", "cuts": ANSWER, "cuts earlier": f"m['content'] if loop.last else {ANSWER}",
+    "empty": f"'{EMPTY}' + m['content']", "glues": "(m['reasoning_content'] or '') + m['content']",
+    "reads": "('<think>\n' + m['thinking'] + '\n</think>\n\n' if m['thinking'] else '') + m['content']",
+    "untags": "m['content'] | replace('<think>', '') | replace('</think>', '')", "shortens": "m['content'][:7]",
+    "squeezes": "m['content'].split() | join(' ')"}
+BODY = "add  them:\n\n\t1+2\n</think>\n\ndef f():\n    return  3"
+FULL, CODE = f"<think>\n{BODY}", "def f():\n    return  3"
+APART = dict(reasoning="add  them:\n\n\t1+2")
+ONE = {"plain": [assistant(CODE)], "thinks": [assistant(FULL)], "field": [assistant(CODE) | APART],
+       "both": [assistant(FULL) | APART], "two": [assistant(FULL), user("?"), assistant(FULL)],
+       "two plain": [assistant(CODE), user("?"), assistant(CODE)],
+       "last of two": [assistant("old") | dict(weight=0), user("?"), assistant(FULL)]}
+WRITTEN = dict.fromkeys(("thinks", "both", "last of two"), [FULL])  # as it is written behind the header
+WANTED = {  # (how, the end of the generation prompt): {row: the texts that are learned}; no entry: refused
+    ("plain", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2, "two": [FULL] * 2},
+    ("cuts", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2},
+    ("cuts", "<think>\n"): dict.fromkeys(("thinks", "field", "both", "last of two"), [BODY]),
+    ("cuts", "<think>"): dict.fromkeys(("thinks", "both", "last of two"), ["\n" + BODY]) | {"field": [BODY]},
+    ("cuts earlier", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2},
+    ("empty", ""): WRITTEN | {"plain": [EMPTY + CODE], "two plain": [EMPTY + CODE] * 2},
+    ("empty", EMPTY): {"plain": [CODE], "two plain": [CODE] * 2},
+    ("glues", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2, "two": [FULL] * 2},
+    ("reads", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2, "two": [FULL] * 2, "field": [FULL]},
+    ("untags", ""): WRITTEN | {"plain": [CODE], "two plain": [CODE] * 2},
+    ("shortens", ""): {}, ("squeezes", ""): {}}
+
+
+def thinking(folders, root, how, opening):
+    """Qwen3's tokenizer with a template that writes an assistant's message so, and opens a response with this text."""
+    return with_template(folders["qwen3"], root, HEAD + "{% if m['role'] == 'assistant' %}{{ '" + HEADER + "' + (" + THINKING[how]
+                         + ") + '<|im_end|>\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '"
+                         + HEADER + opening + "' }}{% endif %}")
+
+
+@pytest.mark.parametrize(("how", "opening"), WANTED)
+def test_a_message_is_learned_as_it_is_written_or_refused(folders, tmp_path, how, opening):
+    """By hand; and what stands before the only message that is learned is what the policy is given to answer."""
+    ours = thinking(folders, tmp_path, how, opening)
+    for row, completion in ONE.items():
+        texts, prompt = WANTED[how, opening].get(row), [user("use <think> and </think>")]
+        if (how, row) == ("glues", "both"):
+            continue  # the same thoughts once more in front of the content: this is not noticed
+        rows = [dict(prompt=prompt, completion=completion)]
+        if texts is None:
+            with pytest.raises(BadInput, match="^f, row 1: .*my.jinja.*train.*--template_kwargs.*--chat_template=FILE"):
+                encode_examples(rows, "f", ours, 999)
+            continue
+        ids, trained = encode_examples(rows, "f", ours, 999)[-1]
+        assert spans(ours, list(ids), trained) == [text + "<|im_end|>" for text in texts], row
+        if "two" not in row:
+            assert list(ids[:list(trained).index(1)]) == opened(ours, prompt), row
+
+
+FLAGGED = {  # what a message says: how it is read, None: not at all
+    False: [dict(weight=0), dict(weight=0.0), dict(train=False), dict(training="false"), dict(trainable=0), dict(loss=False),
+            dict(loss_mask="0"), dict(loss_weight=0), dict(masked=True), dict(weight=1, train=False), dict(train_on_turn=False)],
+    True: [{}, dict(weight=1), dict(weight=1.0), dict(train="True"), dict(loss=None), dict(masked=False), dict(train_detail=[])],
+    None: [dict(weight=0.5), dict(mask=True), dict(mask=0), dict(train_detail=[dict(end_offset=3, train=False)]), dict(loss=2.5)]}
+
+
+def test_a_message_says_whether_it_is_learned(tokenizers, capsys):
+    ours, theirs = tokenizers["qwen2.5"]
+    prompt, plain = [user("a")], [assistant("b"), user("c"), assistant("d")]
+    whole = theirs.apply_chat_template(prompt + plain, return_dict=False)[:-1]  # without the last line break
+    for learned, flags in FLAGGED.items():
+        for flag in flags:
+            first, last = [plain[0] | flag, *plain[1:]], [*plain[:2], plain[2] | flag]
+            if learned is None:
+                with pytest.raises(BadInput, match=f"^f, row 1: .*{next(iter(flag))}"):
+                    encode_examples([dict(prompt=prompt, completion=first)], "f", ours, 99)
+                continue
+            ids, trained = encoded(ours, prompt, first)
+            assert ids == whole and spans(ours, ids, trained) == ["b<|im_end|>"] * learned + ["d<|im_end|>"], flag
+            ids, trained = encoded(ours, prompt, last)
+            assert ids == whole[:len(ids)] and spans(ours, ids, trained) == ["b<|im_end|>"] + ["d<|im_end|>"] * learned, flag
+            if not learned:
+                with pytest.raises(BadInput, match="learned"):
+                    encoded(ours, prompt, [plain[0] | flag])
+    capsys.readouterr()
+    row = dict(prompt=[user("a") | dict(id=1)], completion=[plain[0] | dict(mood="x", weight=1, thinking="")])
+    encode_examples([row] * 3, "f", ours, 99)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "mood" in said and not {"id", "weight", "thinking"} & set(re.findall(r"\w+", said))
+
+
+BEGUN = {  # (how, the end of the generation prompt): {begun: what the policy goes on from, behind the header}; no entry: refused
+    ("plain", ""): {"<think>\nOkay": "<think>\nOkay", "Sure! It": "Sure! It", FULL: FULL},
+    ("cuts", "<think>\n"): {"<think>\nOkay": "<think>\nOkay", "Sure! It": "Sure! It"},
+    ("empty", ""): {"<think>\nOkay": "<think>\nOkay", "Sure! It": EMPTY + "Sure! It", FULL: FULL},
+    ("empty", "<think>\n"): {"<think>\nOkay": "<think>\nOkay", "Sure! It": EMPTY + "Sure! It", FULL: FULL},
+    ("empty", EMPTY): {"Sure! It": EMPTY + "Sure! It"}}
+
+
+@pytest.mark.parametrize(("how", "opening"), BEGUN)
+def test_a_response_that_the_prompt_has_begun(folders, tmp_path, how, opening):
+    """The policy goes on from it, rules judge what it read, and SFT learns what stands behind it."""
+    ours, asked = thinking(folders, tmp_path, how, opening), [user("use <think> and </think>")]
+    for begun in ("<think>\nOkay", "Sure! It", FULL):
+        prompt, text = [*asked, assistant(begun)], BEGUN[how, opening].get(begun)
+        if text is None:
+            with pytest.raises(BadInput, match="my.jinja"):
+                opened(ours, prompt)
+            continue
+        ids = opened(ours, prompt)
+        before = "<|im_start|>user\nuse <think> and </think><|im_end|>\n" + HEADER
+        assert ours.hf.decode(ids) == before + text
+        batch = dict(rows=[dict(prompt=prompt)], prompts=[ours.decode(ids)], completions=[" is</think>3"])
+        assert whole_responses(batch) == [text.removeprefix(EMPTY) + " is</think>3"]
+        ids, trained = encoded(ours, prompt, " is 3.")
+        assert spans(ours, ids, trained) == [" is 3.<|im_end|>"] and ours.hf.decode(ids).startswith(before + text)
+        blank = [user(" \n"), assistant(begun)]
+        batch |= dict(rows=[dict(prompt=blank)], prompts=[ours.decode(opened(ours, blank))])
+        assert whole_responses(batch) == [text.removeprefix(EMPTY) + " is</think>3"]
+    # thoughts in a field of their own, which a rule must see
+    ours = thinking(folders, tmp_path, "reads", "")
+    prompt = [*asked, assistant("So") | dict(reasoning_content="Okay")]
+    batch = dict(rows=[dict(prompt=prompt)], prompts=[ours.decode(opened(ours, prompt))], completions=[" 3"])
+    assert whole_responses(batch) == ["<think>\nOkay\n</think>\n\nSo 3"]
+    with pytest.raises(BadInput, match="my.jinja"):
+        opened(thinking(folders, tmp_path, "plain", ""), prompt)
+
+
+@pytest.mark.parametrize(("form", "roles"), [
+    ("$A", {}), ("<s> $A", {}), ("<s> $A", dict(bos_token="<s>")), ("<s> $A <eos>", dict(bos_token="<s>")), ("$A <eos>", {}),
+    ("$A <eos>", dict(bos_token="<eos>")), ("<eos> $A <eos>", dict(bos_token="<eos>")), ("[gMASK] <sop> $A", {}),
+    ("en $A <eos>", dict(bos_token="<s>")), ("<s> [gMASK] en $A <eos> en", dict(bos_token="<s>"))])
+def test_what_stands_before_a_string(form, roles):
+    """The ids that the tokenizer itself puts in front of a text, and none that it puts behind."""
+    backend = Backend.from_str(tiny.byte_tokenizer().hf.backend_tokenizer.to_str())
+    names = ["<s>", "<eos>", "[gMASK]", "<sop>", "en"]
+    backend.add_special_tokens(names)
+    ids = [(name, backend.token_to_id(name)) for name in names]
+    backend.post_processor = processors.TemplateProcessing(single=form, special_tokens=ids)
+    ours = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", **roles))
+    before = [backend.token_to_id(s) for s in form.partition("$A")[0].split()]
+    assert opened(ours, "1+2") == [*before, *b"1+2"]
+    assert encoded(ours, "1+", "2") == ([*before, *b"1+2", ours.eos_id], [False] * (len(before) + 2) + [True] * 2)
+    assert ours.encode_scored(["1+"], ["2"]) == [[*before, *b"1+2", ours.eos_id]]
+
+
+def test_several_named_templates(folders, tmp_path):
+    """None of them is called default: one line that names them, or a file."""
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "named")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [dict(name=name, template=config["chat_template"]) for name in ("rag", "tool_use")]
+    for more in ([], [dict(name="default", template=config["chat_template"])]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=named + more)))
+        if more:
+            assert load_tokenizer(str(folder)).template == config["chat_template"]
+            continue
+        with pytest.raises(BadInput, match="named: .*rag, tool_use.*--chat_template=FILE"):
+            load_tokenizer(str(folder))
+        assert with_template(str(folder), tmp_path, config["chat_template"]).template == config["chat_template"]
 
 
 def test_errors_name_file_and_row(tokenizers):
