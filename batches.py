@@ -237,11 +237,9 @@ class Batches:
         batch = self.score(label, self.sampled[iteration], picked)  # COLLECTIVE
         return batch, iteration - self.version[iteration]
 
-    def held_out(self, size):
-        """A collective: the policy of now answers the first `size` held-out prompts, 0 = all."""
-        every = len(self.schedule.data[1][0])
-        label, picked = ("eval", self.run.iteration, 0), range(min(size or every, every))
-        return self.sample_and_score(label, picked)  # COLLECTIVE
+    def held_out(self, picked):
+        """A collective: the policy of now answers the held-out prompts of these numbers."""
+        return self.sample_and_score(("eval", self.run.iteration, 0), picked)  # COLLECTIVE
 
     def refill(self, attempt, picked, slots):
         """

@@ -256,18 +256,19 @@ class Run:
 
     # what is said and written
 
-    def log_evaluation(self, batch, rows, reward_names, score):
+    def log_evaluation(self, batch, rows, picked, reward_names, score):
         """
         A collective: the figures of an evaluation, which are also printed, with two of its samples;
-        SAMPLES of them go to samples.jsonl. score: what the run maximises, its mean. With the key
+        SAMPLES of them go to samples.jsonl. rows, picked: the held-out rows, and the numbers of
+        those that the batch answers. score: what the run maximises, its mean. With the key
         keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
         record = report.summarize(batch, "eval", reward_names)
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
-        samples = report.samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES,
-                                    reward_names)
+        samples = report.samples_of(batch, rows, picked[:SAMPLES], self.tokenizer,
+                                    self.iteration, reward_names)
         if self.rank == 0:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
