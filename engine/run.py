@@ -26,19 +26,21 @@ import errors
 import parallel
 from engine import launch, report, roles
 from engine.audit import audit, check_finite, must_agree
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, sha256
+from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import start_trackers, write_log, write_samples
-from engine.together import agree
+from engine.together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
 
-# a run that goes on must have these keys of the engine as they were, and these files
+# a run that goes on must have these keys of the engine as they were, and these models and files; of
+# other files, as of those of reward functions, it is said that they have changed
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
 SOURCES = ("ref_path", "judge_path", "judge_template")
+SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
 
@@ -86,15 +88,21 @@ class Run:
         self.rank, self.world_size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
 
-        files = [key for key in SOURCES if os.path.exists(config.get(key, ""))]
+        # judge_path may be the word ref_policy, and judge_template the name of one of ours
+        files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
+                 and (key != "judge_template" or os.path.exists(config[key]))]
         own = [key for key in MUST_MATCH if key in config]
+        said = [key for key in SAID if config.get(key)]
+        said += files_of(config.get("reward_functions", ""))
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
-            token_ids=token_ids, max_iters=max_iters)
+            token_ids=token_ids, max_iters=max_iters, said=said)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
         self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
+            if self.state["best_score"] is not None:
+                self.look_at_best()  # COLLECTIVE
         self.start = self.iteration = self.state["iteration"]
         start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
@@ -128,6 +136,20 @@ class Run:
         if self.start == self.max_iters:
             where += f": all {self.max_iters} iterations were made, the run is finished"
         print(f"{ranks} on {self.device.type}, {self.system.dtype}; {where}", flush=True)
+
+    def look_at_best(self):
+        """A collective: a damaged best policy is said, and the next best takes its place."""
+        def damaged():
+            folders = [os.path.join(self.out_dir, f"best_policy{end}") for end in ("", "_adapter")]
+            found = {f: damage(f) for f in folders if f == folders[0] or os.path.exists(f)}
+            return ", ".join(f"{folder}: {reason}" for folder, reason in found.items() if reason)
+
+        reasons = alone(damaged)
+        if reasons:
+            errors.warn(f"{reasons}; so the best policy so far, of score "
+                        f"{self.state['best_score']:.4g}, is lost, and the best of the evaluations "
+                        "from here on takes its place")
+            self.state["best_score"] = None
 
     # iterations and phases
 

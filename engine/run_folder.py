@@ -25,7 +25,7 @@ from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
-from errors import BadConfig, BadInput, one_line
+from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
@@ -34,18 +34,19 @@ PRODUCTS = "policy", "value_model", "reward_model"  # what runs leave
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf, said=()):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the keys of config that must be the same when a run resumes. sources: those keys
     among them that name a file or a model folder; its content must be the same, too. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. max_iters: a run with more iterations done is refused. Returns
+    library may have changed. max_iters: a run with more iterations done is refused. said: files,
+    or keys that name some, of which it is only said if their contents have changed. Returns
     (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
     ranks. Raises BadInput.
     """
-    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids))
+    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids, said))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     blind = ranks_where(read_holder(out_dir) != holder)
@@ -57,7 +58,7 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
     if folder and state["iteration"] > max_iters:  # the same on all ranks
         raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                         "iterations done; type a larger --max_iters, or another --out_dir")
-    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder))
+    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, said))
     return folder, state
 
 
@@ -65,7 +66,7 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
 # taking the folder
 
 
-def take(out_dir, config, sources, token_ids):
+def take(out_dir, config, sources, token_ids, said):
     """
     On rank 0: make out_dir and lock it. Returns {key: hash of the content} of what the run starts
     from, and what stands in the lock. Raises BadInput.
@@ -73,6 +74,7 @@ def take(out_dir, config, sources, token_ids):
     hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
               for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
+    hashes |= {name: data_hash(config.get(name, name)) for name in said}
     try:
         check_ours(out_dir)
         os.makedirs(out_dir, exist_ok=True)
@@ -150,7 +152,7 @@ def read_holder(out_dir):
 # beginning or resuming
 
 
-def begin_or_resume(out_dir, config, must_match, hashes, folder):
+def begin_or_resume(out_dir, config, must_match, hashes, folder, said):
     """
     The rest of open_run, on rank 0, which holds the lock. folder: of find_checkpoint. Raises
     BadInput.
@@ -164,11 +166,19 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder):
         except BadInput as e:
             raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
                            "choose another --out_dir") from e
-        check_same_run(out_dir, before, config, must_match, hashes)
+        strict = {key: sha for key, sha in hashes.items() if key not in said}
+        check_same_run(out_dir, before, config, must_match, strict)
         changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
                    if key in before and before[key] != value]
         if folder and changed:
             print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
+        known = before.get("sha256") or {}
+        edited = [config.get(name, name) for name in said
+                  if known.get(name, hashes[name]) != hashes[name]
+                  and before.get(name) == config.get(name)]
+        if folder and edited:
+            warn(f"since the checkpoint these files have other contents: {', '.join(edited)}; from "
+                 "here on the run uses what they have now")
     for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
         for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
             shutil.rmtree(leftover, ignore_errors=True)
