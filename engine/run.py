@@ -16,6 +16,7 @@ It decides nothing about training, and it knows no key of a script: it gets valu
 configuration is only stored, and compared when a run resumes.
 """
 import contextlib
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ import torch
 import errors
 import parallel
 from engine import launch, report, roles
-from engine.audit import audit, check_finite, must_agree
+from engine.audit import audit, check_finite, find_cause, must_agree, watch
 from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
@@ -42,6 +43,7 @@ MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
 SOURCES = ("ref_path", "judge_path", "judge_template")
 SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
+KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
 
 
 def ranks_agree(config, files, models, tokenizers, reward_functions=""):
@@ -87,6 +89,7 @@ class Run:
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
+        watch(self.models, optimizers)
 
         # judge_path may be the word ref_policy, and judge_template the name of one of ours
         files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
@@ -97,7 +100,8 @@ class Run:
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
             token_ids=token_ids, max_iters=max_iters, said=said)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
+                     first=None, warned=[])
         self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
@@ -144,7 +148,7 @@ class Run:
             found = {f: damage(f) for f in folders if f == folders[0] or os.path.exists(f)}
             return ", ".join(f"{folder}: {reason}" for folder, reason in found.items() if reason)
 
-        reasons = alone(damaged)
+        reasons = alone(damaged)  # COLLECTIVE
         if reasons:
             errors.warn(f"{reasons}; so the best policy so far, of score "
                         f"{self.state['best_score']:.4g}, is lost, and the best of the evaluations "
@@ -224,6 +228,7 @@ class Run:
         except Stop as e:
             if isinstance(e, Lost) or self.iteration == self.start:
                 raise
+            find_cause(self.iteration)  # COLLECTIVE: models that are broken are not saved
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
@@ -263,7 +268,7 @@ class Run:
         """
         if not checked:
             return parallel.all_reduce_max(gap).item()  # COLLECTIVE
-        return must_agree(gap, self.gap_limit, what, self.iteration, self.models)  # COLLECTIVE
+        return must_agree(gap, self.gap_limit, what, self.iteration)  # COLLECTIVE
 
     @property
     def loss_scale(self):
@@ -278,6 +283,26 @@ class Run:
 
     # what is said and written
 
+    def warn_once(self, what, message):
+        """Warn, once in the whole run."""
+        if what not in self.state["warned"]:
+            self.state["warned"] = [*self.state["warned"], what]
+            errors.warn(message)
+
+    def look_at_accuracy(self, accuracy, score, n):
+        """
+        Warn where the score rises and the accuracy, of n prompts, falls below that of the first
+        evaluation, by more than two standard errors.
+        """
+        first, before = self.state["first"] = self.state["first"] or [accuracy, score]
+        share = (first * n + 1) / (n + 2)  # neither 0 nor 1
+        if accuracy < first - 2 * math.sqrt(share * (1 - share) / n) and score > before:
+            self.warn_once("accuracy", (
+                f"the held-out accuracy has fallen from {first:.3f} to {accuracy:.3f} since the "
+                f"start, while the score has risen from {before:.3g} to {score:.3g}: the policy "
+                "learns what pleases the reward and is wrong; look at samples.jsonl, raise kl_coef "
+                "or lower the learning rate"))
+
     def log_evaluation(self, batch, rows, picked, reward_names, score):
         """
         A collective: the figures of an evaluation, which are also printed, with two of its samples;
@@ -286,6 +311,8 @@ class Run:
         keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
         record = report.summarize(batch, "eval", reward_names)
+        if "eval/accuracy" in record:
+            self.look_at_accuracy(record["eval/accuracy"], score, len(picked))
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
@@ -310,6 +337,11 @@ class Run:
         self.enter("log")
         record = {name: x for name, x in record.items() if x is not None}
         record = {"iteration": self.iteration} | record
+        if record.get("objective/kl", 0) > KL_LIMIT:
+            self.warn_once("kl", (
+                f"iteration {self.iteration}: the policy is {record['objective/kl']:.0f} nats a "
+                "response away from the reference; where it is so far, rewards are mostly wrong: "
+                "raise kl_coef or lower the learning rate"))
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             record["objective/texts"] = report.hash_of(batch["tokens"])

@@ -2,6 +2,7 @@
 What must not happen, made to happen: ranks that start from different things, that hang or have a bug, slow and full disks, a
 second signal. (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.)
 """
+import glob
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.tokenizers import load_tokenizer
 from model import load_model
@@ -181,6 +183,68 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt):
     assert is_one_line(full["stderr"][0], r"cannot be written \(.*[Ff]ile too large.*resume with the same command"), full
     assert "checkpoint-000001" in again["stdout"][0], again
     assert not [f for f in os.listdir(f"{folder}/full disk/out") if f.startswith((".tmp", ".old"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a number that is wrong, in a model or an optimizer, in the middle of iteration 1
+
+NAN = tiny.NOW + """
+import torch
+import parallel
+held, broadcast, draw, adamw = [], parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step
+adamw = getattr(adamw, "plain", adamw)  # another run of this process may have been here
+def remember(models):
+    held[:] = models = list(models)
+    broadcast(models)
+def part_of(p):
+    return p.to_local() if hasattr(p, "to_local") else p
+def spoil(seed, iteration, *rest):  # the audit of iteration 1 has passed
+    if iteration == 1 and RANK == RANKS - 1 and MODEL is not None:
+        part_of(list(held[MODEL].parameters())[-1].data).view(-1)[0] = float("nan")
+    return draw(seed, iteration, *rest)
+def step(self, *args, **kwargs):
+    if now == 1 and STATE and RANK == RANKS - 1:
+        for state in list(self.state.values())[-1:]:
+            part_of(state[STATE]).view(-1)[0] = float("nan")
+    return adamw(self, *args, **kwargs)
+step.plain = adamw
+parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step = remember, spoil, step
+"""
+BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, what is not finite)
+    "policy": ("ppo.py", {}, 1, 0, "", "policy's hf.lm_head.weight"),
+    "policy of two": ("grpo.py", {}, 2, 0, "", "policy, parameter hf.lm_head.weight, differs"),
+    "sharded": ("ppo.py", dict(zero_stage="3"), 2, 0, "", "policy's hf.lm_head.weight"),
+    "reference": ("ppo.py", {}, 1, 1, "", "ref_policy's hf.lm_head.weight"),
+    "value model": ("ppo.py", {}, 1, 3, "", "value_model's hf.score.weight"),
+    "rm": ("rm.py", {}, 1, 0, "", "reward_model's hf.score.weight"),
+    "first moment": ("ppo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
+    "a moment at stage 1": ("grpo.py", dict(zero_stage="1"), 2, None, "exp_avg", "optimizer's state of policy's hf."),
+    "sft's moment": ("sft.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
+    "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's score.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(world, tmp_path_factory):
+    jobs = {}
+    for name, (script, keys, ranks, number, state, _) in BROKEN.items():
+        code = f"RANKS, MODEL, STATE = {ranks}, {number}, {state!r}\n"
+        code += NAN
+        keys = dict(max_iters=3, checkpoint_interval=1, sync_check_interval=1000) | keys
+        jobs[name] = one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
+    folder = str(tmp_path_factory.mktemp("broken"))
+    return folder, tiny.in_a_row(folder, jobs)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_number_that_is_not_finite_is_named_by_model_and_parameter(broken, name):
+    """And what a run that resumes begins with has none."""
+    folder, results = broken
+    for outcome in results[name]:
+        assert outcome["kind"] == "Stop" and re.search(r"^iteration [12]: ", outcome["message"]), outcome
+        assert BROKEN[name][-1] in outcome["message"] and "sampler_logprobs" not in outcome["message"]
+    saved = glob.glob(f"{folder}/{name}/out/checkpoint-*/**/*.safetensors", recursive=True)
+    assert saved and all(t.isfinite().all() for file in saved for t in load_file(file).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
