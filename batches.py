@@ -38,7 +38,7 @@ import torch
 import parallel
 from data import batch_rows, my_micro_batches, permutation
 from engine import launch, roles
-from engine.audit import audit, check_finite, checksum_of, watch
+from engine.audit import audit, check_finite, checksum_of, watched
 from engine.checkpoint import load_batches
 from engine.placement import held, matrices_of, no_grad_forwards
 from engine.together import together
@@ -128,7 +128,7 @@ class Batches:
     def __init__(self, schedule, sampler, scorer, models, forward):
         self.schedule, self.sampler, self.scorer = schedule, sampler, scorer
         self.models, self.forward = held(models), forward
-        watch(self.models, {})
+        watched.models = self.models
         self.device, self.system = scorer.device, sampler.system
         self.keep = schedule.staleness + 1  # messages that may be under way, see roles.send
 

@@ -265,8 +265,7 @@ def check_range(key, value, comment, where):
 def print_help(script, doc, keys):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
-    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]")
-    print("--key=value counts before a config file, wherever it stands; then the last one counts")
+    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...: they win]")
     print("keys (*: most runs set it):\n")
     for name, key in keys.items():
         if key.headings:

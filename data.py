@@ -251,9 +251,8 @@ def hashed_row(n, *key):
 
 def spread(n, size, seed):
     """
-    Which of the n rows of a file an evaluation takes: `size` numbers in order, 0 = all. One is from
-    each of so many equal stretches of the file, where the seed says, so that a file that is sorted
-    by task is judged by all of its tasks. spread(10, 3, 1) takes one of 0..2, of 3..5 and of 6..9.
+    Which of the n rows of a file an evaluation takes: `size` numbers in order, 0 = all. The seed
+    says which one of each of so many equal stretches: of a file sorted by task all tasks count.
     """
     if not 0 < size < n:
         return list(range(n))

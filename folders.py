@@ -119,21 +119,14 @@ def read_json(file):
 
 
 def response_length(path):
-    """
-    The max_new_tokens of the run that has left the model of this folder, as its config.json says,
-    or the model's card where the folder has moved away; 0 where neither does.
-    """
-    beside = os.path.join(os.path.dirname(os.path.realpath(path)), "config.json")
-    card, found = os.path.join(path, "README.md"), None
-    try:
-        if os.path.isfile(beside):
-            found = read_json(beside).get("max_new_tokens")
-        if found is None and os.path.isfile(card):
-            line = re.search(r"^    max_new_tokens = (\d{1,7})$", read_text(card), re.MULTILINE)
-            found = int(line[1]) if line else None
-    except BadInput:
-        pass  # what others have written there tells nothing
-    return found if type(found) is int and 0 < found <= 10**6 else 0
+    """max_new_tokens of the run that left a model, by its config.json or the card; 0: unknown."""
+    folder = os.path.realpath(path)
+    for file in (os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")):
+        text = read_file(file).decode(errors="replace") if os.path.isfile(file) else ""
+        found = re.search(r'\bmax_new_tokens"?(?: =|:) ?(\d{1,6})\b', text)
+        if found:
+            return int(found[1])
+    return 0
 
 
 def check_writable(path, key="out", reads=()):

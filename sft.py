@@ -72,8 +72,7 @@ if init_from == "scratch" and d_model % (2 * n_head):
     raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads "
                     "have an even width")
 if init_from == "scratch" and learning_rate < 1e-4:
-    warn(f"a new model learns next to nothing at learning_rate = {learning_rate:g}; type "
-         "--learning_rate=3e-3, or --init_from=FOLDER")
+    warn(f"a new model learns little at {learning_rate = :g}; type --learning_rate=3e-3")
 if init_from == "scratch" and system.lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
                     "--init_from=FOLDER, or leave lora out")

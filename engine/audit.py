@@ -3,6 +3,7 @@ What stops a run whose numbers are wrong. Every rank must hold the same weights,
 finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
 """
 import hashlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,16 @@ from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
 
 
-watched = {}, {}  # {name: model}, {name: optimizer} of the run: see find_cause
+# {name: model} and {name: optimizer} of the run: they tell why a number is wrong, see find_cause
+watched = SimpleNamespace(models={}, optimizers={})
 
 # --------------------------------------------------------------------------------------------------
 # weights
 
 
-def watch(models, optimizers):
-    """The run has these models, and these optimizers of some of them."""
-    global watched
-    watched = models, optimizers
-
-
 def find_cause(iteration):
     """A collective, where a number is wrong: raise Stop, as `audit`, if that is a model's fault."""
-    audit(watched[0], {}, iteration)
+    audit(watched.models, {}, iteration)
 
 
 def audit(models, frozen, iteration):
@@ -76,7 +72,7 @@ def audit(models, frozen, iteration):
     if any_infinite.any():  # as after a step with a huge learning rate and finite gradients
         i, model, name = first(any_infinite)
         odd = ranks_where(bool(infinite[i]))
-        optimizer, what = watched[1].get(model), f"{model}'s {name}"
+        optimizer, what = watched.optimizers.get(model), f"{model}'s {name}"
         state = inner(optimizer).state.get(parameters[i][2], {}) if optimizer else {}
         if ranks_where(not all(my_part(t).isfinite().all()
                                for t in state.values() if torch.is_tensor(t))):

@@ -189,9 +189,6 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     judging = importlib.import_module("engine.judging")
     system = placement.system
     path, model = system.judge_path, None
-    if not path:
-        raise BadConfig("reward_functions names judge, and judge_path is empty; type "
-                        "--judge_path=FOLDER, or --judge_path=ref_policy")
     if judging.judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
@@ -254,9 +251,8 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, t
         if path and name not in names:
             raise BadConfig(f"{key} = {path!r}, but reward_functions does not use {name}; type "
                             f"--reward_functions={name}, or leave {key} out (--{key}=)")
-    if "reward_model" in names and not reward_path:
-        raise BadConfig("reward_functions names reward_model, and reward_path is empty; type "
-                        "--reward_path=FOLDER")
+        if name in names and not path:
+            raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
     if system.ref_path and kl_coef == 0:
         raise BadConfig(f"ref_path = {system.ref_path!r} with kl_coef = 0: there is no reference "
                         "then; type --kl_coef=0.05, or leave it out")

@@ -252,9 +252,8 @@ def read_tensors(folder, stem):
 
 def save_final(out_dir, name, model, tokenizer, config=None):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all; best_policy has a
-    manifest.json, as checkpoints have. A LoRA adapter is merged into the model, and also saved
-    alone, in out_dir/name_adapter. config: of the run, for
+    A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
+    merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
     the model card. Raises Stop, on all ranks, when the disk is full.
     """
     final, dtype = os.path.join(out_dir, name), saved_dtype(model)
@@ -262,15 +261,11 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     def write(folder):
         save_model(folder, model, tokenizer, dtype)
         alone(partial(write_card, folder))
-        seal(folder)
+        if name == "best_policy":  # a run that resumes looks whether it is whole
+            alone(partial(write_manifest, folder))
 
     def write_adapter(folder):
         alone(partial(save_adapter, model, folder, model.path))
-        seal(folder)
-
-    def seal(folder):
-        if name == "best_policy":  # a run that resumes will look whether it is whole
-            alone(partial(write_manifest, folder))
 
     def write_card(folder):
         count = sum(p.numel() for p in model.hf.parameters())

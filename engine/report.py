@@ -213,8 +213,7 @@ def print_models(models):
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
         trained = any(p.requires_grad for p in model.parameters())
-        line = f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}"
-        print(line)
+        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}")
 
 
 def print_samples(samples):

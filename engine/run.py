@@ -16,7 +16,6 @@ It decides nothing about training, and it knows no key of a script: it gets valu
 configuration is only stored, and compared when a run resumes.
 """
 import contextlib
-import math
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ import torch
 import errors
 import parallel
 from engine import launch, report, roles
-from engine.audit import audit, check_finite, find_cause, must_agree, watch
+from engine.audit import audit, check_finite, find_cause, must_agree, watched
 from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
@@ -37,8 +36,7 @@ from engine.together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
 
-# a run that goes on must have these keys of the engine as they were, and these models and files; of
-# other files, as of those of reward functions, it is said that they have changed
+# a run that goes on must have these keys and files as they were; a change of SAID is only said
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
 SOURCES = ("ref_path", "judge_path", "judge_template")
 SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
@@ -89,24 +87,25 @@ class Run:
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
-        watch(self.models, optimizers)
+        watched.models, watched.optimizers = self.models, optimizers
 
-        # judge_path may be the word ref_policy, and judge_template the name of one of ours
         files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
-                 and (key != "judge_template" or os.path.exists(config[key]))]
+                 and (key != "judge_template" or os.path.exists(config[key]))]  # or one of ours
         own = [key for key in MUST_MATCH if key in config]
         said = [key for key in SAID if config.get(key)]
         said += files_of(config.get("reward_functions", ""))
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
-            token_ids=token_ids, max_iters=max_iters, said=said)
+            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files, *said],
+            token_ids=token_ids, max_iters=max_iters)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
                      first=None, warned=[])
         self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
-            if self.state["best_score"] is not None:
-                self.look_at_best()  # COLLECTIVE
+            best = os.path.join(out_dir, "best_policy")
+            if self.state["best_score"] is not None and alone(lambda: damage(best)):  # COLLECTIVE
+                errors.warn(f"{best} is damaged; the best from here on takes its place")
+                self.state["best_score"] = None
         self.start = self.iteration = self.state["iteration"]
         start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
@@ -140,20 +139,6 @@ class Run:
         if self.start == self.max_iters:
             where += f": all {self.max_iters} iterations were made, the run is finished"
         print(f"{ranks} on {self.device.type}, {self.system.dtype}; {where}", flush=True)
-
-    def look_at_best(self):
-        """A collective: a damaged best policy is said, and the next best takes its place."""
-        def damaged():
-            folders = [os.path.join(self.out_dir, f"best_policy{end}") for end in ("", "_adapter")]
-            found = {f: damage(f) for f in folders if f == folders[0] or os.path.exists(f)}
-            return ", ".join(f"{folder}: {reason}" for folder, reason in found.items() if reason)
-
-        reasons = alone(damaged)  # COLLECTIVE
-        if reasons:
-            errors.warn(f"{reasons}; so the best policy so far, of score "
-                        f"{self.state['best_score']:.4g}, is lost, and the best of the evaluations "
-                        "from here on takes its place")
-            self.state["best_score"] = None
 
     # iterations and phases
 
@@ -289,20 +274,6 @@ class Run:
             self.state["warned"] = [*self.state["warned"], what]
             errors.warn(message)
 
-    def look_at_accuracy(self, accuracy, score, n):
-        """
-        Warn where the score rises and the accuracy, of n prompts, falls below that of the first
-        evaluation, by more than two standard errors.
-        """
-        first, before = self.state["first"] = self.state["first"] or [accuracy, score]
-        share = (first * n + 1) / (n + 2)  # neither 0 nor 1
-        if accuracy < first - 2 * math.sqrt(share * (1 - share) / n) and score > before:
-            self.warn_once("accuracy", (
-                f"the held-out accuracy has fallen from {first:.3f} to {accuracy:.3f} since the "
-                f"start, while the score has risen from {before:.3g} to {score:.3g}: the policy "
-                "learns what pleases the reward and is wrong; look at samples.jsonl, raise kl_coef "
-                "or lower the learning rate"))
-
     def log_evaluation(self, batch, rows, picked, reward_names, score):
         """
         A collective: the figures of an evaluation, which are also printed, with two of its samples;
@@ -311,8 +282,14 @@ class Run:
         keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
         record = report.summarize(batch, "eval", reward_names)
-        if "eval/accuracy" in record:
-            self.look_at_accuracy(record["eval/accuracy"], score, len(picked))
+        accuracy, n = record.get("eval/accuracy", 0.0), len(picked)
+        first, before = self.state["first"] = self.state["first"] or [accuracy, score]
+        chance = 2 * (first * (1 - first) / n + 1 / n**2) ** 0.5  # about two standard errors
+        if score > before and accuracy < first - chance:
+            self.warn_once("accuracy", (
+                f"the held-out accuracy fell from {first:.3f} to {accuracy:.3f} while the score "
+                f"rose from {before:.3g} to {score:.3g}: what pleases the reward is wrong; look at "
+                "samples.jsonl, raise kl_coef or lower the learning rate"))
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
@@ -339,9 +316,8 @@ class Run:
         record = {"iteration": self.iteration} | record
         if record.get("objective/kl", 0) > KL_LIMIT:
             self.warn_once("kl", (
-                f"iteration {self.iteration}: the policy is {record['objective/kl']:.0f} nats a "
-                "response away from the reference; where it is so far, rewards are mostly wrong: "
-                "raise kl_coef or lower the learning rate"))
+                f"the policy is {record['objective/kl']:.0f} nats a response away from the "
+                "reference, where few rewards are right; raise kl_coef or lower the learning rate"))
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             record["objective/texts"] = report.hash_of(batch["tokens"])

@@ -34,19 +34,19 @@ PRODUCTS = "policy", "value_model", "reward_model"  # what runs leave
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf, said=()):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
-    must_match: the keys of config that must be the same when a run resumes. sources: those keys
-    among them that name a file or a model folder; its content must be the same, too. token_ids: all
+    must_match: the keys of config that must be the same when a run resumes. sources: keys that name
+    a file or a model folder, or files themselves: its content must be the same, too, where
+    must_match has the key; else it is said that it has changed. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. max_iters: a run with more iterations done is refused. said: files,
-    or keys that name some, of which it is only said if their contents have changed. Returns
+    library may have changed. max_iters: a run with more iterations done is refused. Returns
     (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
     ranks. Raises BadInput.
     """
-    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids, said))
+    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids))
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
     blind = ranks_where(read_holder(out_dir) != holder)
@@ -58,7 +58,7 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
     if folder and state["iteration"] > max_iters:  # the same on all ranks
         raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                         "iterations done; type a larger --max_iters, or another --out_dir")
-    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder, said))
+    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder))
     return folder, state
 
 
@@ -66,15 +66,14 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
 # taking the folder
 
 
-def take(out_dir, config, sources, token_ids, said):
+def take(out_dir, config, sources, token_ids):
     """
     On rank 0: make out_dir and lock it. Returns {key: hash of the content} of what the run starts
     from, and what stands in the lock. Raises BadInput.
     """
-    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config.get(key, key))
               for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
-    hashes |= {name: data_hash(config.get(name, name)) for name in said}
     try:
         check_ours(out_dir)
         os.makedirs(out_dir, exist_ok=True)
@@ -152,7 +151,7 @@ def read_holder(out_dir):
 # beginning or resuming
 
 
-def begin_or_resume(out_dir, config, must_match, hashes, folder, said):
+def begin_or_resume(out_dir, config, must_match, hashes, folder):
     """
     The rest of open_run, on rank 0, which holds the lock. folder: of find_checkpoint. Raises
     BadInput.
@@ -166,19 +165,11 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder, said):
         except BadInput as e:
             raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
                            "choose another --out_dir") from e
-        strict = {key: sha for key, sha in hashes.items() if key not in said}
-        check_same_run(out_dir, before, config, must_match, strict)
+        check_same_run(out_dir, before, config, must_match, hashes)
         changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
                    if key in before and before[key] != value]
         if folder and changed:
             print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
-        known = before.get("sha256") or {}
-        edited = [config.get(name, name) for name in said
-                  if known.get(name, hashes[name]) != hashes[name]
-                  and before.get(name) == config.get(name)]
-        if folder and edited:
-            warn(f"since the checkpoint these files have other contents: {', '.join(edited)}; from "
-                 "here on the run uses what they have now")
     for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
         for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -208,6 +199,10 @@ def check_same_run(out_dir, before, config, must_match, hashes):
                                "become now: its chat template, template_kwargs, system_prompt, "
                                "limits of length or libraries were other ones; restore "
                                "them, or choose another --out_dir")
+        elif key not in must_match:
+            if old not in (sha, "unknown") and before.get(key) == config.get(key):
+                warn(f"{config.get(key, key)} had other contents when the run was saved; from here "
+                     "on it goes on with what is there now")
         elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
@@ -219,7 +214,8 @@ def check_same_run(out_dir, before, config, must_match, hashes):
 
 
 # each may name several files, or data sets of the hub
-DATA_KEYS = "train_path", "prompts_path", "ptx_path"
+DATA_KEYS = ("train_path", "prompts_path", "ptx_path", "eval_path", "val_path",
+             "demonstrations_path")
 
 
 def data_hashes(*specs):

@@ -87,8 +87,7 @@ def read_log(out_dir, name="log.jsonl"):
 def cut_log(out_dir, iteration):
     """
     Delete the lines of this iteration and later ones, and lines that cannot be read, from both
-    files. log.jsonl is there afterwards, if only empty. A line says which iterations should be
-    there and are not, as after a file was cut.
+    files. log.jsonl is there afterwards, if only empty. What is missing before them is said.
     """
     expected = set(range(iteration))
     for name in LOG_FILES:
@@ -100,11 +99,9 @@ def cut_log(out_dir, iteration):
             os.replace(file + ".tmp", file)
             missing = sorted(expected - {i for i, _ in kept})
             if missing:
-                warn(f"{file} was cut or damaged: of the {iteration} iterations before the "
-                     f"checkpoint it lacks {len(missing)}, from {missing[0]} to {missing[-1]}; the "
-                     "run goes on, and they stay missing")
-        # samples are of the iterations whose line in the log has an evaluation
-        expected = {i for i, line in kept if '"eval/' in line}
+                warn(f"{file} was cut or damaged: of the iterations before {iteration} it lacks "
+                     f"{len(missing)}, from {missing[0]} to {missing[-1]}, and the run goes on")
+        expected = {i for i, line in kept if '"eval/' in line}  # of samples.jsonl
 
 
 # --------------------------------------------------------------------------------------------------

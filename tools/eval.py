@@ -118,10 +118,8 @@ if not prompts_path:
     raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
 rows = build.read_prompts(prompts_path, terms, fields)
 picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
-told = [max_new_tokens] if max_new_tokens else list(filter(None, map(response_length, paths)))
-config["max_new_tokens"] = max_new_tokens = max(told, default=48)
-say(f"responses of up to {max_new_tokens} tokens" + (
-    "" if told else ", as no run's settings are beside the policies; more: --max_new_tokens=1024"))
+config["max_new_tokens"] = max_new_tokens = max_new_tokens or max(map(response_length, paths)) or 48
+say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
 out = out.removesuffix(".jsonl").removesuffix(".json")
 read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
 read += [*paths, reward_path, judge_path]  # folders: nothing in them is replaced
