@@ -186,6 +186,87 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# what is edited, damaged or cut between a run and its resume
+
+COPY = """
+import os, shutil
+for source, name in ((f"{ROOT}/rules.py", "mine.py"), (f"{ROOT}/rules.py", "too.py"), (f"{ROOT}/question.txt", "ask.txt"),
+                     (f"{ROOT}/rl_val.jsonl", "val.jsonl"), (f"{ROOT}/sft_val.jsonl", "shown.jsonl")):
+    shutil.copy(source, name)
+open("chat.jinja", "w").write("{{ messages }}")
+for name in ("judge", "reward", "policy"):
+    shutil.copytree(f"{ROOT}/{name}", f"my_{name}")
+"""
+FLIP = """
+def flip(file):
+    with open(file, "r+b") as f:
+        f.seek(-3, 2)
+        last = f.read(1)
+        f.seek(-3, 2)
+        f.write(bytes([last[0] ^ 1]))
+def add(file, text):
+    with open(file, "a") as f:
+        f.write(text)
+def without(file, *places):
+    lines = open(file).read().splitlines(True)
+    open(file, "w").writelines(line for i, line in enumerate(lines) if i not in places)
+"""
+TEXTS = dict(reward_functions="mine.py:letters,0.5*too.py:odd,judge", judge_path="my_judge", judge_template="ask.txt",
+             ref_path="my_policy", eval_path="val.jsonl", eval_interval=1, keep_best=True, chat_template="chat.jinja")
+PAIRS = dict(teacher="my_reward", demonstrations_path="shown.jsonl")
+BACK = "shutil.copy(f'{ROOT}/%s/model.safetensors', 'my_%s')"
+CHAINS = {  # script: one run after the other in one folder; what is done before each, what is then said, whether it is refused
+    "grpo": [
+        (COPY, [], False),
+        ("flip('my_judge/model.safetensors')", ["judge_path", "my_judge"], True),
+        (BACK % ("judge", "judge") + "; add('ask.txt', '?')", ["judge_template", "ask.txt"], True),
+        ("shutil.copy(f'{ROOT}/question.txt', 'ask.txt'); flip('my_policy/model.safetensors')", ["ref_path", "my_policy"], True),
+        (BACK % ("policy", "policy"), [], False),
+        ("add('mine.py', '# better\\n'); add('too.py', '\\nx = 1\\n'); without('val.jsonl', 3); add('chat.jinja', '!')",
+         ["chat.jinja", "mine.py", "too.py", "val.jsonl"], False),
+        ("flip('out/best_policy/model.safetensors')", ["out/best_policy"], False),
+        ("shutil.rmtree('out/best_policy')", ["out/best_policy"], False),
+        ("", [], False),
+        ("without('out/samples.jsonl', 2, 3)", ["out/samples.jsonl"], False),
+        ("without('out/log.jsonl', 0)", ["out/log.jsonl", "out/samples.jsonl"], False),
+        ("os.truncate('out/log.jsonl', 40); os.remove('out/samples.jsonl')", ["out/log.jsonl"], False)],
+    "rm": [
+        (COPY, [], False),
+        ("flip('my_reward/model.safetensors')", ["teacher", "my_reward"], True),
+        (BACK % ("reward", "reward") + "; without('shown.jsonl', 0)", ["shown.jsonl"], False),
+        ("os.remove('out/log.jsonl')", ["out/log.jsonl"], False)]}
+
+
+@pytest.fixture(scope="module")
+def edited(world, tmp_path_factory):
+    folder, jobs = str(tmp_path_factory.mktemp("edited")), {}
+    for script, chain in CHAINS.items():
+        for number, (edit, *_) in enumerate(chain):
+            iterations = 2 + max(0, number - dict(grpo=4, rm=1)[script])
+            keys = (TEXTS if script == "grpo" else PAIRS) | dict(max_iters=iterations, lr_decay="constant")
+            run = getattr(world, script)("out", **keys), f"import os, shutil\nROOT = {world.root!r}\n{FLIP}{edit}"
+            jobs[f"{script} {number}"] = one_run(f"{script}.py", run) | dict(folder=script)
+    return folder, tiny.in_a_row(folder, jobs)
+
+
+@pytest.mark.parametrize("script", CHAINS)
+def test_what_is_edited_damaged_or_cut_before_a_resume_is_said(edited, script):
+    """Once, and nothing else is; where it would be another run, it is refused."""
+    folder, results = edited
+    for number, (_, words, refused) in enumerate(CHAINS[script]):
+        outcome, = results[f"{script} {number}"]
+        if refused:
+            assert outcome["kind"] == "BadInput" and all(word in outcome["message"] for word in words), outcome
+            continue
+        said = sorted(line for line in outcome["stdout"].splitlines() if line.startswith("warning: "))
+        assert outcome["kind"] == "" and len(said) == len(words), (number, outcome)
+        assert all(any(word in line for line in said) for word in words), (words, said)
+    if script == "grpo":  # what was damaged was replaced
+        best = load_model(f"{folder}/grpo/out/best_policy")
+        assert all(p.isfinite().all() for p in best.parameters()) and load_tokenizer(best.path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # a number that is wrong, in a model or an optimizer, in the middle of iteration 1
 
 NAN = tiny.NOW + """
@@ -212,14 +293,11 @@ parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step = remembe
 """
 BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, what is not finite)
     "policy": ("ppo.py", {}, 1, 0, "", "policy's hf.lm_head.weight"),
-    "policy of two": ("grpo.py", {}, 2, 0, "", "policy, parameter hf.lm_head.weight, differs"),
-    "sharded": ("ppo.py", dict(zero_stage="3"), 2, 0, "", "policy's hf.lm_head.weight"),
-    "reference": ("ppo.py", {}, 1, 1, "", "ref_policy's hf.lm_head.weight"),
+    "sharded": ("grpo.py", dict(zero_stage="3"), 2, 0, "", "policy's hf.lm_head.weight"),
     "value model": ("ppo.py", {}, 1, 3, "", "value_model's hf.score.weight"),
     "rm": ("rm.py", {}, 1, 0, "", "reward_model's hf.score.weight"),
-    "first moment": ("ppo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
+    "first moment": ("grpo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
     "a moment at stage 1": ("grpo.py", dict(zero_stage="1"), 2, None, "exp_avg", "optimizer's state of policy's hf."),
-    "sft's moment": ("sft.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
     "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's score.weight"),
 }
 

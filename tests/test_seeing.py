@@ -75,10 +75,12 @@ def test_samples(done):
     files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
     assert open(files[0], "rb").read() == open(files[1], "rb").read()
     assert [line["iteration"] for line in lines(files[1])] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    prompts = [row["prompt"] for row in lines(world.rl_val)][:3]
+    prompts = [row["prompt"] for row in lines(world.rl_val)]
     for name in ("whole", "grpo"):
         samples = lines(f"{folder}/{name}/out/samples.jsonl")
-        assert [(s["row"], s["prompt"]) for s in samples] == list(enumerate(prompts)) * 5
+        rows = [s["row"] for s in samples[:3]]
+        assert [row // (len(prompts) // 3) for row in rows] == [0, 1, 2]  # from all over the file
+        assert [(s["row"], s["prompt"]) for s in samples] == [(row, prompts[row]) for row in rows] * 5
     for sample in samples:  # of grpo, which has two rewards
         scores = sample["scores"]
         letters = sum(ch.isascii() for ch in sample["text"]) / 8
