@@ -179,7 +179,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, placement, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=data[0][1], temperature=temperature, ema=ema)
+    token_ids=data[0][1], temperature=temperature, ema=ema, reward_functions=reward_functions)
 
 gradients = parallel.flatten_gradients(policy.parameters())
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average

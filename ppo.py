@@ -195,7 +195,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=data[0][1], temperature=temperature, ema=ema,
+    token_ids=data[0][1], temperature=temperature, ema=ema, reward_functions=reward_functions,
     # what the loop carries from one iteration to the next, beside weights and optimizers
     state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
 state = run.state

@@ -75,11 +75,12 @@ class Run:
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
     run trains on. temperature: of the sampling. state: what the loop carries from one iteration to
     the next beside weights and optimizers, as plain numbers: it is saved with every checkpoint, and
-    self.state is what to go on with. ema: the policy's moving average or None.
+    self.state is what to go on with. ema: the policy's average or None. reward_functions: the key.
     """
 
     def __init__(self, out_dir, max_iters, config, placement, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None):
+                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None,
+                 reward_functions=""):
         system, device = placement.system, placement.device
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
@@ -92,8 +93,7 @@ class Run:
         files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
                  and (key != "judge_template" or os.path.exists(config[key]))]  # or one of ours
         own = [key for key in MUST_MATCH if key in config]
-        said = [key for key in SAID if config.get(key)]
-        said += files_of(config.get("reward_functions", ""))
+        said = [key for key in SAID if config.get(key)] + files_of(reward_functions)
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files, *said],
             token_ids=token_ids, max_iters=max_iters)
