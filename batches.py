@@ -38,7 +38,7 @@ import torch
 import parallel
 from data import batch_rows, my_micro_batches, permutation
 from engine import launch, roles
-from engine.audit import audit, check_finite, checksum_of
+from engine.audit import audit, check_finite, checksum_of, watched
 from engine.checkpoint import load_batches
 from engine.placement import held, matrices_of, no_grad_forwards
 from engine.together import together
@@ -128,6 +128,7 @@ class Batches:
     def __init__(self, schedule, sampler, scorer, models, forward):
         self.schedule, self.sampler, self.scorer = schedule, sampler, scorer
         self.models, self.forward = held(models), forward
+        watched.models = self.models
         self.device, self.system = scorer.device, sampler.system
         self.keep = schedule.staleness + 1  # messages that may be under way, see roles.send
 
@@ -237,11 +238,9 @@ class Batches:
         batch = self.score(label, self.sampled[iteration], picked)  # COLLECTIVE
         return batch, iteration - self.version[iteration]
 
-    def held_out(self, size):
-        """A collective: the policy of now answers the first `size` held-out prompts, 0 = all."""
-        every = len(self.schedule.data[1][0])
-        label, picked = ("eval", self.run.iteration, 0), range(min(size or every, every))
-        return self.sample_and_score(label, picked)  # COLLECTIVE
+    def held_out(self, picked):
+        """A collective: the policy of now answers the held-out prompts of these numbers."""
+        return self.sample_and_score(("eval", self.run.iteration, 0), picked)  # COLLECTIVE
 
     def refill(self, attempt, picked, slots):
         """
