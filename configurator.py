@@ -5,11 +5,11 @@ globals, one comment each, and then calls configure:
     batch_size = 256  # responses an iteration, over all ranks [>= 1]
     config, _ = configure(globals())
 
-`python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: config files and
---key=value, from left to right; of two values for a key the last one counts. A config file is
-Python, run in a namespace of its own; each public name in it must be a key of the script (helpers
-start with an underscore). `--help` prints every key with its default and its comment; a comment
-that begins with * is that of a key which most runs set.
+`python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
+files, from left to right, and then each --key=value, wherever it stands among them; of two values
+for a key the last one counts. A config file is Python, run in a namespace of its own; each public
+name in it must be a key of the script (helpers start with an underscore). `--help` prints every key
+with its default and its comment; a comment that begins with * is that of a key which most runs set.
 
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. They
 are enforced, so a comment cannot promise another range than the one that is checked.
@@ -98,7 +98,8 @@ def read_arguments(keys, argv):
     checked against keys, a {name: Key}. Raises BadConfig.
     """
     overrides = {}
-    for arg in argv:
+    # files first: what somebody types counts more than what a file says, wherever it stands
+    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
                 check_key(name, keys, arg, " (the name of a helper begins with _)")
@@ -264,7 +265,7 @@ def check_range(key, value, comment, where):
 def print_help(script, doc, keys):
     """Every key with its default and comment, after the script's own docstring."""
     print((doc or "").strip())
-    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...]")
+    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...: they win]")
     print("keys (*: most runs set it):\n")
     for name, key in keys.items():
         if key.headings:

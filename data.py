@@ -16,6 +16,7 @@ import functools
 import hashlib
 import math
 from array import array
+from itertools import pairwise
 
 import torch
 
@@ -252,6 +253,17 @@ def hashed_row(n, *key):
     """
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % n
+
+
+def spread(n, size, seed):
+    """
+    Which of the n rows of a file an evaluation takes: `size` numbers in order, 0 = all. The seed
+    says which one of each of so many equal stretches: of a file sorted by task all tasks count.
+    """
+    if not 0 < size < n:
+        return list(range(n))
+    ends = [n * i // size for i in range(size + 1)]
+    return [first + hashed_row(end - first, seed, "eval", first) for first, end in pairwise(ends)]
 
 
 def other_row(row, n, *key):

@@ -118,6 +118,17 @@ def read_json(file):
     return value
 
 
+def response_length(path):
+    """max_new_tokens of the run that left a model, by its config.json or the card; 0: unknown."""
+    folder = os.path.realpath(path)
+    for file in (os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")):
+        text = read_file(file).decode(errors="replace") if os.path.isfile(file) else ""
+        found = re.search(r'\bmax_new_tokens"?(?: =|:) ?(\d{1,6})\b', text)
+        if found:
+            return int(found[1])
+    return 0
+
+
 def check_writable(path, key="out", reads=()):
     """
     Raise BadInput now, and not after hours, if the file that the key names cannot be written, or

@@ -36,7 +36,7 @@ import torch
 import parallel
 from configurator import configure
 from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
-                  replace_rows)
+                  replace_rows, spread)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -56,7 +56,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # a model with one label, if it is a reward
+reward_path = ""  # a model with one label, where reward_functions names reward_model
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -120,8 +120,8 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 placement = build.Placement(system, seed, ("policy",))  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-build.check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap,
-               eval_path)
+build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
+               importance_cap, eval_path)
 build.check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
                  kl_estimator, kl_correction, refill_by)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
@@ -150,6 +150,7 @@ train_prompts, eval_prompts = (
     encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
                    system.too_long)
     for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
@@ -233,7 +234,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, placement, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=train_prompts, temperature=temperature, ema=ema)
+    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
 
 gradients = parallel.flatten_gradients(policy.parameters())
 if ahead:
@@ -319,11 +320,10 @@ def refill(batch, picked, flat):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    picked = range(min(eval_size or len(eval_rows), len(eval_rows)))
-    batch = rollout("eval", run.iteration, picked)  # COLLECTIVE
+    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
     read(batch, readers, [batch["index"]])  # COLLECTIVE
     score = report.mean_of(shape_scores(batch)).item()
-    return run.log_evaluation(batch, eval_rows, reward_names, score)  # COLLECTIVE
+    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
 
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average

@@ -36,7 +36,7 @@ import torch
 import parallel
 from configurator import configure
 from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                  permutation, tokens_of_example, trained_tokens)
+                  permutation, spread, tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -56,7 +56,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
-reward_path = "out/arithmetic_rm/reward_model"  # * a model with one label
+reward_path = ""  # * a model with one label, where reward_functions names reward_model
 value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
@@ -104,7 +104,7 @@ max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 
 learning_rate = 3e-6  # * policy's peak [> 0]
 warmup_iters = 0  # policy: iterations of linear warm-up [>= 0]
 lr_decay = "linear"  # policy: it stays, or falls to 0 like this [constant | linear | cosine]
-value_learning_rate = 3e-6  # value model's peak [> 0]
+value_learning_rate = 0.0  # value model's peak, 0 = learning_rate [>= 0]
 value_warmup_iters = 0  # value model: iterations of linear warm-up [>= 0]
 value_lr_decay = "linear"  # value model: as lr_decay [constant | linear | cosine]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
@@ -124,8 +124,8 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 placement = build.Placement(system, seed, ("policy", "value"), value_init)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-build.check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap,
-               eval_path)
+build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
+               importance_cap, eval_path)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -157,6 +157,7 @@ train_prompts, eval_prompts = (
     encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
                    system.too_long)
     for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
@@ -237,15 +238,15 @@ if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks hav
 betas = beta1, beta2
 optimizers = dict(
     policy=build.optimizer_of(policy, "policy", placement, learning_rate, betas, adam_eps),
-    value_model=build.optimizer_of(value_model, "value", placement, value_learning_rate, betas,
-                                   adam_eps))
+    value_model=build.optimizer_of(value_model, "value", placement,
+                                   value_learning_rate or learning_rate, betas, adam_eps))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 run = Run(  # COLLECTIVE
     out_dir, max_iters, config, placement, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=train_prompts, temperature=temperature, ema=ema,
+    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions,
     # what the loop carries from one iteration to the next, beside weights and optimizers
     state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
 state = run.state
@@ -320,8 +321,7 @@ def shape_scores(batch, deviation):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    picked = range(min(eval_size or len(eval_rows), len(eval_rows)))
-    batch = rollout("eval", run.iteration, picked)  # COLLECTIVE
+    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
     read(batch, [batch["index"]])  # COLLECTIVE
     # All evaluations are shaped with one deviation, the first one's. The running deviation moves,
     # and the penalty for a missing EOS would weigh more or less with it.
@@ -329,7 +329,7 @@ def evaluate():
         moments = update_moments([0, 0.0, 0.0], batch["scores"])
         state["best_deviation"] = standard_deviation(moments)
     score = shape_scores(batch, state["best_deviation"]).mean().item()
-    return run.log_evaluation(batch, eval_rows, reward_names, score)  # COLLECTIVE
+    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
 
 # a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
@@ -388,8 +388,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
     run.enter("update")
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    value_lr = learning_rate_at(iteration, value_learning_rate, value_warmup_iters, max_iters,
-                                value_lr_decay)
+    value_lr = learning_rate_at(iteration, value_learning_rate or learning_rate,
+                                value_warmup_iters, max_iters, value_lr_decay)
     sums = {}  # {metric: (sum, count)} of what is measured on the way
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl

@@ -18,7 +18,7 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad
+from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
 from engine import audit, build
 from engine.estimates import agreement, calibration_error, correlation
 from engine.optimizers import step
@@ -62,7 +62,7 @@ centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, 
 max_iters = 100  # * optimizer steps [>= 1]
 batch_size = 64  # * pairs a step, over all ranks [1..1000000]
 micro_batch_size = 32  # pairs at once; only memory depends on it [>= 1]
-learning_rate = 3e-4  # * peak [> 0]
+learning_rate = 1e-5  # * peak, for a hub model; often 1e-4 with lora [> 0]
 warmup_iters = 5  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # then it stays, or falls to 0 like this [constant | linear | cosine]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
@@ -116,7 +116,8 @@ def encode(rows, path, *fields):
 
 train_ids = encode(train_rows, train_path, *completions)
 val_pairs = encode(val_rows, val_path, *PAIR)
-eval_pairs = val_pairs[:eval_size or len(val_pairs)]
+held_out = spread(len(val_pairs), eval_size, seed)  # the numbers of the pairs to evaluate on
+eval_pairs = [val_pairs[i] for i in held_out]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
 # without demonstrations, what was preferred to something else shall score 0 on average
 demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
@@ -247,8 +248,8 @@ if teacher:
         ids = encode_scored(train_rows, train_path, reader, completions, model.max_positions)
         known = known + centred(all_scores(ids, model)) / len(teachers)  # COLLECTIVE
         if eval_pairs:
-            ids = encode_scored(val_rows[:len(eval_pairs)], val_path, reader, PAIR,
-                                model.max_positions)
+            ids = encode_scored(val_rows, val_path, reader, PAIR, model.max_positions)
+            ids = [ids[i] for i in held_out]
             eval_known = eval_known + centred(all_scores(ids, model)) / len(teachers)
         del model
     if known.std() < 1e-6:  # a rounding

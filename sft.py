@@ -15,14 +15,14 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_examples, iterations, micro_batches_of, tokens_of_example,
-                  trained_tokens)
+from data import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
+                  tokens_of_example, trained_tokens)
 from engine import audit, build
 from engine.optimizers import step
 from engine.placement import in_memory, no_grad_forwards
 from engine.run import Run, ranks_agree
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer
-from errors import BadConfig, say
+from errors import BadConfig, say, warn
 from loss import example_logprobs, learning_rate_at
 from rows import Rows, read_rows, sft_row
 
@@ -52,7 +52,7 @@ context = 64  # scratch: longest sequence [2..10000000]
 max_iters = 700  # * optimizer steps [>= 1]
 batch_size = 128  # * demonstrations a step, over all ranks [1..1000000]
 micro_batch_size = 32  # demonstrations at once; only memory depends on it [>= 1]
-learning_rate = 3e-3  # * peak [> 0]
+learning_rate = 1e-5  # * peak, for a hub model; often 1e-4 with lora, 3e-3 from scratch [> 0]
 warmup_iters = 20  # steps of linear warm-up [>= 0]
 lr_decay = "cosine"  # then it stays, or falls to 0 like this [constant | linear | cosine]
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
@@ -72,6 +72,8 @@ config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500,
 if init_from == "scratch" and d_model % (2 * n_head):
     raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads "
                     "have an even width")
+if init_from == "scratch" and learning_rate < 1e-4:
+    warn(f"a new model learns little at {learning_rate = :g}; type --learning_rate=3e-3")
 if init_from == "scratch" and system.lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
                     "--init_from=FOLDER, or leave lora out")
@@ -100,7 +102,7 @@ check_tokenizer_fits(tokenizer, policy, init_from)
 train_examples, val_examples = (
     encode_examples(rows, path, tokenizer, policy.max_positions, max_tokens, system.too_long)
     for rows, path in ((train_rows, train_path), (val_rows, val_path)))
-eval_examples = val_examples[:eval_size or len(val_examples)]
+eval_examples = [val_examples[i] for i in spread(len(val_examples), eval_size, seed)]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 ranks_agree(config, [train_path, val_path], models, [tokenizer])  # COLLECTIVE

@@ -3,18 +3,28 @@ What stops a run whose numbers are wrong. Every rank must hold the same weights,
 finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
 """
 import hashlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import parallel
+from engine.optimizers import inner
 from engine.together import name_ranks, ranks_where
 from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
 
 
+# {name: model} and {name: optimizer} of the run: they tell why a number is wrong, see find_cause
+watched = SimpleNamespace(models={}, optimizers={})
+
 # --------------------------------------------------------------------------------------------------
 # weights
+
+
+def find_cause(iteration):
+    """A collective, where a number is wrong: raise Stop, as `audit`, if that is a model's fault."""
+    audit(watched.models, {}, iteration)
 
 
 def audit(models, frozen, iteration):
@@ -62,8 +72,13 @@ def audit(models, frozen, iteration):
     if any_infinite.any():  # as after a step with a huge learning rate and finite gradients
         i, model, name = first(any_infinite)
         odd = ranks_where(bool(infinite[i]))
-        raise Stop(f"iteration {iteration}: {model}'s {name} is not finite on {name_ranks(odd)}; "
-                   "the last checkpoint is good. Lower the learning rate, or look at its gradients")
+        optimizer, what = watched.optimizers.get(model), f"{model}'s {name}"
+        state = inner(optimizer).state.get(parameters[i][2], {}) if optimizer else {}
+        if ranks_where(not all(my_part(t).isfinite().all()
+                               for t in state.values() if torch.is_tensor(t))):
+            what = f"the optimizer's state of {what}"
+        raise Stop(f"iteration {iteration}: {what} is not finite on {name_ranks(odd)}; the last "
+                   "checkpoint is good. Lower the learning rate, or look at its gradients")
     if any_changed.any():
         i, model, name = first(any_changed)
         odd = ranks_where(bool(changed[i]))
@@ -145,16 +160,15 @@ def outvoted(values):
 # log-probs, gradients, and what is computed from them
 
 
-def must_agree(worst_gap, limit, what, iteration, models):
+def must_agree(worst_gap, limit, what, iteration):
     """
     A collective: raise Stop, on all ranks, if on any rank the log-probs of `what` differ from the
     policy's before any update. Returns the largest gap of all ranks. worst_gap: this rank's
-    (loss.gap), and its limit (loss.gap_limit), in nats. models: all models of the run, {name:
-    model}: they are audited first, for a rank whose weights have drifted explains the gap.
+    (loss.gap), and its limit (loss.gap_limit), in nats.
     """
     worst = all_reduce_max(worst_gap).item()
     if not worst <= limit:  # also where worst is NaN
-        audit(models, {}, iteration)
+        find_cause(iteration)
         raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from "
                    f"the policy's by {worst:.2g} nats (limit {limit:g}); look for another "
                    "temperature, mask, position ids, dropout or padded vocabulary")
@@ -163,12 +177,13 @@ def must_agree(worst_gap, limit, what, iteration, models):
 
 def check_gradients(norm, model, name, iteration):
     """
-    Raise Stop, naming the first bad tensor, if the norm of the gradients is not finite. The
+    Raise Stop, naming the cause or the first bad tensor, if their norm is not finite. The
     gradients have been summed over the ranks, so a NaN or inf of any rank is in the sum of all:
     all ranks stop here together, before the optimizer can spread it into the weights.
     """
     if torch.isfinite(norm):
         return
+    find_cause(iteration)
     names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
     flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names])  # (parameters,)
     # of a sharded parameter, another rank may hold the part that is not finite
@@ -181,11 +196,12 @@ def check_gradients(norm, model, name, iteration):
 
 def check_finite(tensors, iteration):
     """
-    Raise Stop, naming the tensor and the row, if one of {name: tensor (B, ...)} has a NaN or inf.
-    The tensors are equal on all ranks, so all ranks stop without asking each other.
+    Raise Stop, naming the cause, or else the tensor and the row, if one of {name: tensor (B, ...)}
+    has a NaN or inf. The tensors are equal on all ranks, so all ranks find it together.
     """
     for name, t in tensors.items():
         bad = ~t.isfinite()
         if bad.any():
+            find_cause(iteration)
             raise Stop(f"iteration {iteration}: {name} is not finite (first in response "
                        f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")

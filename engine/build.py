@@ -194,9 +194,6 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
 
     system = placement.system
     path, model = system.judge_path, None
-    if not path:
-        raise BadConfig("reward_functions names judge, and judge_path is empty; type "
-                        "--judge_path=FOLDER, or --judge_path=ref_policy")
     if judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
@@ -250,9 +247,17 @@ def optimizer_of(model, name, placement, learning_rate, betas, eps):
 # key alone may be, the range behind its comment says, and configurator.py checks it
 
 
-def check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, importance_cap,
-             eval_path):
+def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
+             importance_cap, eval_path):
     """Raise BadConfig. system: the keys of the engine; terms: [(weight, name, function)]."""
+    names = [name for _, name, _ in terms]
+    for key, path, name in (("reward_path", reward_path, "reward_model"),
+                            ("judge_path", system.judge_path, "judge")):
+        if path and name not in names:
+            raise BadConfig(f"{key} = {path!r}, but reward_functions does not use {name}; type "
+                            f"--reward_functions={name}, or leave {key} out (--{key}=)")
+        if name in names and not path:
+            raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
     if system.ref_path and kl_coef == 0:
         raise BadConfig(f"ref_path = {system.ref_path!r} with kl_coef = 0: there is no reference "
                         "then; type --kl_coef=0.05, or leave it out")
@@ -271,9 +276,6 @@ def check_rl(system, terms, kl_coef, batch_size, num_minibatches, target_kl, imp
     if system.keep_best and not eval_path:
         raise BadConfig("keep_best needs held-out prompts to find the best policy by; give an "
                         "eval_path")
-    if system.judge_path and "judge" not in [name for _, name, _ in terms]:
-        raise BadConfig(f"judge_path = {system.judge_path!r}, but reward_functions does not use "
-                        "judge; type --reward_functions=judge, or leave judge_path out")
     if any(function for *_, function in terms) and system.reward_timeout >= system.timeout:
         raise BadConfig(f"reward_timeout = {system.reward_timeout} must be below timeout = "
                         f"{system.timeout}, or ranks that wait give up first")

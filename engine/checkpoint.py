@@ -82,11 +82,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
             if os.path.exists(file):
                 sync(file)  # the log of these iterations must last as well
-        files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                       for d, _, names in os.walk(folder) for f in names)
-        manifest = {file: sha256(os.path.join(folder, file)) for file in files}
-        manifest["manifest.json"] = hash_of_manifest(manifest)
-        write_json(os.path.join(folder, "manifest.json"), manifest)
+        write_manifest(folder)
 
     def delete_older():
         # a checkpoint of a later iteration is damaged, or the run would have resumed from it
@@ -104,6 +100,15 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     if not alone(is_there):
         put_in_place(write, final)
     alone(delete_older)
+
+
+def write_manifest(folder):
+    """Write folder/manifest.json, by which `damage` knows whether every file is as it was."""
+    files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                   for d, _, names in os.walk(folder) for f in names)
+    manifest = {file: sha256(os.path.join(folder, file)) for file in files}
+    manifest["manifest.json"] = hash_of_manifest(manifest)
+    write_json(os.path.join(folder, "manifest.json"), manifest)
 
 
 def hash_of_manifest(manifest):
@@ -176,8 +181,8 @@ def number_of(folder):
 
 def damage(folder):
     """
-    What is wrong with a checkpoint, in a few words; None if every file is, byte for byte, what was
-    saved.
+    What is wrong with a checkpoint, or with best_policy, in a few words; None if every file is,
+    byte for byte, what was saved.
     """
     try:
         with open(os.path.join(folder, "manifest.json"), "rb") as f:
@@ -256,6 +261,8 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     def write(folder):
         save_model(folder, model, tokenizer, dtype)
         alone(partial(write_card, folder))
+        if name == "best_policy":  # a run that resumes looks whether it is whole
+            alone(partial(write_manifest, folder))
 
     def write_adapter(folder):
         alone(partial(save_adapter, model, folder, model.path))

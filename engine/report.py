@@ -68,9 +68,9 @@ def deviation_of(scores):
     return there.std() if len(there) > 1 else torch.zeros(())
 
 
-def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
+def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
     """
-    The first n of a batch's responses as dicts for samples.jsonl, with the batch's own rows:
+    The first of a batch's responses as dicts for samples.jsonl; picked: the numbers of their rows:
 
         {"iteration": 20, "row": 0, "prompt": "123+456=", "text": "579", "finished": true,
          "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
@@ -78,7 +78,7 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
     row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
     tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone.
     """
-    n, R = min(n, len(batch["tokens"])), batch["response_mask"].shape[1]
+    n, R = len(picked), batch["response_mask"].shape[1]
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
@@ -86,11 +86,11 @@ def samples_of(batch, rows, tokenizer, iteration, n, reward_names):
         columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}
     columns = {name: x[:n].tolist() for name, x in columns.items()}
     samples = []
-    for i, row in enumerate(rows[:n]):
+    for i, number in enumerate(picked):
         mask = batch["response_mask"][i]  # (R,)
         scores = {name: x[i] for name, x in columns.items()}
         samples.append(dict(
-            iteration=iteration, row=i, prompt=row["prompt"],
+            iteration=iteration, row=number, prompt=rows[number]["prompt"],
             text=tokenizer.decode_response(batch["tokens"][i, -R:][mask].tolist()),
             finished=bool(batch["finished"][i]), length=int(mask.sum()),
             scores={name: x for name, x in scores.items() if math.isfinite(x)}))
@@ -213,8 +213,7 @@ def print_models(models):
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
         trained = any(p.requires_grad for p in model.parameters())
-        line = f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}"
-        print(line)
+        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}")
 
 
 def print_samples(samples):

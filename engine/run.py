@@ -25,21 +25,23 @@ import torch
 import errors
 import parallel
 from engine import launch, report
-from engine.audit import audit, check_finite, must_agree
-from engine.checkpoint import load_checkpoint, save_checkpoint, save_final, sha256
+from engine.audit import audit, check_finite, find_cause, must_agree, watched
+from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
 from engine.run_log import write_log, write_samples
-from engine.together import agree
+from engine.together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
 
-# a run that goes on must have these keys of the engine as they were, and these files
+# a run that goes on must have these keys and files as they were; a change of SAID is only said
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
 SOURCES = ("ref_path", "judge_path", "judge_template")
+SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
+KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
 
 
 def ranks_agree(config, files, models, tokenizers, reward_functions=""):
@@ -72,11 +74,12 @@ class Run:
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
     run trains on. temperature: of the sampling. state: what the loop carries from one iteration to
     the next beside weights and optimizers, as plain numbers: it is saved with every checkpoint, and
-    self.state is what to go on with. ema: the policy's moving average or None.
+    self.state is what to go on with. ema: the policy's average or None. reward_functions: the key.
     """
 
     def __init__(self, out_dir, max_iters, config, placement, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None):
+                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None,
+                 reward_functions=""):
         system, device = placement.system, placement.device
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
@@ -84,16 +87,24 @@ class Run:
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
+        watched.models, watched.optimizers = self.models, optimizers
 
-        files = [key for key in SOURCES if os.path.exists(config.get(key, ""))]
+        files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
+                 and (key != "judge_template" or os.path.exists(config[key]))]  # or one of ours
         own = [key for key in MUST_MATCH if key in config]
+        said = [key for key in SAID if config.get(key)] + files_of(reward_functions)
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files],
+            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files, *said],
             token_ids=token_ids, max_iters=max_iters)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0)
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
+                     first=None, warned=[])
         self.state = fresh | (state or {}) | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
+            best = os.path.join(out_dir, "best_policy")
+            if self.state["best_score"] is not None and alone(lambda: damage(best)):  # COLLECTIVE
+                errors.warn(f"{best} is damaged; the best from here on takes its place")
+                self.state["best_score"] = None
         self.start = self.iteration = self.state["iteration"]
         if system.report_to:
             from options.trackers import start_trackers
@@ -203,6 +214,7 @@ class Run:
         except Stop as e:
             if isinstance(e, Lost) or self.iteration == self.start:
                 raise
+            find_cause(self.iteration)  # COLLECTIVE: models that are broken are not saved
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
@@ -242,7 +254,7 @@ class Run:
         """
         if not checked:
             return parallel.all_reduce_max(gap).item()  # COLLECTIVE
-        return must_agree(gap, self.gap_limit, what, self.iteration, self.models)  # COLLECTIVE
+        return must_agree(gap, self.gap_limit, what, self.iteration)  # COLLECTIVE
 
     @property
     def loss_scale(self):
@@ -257,18 +269,33 @@ class Run:
 
     # what is said and written
 
-    def log_evaluation(self, batch, rows, reward_names, score):
+    def warn_once(self, what, message):
+        """Warn, once in the whole run."""
+        if what not in self.state["warned"]:
+            self.state["warned"] = [*self.state["warned"], what]
+            errors.warn(message)
+
+    def log_evaluation(self, batch, rows, picked, reward_names, score):
         """
         A collective: the figures of an evaluation, which are also printed, with two of its samples;
-        SAMPLES of them go to samples.jsonl. score: what the run maximises, its mean. With the key
+        SAMPLES of them go to samples.jsonl. rows, picked: the held-out rows, and the numbers of
+        those that the batch answers. score: what the run maximises, its mean. With the key
         keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
         record = report.summarize(batch, "eval", reward_names)
+        accuracy, n = record.get("eval/accuracy", 0.0), len(picked)
+        first, before = self.state["first"] = self.state["first"] or [accuracy, score]
+        chance = 2 * (first * (1 - first) / n + 1 / n**2) ** 0.5  # about two standard errors
+        if score > before and accuracy < first - chance:
+            self.warn_once("accuracy", (
+                f"the held-out accuracy fell from {first:.3f} to {accuracy:.3f} while the score "
+                f"rose from {before:.3g} to {score:.3g}: what pleases the reward is wrong; look at "
+                "samples.jsonl, raise kl_coef or lower the learning rate"))
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
-        samples = report.samples_of(batch, rows, self.tokenizer, self.iteration, SAMPLES,
-                                    reward_names)
+        samples = report.samples_of(batch, rows, picked[:SAMPLES], self.tokenizer,
+                                    self.iteration, reward_names)
         if self.rank == 0:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
@@ -288,6 +315,10 @@ class Run:
         self.enter("log")
         record = {name: x for name, x in record.items() if x is not None}
         record = {"iteration": self.iteration} | record
+        if record.get("objective/kl", 0) > KL_LIMIT:
+            self.warn_once("kl", (
+                f"the policy is {record['objective/kl']:.0f} nats a response away from the "
+                "reference, where few rewards are right; raise kl_coef or lower the learning rate"))
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             record["objective/texts"] = report.hash_of(batch["tokens"])

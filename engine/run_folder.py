@@ -25,7 +25,7 @@ from engine.placement import sharded
 from engine.report import gpu
 from engine.run_log import LOG_FILES, cut_log, read_log
 from engine.together import alone, name_ranks, ranks_where
-from errors import BadConfig, BadInput, one_line
+from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
@@ -38,8 +38,9 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
-    must_match: the keys of config that must be the same when a run resumes. sources: those keys
-    among them that name a file or a model folder; its content must be the same, too. token_ids: all
+    must_match: the keys of config that must be the same when a run resumes. sources: keys that name
+    a file or a model folder, or files themselves: its content must be the same, too, where
+    must_match has the key; else it is said that it has changed. token_ids: all
     sequences of ids that the run trains on, which must be the same as well: a chat template or a
     library may have changed. max_iters: a run with more iterations done is refused. Returns
     (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
@@ -70,7 +71,7 @@ def take(out_dir, config, sources, token_ids):
     On rank 0: make out_dir and lock it. Returns {key: hash of the content} of what the run starts
     from, and what stands in the lock. Raises BadInput.
     """
-    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config[key])
+    hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config.get(key, key))
               for key in sources}
     hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
     try:
@@ -198,6 +199,10 @@ def check_same_run(out_dir, before, config, must_match, hashes):
                                "become now: its chat template, template_kwargs, system_prompt, "
                                "limits of length or libraries were other ones; restore "
                                "them, or choose another --out_dir")
+        elif key not in must_match:
+            if old not in (sha, "unknown") and before.get(key) == config.get(key):
+                warn(f"{config.get(key, key)} had other contents when the run was saved; from here "
+                     "on it goes on with what is there now")
         elif old != sha:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
@@ -209,7 +214,8 @@ def check_same_run(out_dir, before, config, must_match, hashes):
 
 
 # each may name several files, or data sets of the hub
-DATA_KEYS = "train_path", "prompts_path", "ptx_path"
+DATA_KEYS = ("train_path", "prompts_path", "ptx_path", "eval_path", "val_path",
+             "demonstrations_path")
 
 
 def data_hashes(*specs):

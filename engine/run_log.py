@@ -10,7 +10,7 @@ import math
 import os
 
 from engine.together import together
-from errors import Stop
+from errors import Stop, warn
 from parallel import rank_and_size
 
 LOG_FILES = "log.jsonl", "samples.jsonl"
@@ -74,13 +74,18 @@ def read_log(out_dir, name="log.jsonl"):
 def cut_log(out_dir, iteration):
     """
     Delete the lines of this iteration and later ones, and lines that cannot be read, from both
-    files. log.jsonl is there afterwards, if only empty.
+    files. log.jsonl is there afterwards, if only empty. What is missing before them is said.
     """
+    expected = set(range(iteration))
     for name in LOG_FILES:
         file = os.path.join(out_dir, name)
-        kept = [f"{line}\n" for i, line in read_log(out_dir, name)
-                if i is not None and i < iteration]
+        kept = [(i, line) for i, line in read_log(out_dir, name) if i is not None and i < iteration]
         if name == "log.jsonl" or os.path.exists(file):
             with open(file + ".tmp", "w", encoding="utf-8") as f:
-                f.writelines(kept)
+                f.writelines(f"{line}\n" for _, line in kept)
             os.replace(file + ".tmp", file)
+            missing = sorted(expected - {i for i, _ in kept})
+            if missing:
+                warn(f"{file} was cut or damaged: of the iterations before {iteration} it lacks "
+                     f"{len(missing)}, from {missing[0]} to {missing[-1]}, and the run goes on")
+        expected = {i for i, line in kept if '"eval/' in line}  # of samples.jsonl

@@ -41,7 +41,7 @@ import errors
 import parallel
 from data import micro_batch
 from engine import launch
-from engine.audit import audit, checksum_of
+from engine.audit import audit, checksum_of, watched
 from engine.checkpoint import load_batches
 from engine.placement import held, matrices_of
 from engine.together import together
@@ -81,7 +81,7 @@ class Ahead:
             raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
                             "do not look for one; write one there, or leave score out of roles")
         self.placement, self.system, self.device = placement, placement.system, placement.device
-        self.models = held(models)
+        self.models = watched.models = held(models)
         self.max_iters, self.max_refills = max_iters, max_refills
         self.evaluates, self.rows_of = evaluates, rows_of
         self.sample_now, self.score_here = sample, score

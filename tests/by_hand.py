@@ -98,6 +98,17 @@ def prompts_of(c, iteration, count, n):
     return rows
 
 
+def held_out_of(c, rows):
+    """The rows of an evaluation: of eval_size stretches, which are as equal as can be, one row each."""
+    if not 0 < c.eval_size < len(rows):
+        return rows
+    ends = [len(rows) * i // c.eval_size for i in range(1, c.eval_size + 1)]
+    picked = []
+    for first, end in zip([0] + ends[:-1], ends, strict=True):
+        picked.append(rows[first:end][hashed(f"{c.seed} eval {first}", 8) % (end - first)])
+    return picked
+
+
 def minibatches_of(c, iteration, epochs):
     """
     The responses of each optimizer step of an iteration, [[place in the batch, ...], ...]. Where
@@ -426,7 +437,7 @@ def evaluation(c, models, rows, iteration, best):
     """
     if iteration % c.eval_interval and iteration < c.max_iters:
         return {}
-    rows = rows[:c.eval_size] if c.eval_size else rows
+    rows = held_out_of(c, rows)
     batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
     figures = summary(c, batch, "eval")
     if best.score is None and getattr(c, "scale_scores", "none") == "running":
@@ -513,8 +524,8 @@ def ppo(c, data):
 
         policy_lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters,
                                   c.lr_decay)
-        value_lr = learning_rate(iteration, c.value_learning_rate, c.value_warmup_iters,
-                                 c.max_iters, c.value_lr_decay)
+        value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
+                                 c.value_warmup_iters, c.max_iters, c.value_lr_decay)
         figures, steps = [], 0
         for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
             policy_adam.zero_gradients()
@@ -868,7 +879,7 @@ def sft(c, data):
         log.append(record)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
-                losses = losses_of(data.val[:c.eval_size or None])
+                losses = losses_of(held_out_of(c, data.val))
             record["eval/loss"] = mean([x.item() for x in losses])
         if iteration == c.max_iters:
             return SimpleNamespace(log=log, models=dict(policy=policy), seen=seen)
@@ -964,7 +975,7 @@ def rm(c, data):
     if c.teacher:
         with torch.no_grad():
             wanted = ask(data.train, fields)
-            held_out = ask(data.val[:c.eval_size or None], ["chosen", "rejected"])
+            held_out = ask(held_out_of(c, data.val), ["chosen", "rejected"])
 
     for iteration in range(c.max_iters + 1):
         record = {}
@@ -972,7 +983,7 @@ def rm(c, data):
         if c.teacher and (iteration % c.eval_interval == 0 or iteration == c.max_iters):
             with torch.no_grad():
                 ours = [[score(row, field).item() for field in ("chosen", "rejected")]
-                        for row in data.val[:c.eval_size or None]]
+                        for row in held_out_of(c, data.val)]
             same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
             record |= {"eval/agreement": mean([float(x) for x in same]),
                        "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
@@ -980,7 +991,7 @@ def rm(c, data):
             seen["disagrees"] += len(same) - sum(same)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
-                losses, _, chances = compare(data.val[:c.eval_size or None])
+                losses, _, chances = compare(held_out_of(c, data.val))
             record |= {"eval/loss": mean([x.item() for x in losses]),
                        "eval/accuracy": mean([float(p > 0.5) for p in chances]),
                        "eval/calibration_error": miscalibration(chances)}

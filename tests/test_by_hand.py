@@ -157,7 +157,7 @@ CASES = {
     # k3 in the reward, several rewards; the value model starts as the policy
     "ppo, mixed": ("ppo.py", PPO | SMALL | dict(
         kl_estimator="k3", mix=[(0.7, "reward_model"), (-0.5, "letters"), (1.0, "length")],
-        policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1,
+        policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, value_learning_rate=0.0,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
     # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk; whitened rewards,
@@ -370,6 +370,8 @@ def command(world, script, keys):
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
+        if "reward_model" not in [name for _, name in keys["mix"]]:
+            keys = {key: value for key, value in keys.items() if key != "reward_model"}
     if keys.get("ptx"):
         given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
     given |= {key: value for key, value in keys.items() if key not in NO_KEYS}

@@ -1,6 +1,7 @@
 """configurator.py on a made-up script: what overrides what, every refusal in one line; and the real scripts' configurations."""
 import ast
 import glob
+import itertools
 import os
 import re
 import subprocess
@@ -92,7 +93,17 @@ def test_later_wins(toy, capsys):
     assert toy("one.py", "two.py", "--offset=30", "--offset=31") == dict(DEFAULTS, count=10, rate=20.0, offset=31, limit=10)
     assert toy("two.py", "one.py", "--limit=30") == dict(DEFAULTS, count=10, rate=10.0, offset=10, limit=30)
     write("c.py", "count = 0\n")  # out of range, but overridden
-    assert toy("c.py", "--count=2")["count"] == 2
+    assert toy("c.py", "--count=2")["count"] == toy("--count=2", "c.py")["count"] == 2
+
+
+@pytest.mark.parametrize("argv", [*itertools.permutations(["one.py", "two.py", "--rate=3"]),
+                                  ("--rate=9", "one.py", "--rate=3", "two.py"), ("--rate=9", "--rate=3", "one.py", "two.py")])
+def test_the_command_line_wins_wherever_it_stands(toy, argv):
+    """Among files the last one counts, and so it does among arguments."""
+    write("one.py", "rate = 1.0\noffset = 1\n")
+    write("two.py", "rate = 2.0\noffset = 2\n")
+    last = [arg for arg in argv if arg.endswith(".py")][-1]
+    assert toy(*argv) == dict(DEFAULTS, rate=3.0, offset={"one.py": 1, "two.py": 2}[last])
 
 
 def test_values_of_each_type(toy):
@@ -216,6 +227,15 @@ def read_if_it_fits(keys, file):
         return read_arguments(keys, [file])
     except BadConfig:
         return None
+
+
+def test_without_a_rate_models_of_the_hub_are_not_torn_apart():
+    """What TRL, OpenRLHF and open-instruct begin with is 3e-6 to 2e-5; the toys' own rates stand in their configs."""
+    for script in ("sft.py", "rm.py"):
+        assert 3e-6 <= keys_of(script)["learning_rate"].default <= 2e-5
+    for name in CONFIGS:
+        if name.startswith(("arithmetic_", "code_")) and name.endswith(("sft.py", "rm.py")):
+            assert re.search(r"^learning_rate = [23]e-[34]$", source_of(f"config/{name}"), re.MULTILINE), name
 
 
 def test_renamed_keys_are_told_their_new_names():

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from data import batch_rows, my_micro_batches, other_row
+from data import batch_rows, my_micro_batches, other_row, spread
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [
@@ -30,6 +30,21 @@ def test_a_mix_of_files(sizes, weights, batch_size):
         file = next(i for i in range(len(sizes)) if row < firsts[i + 1])
         assert firsts[file] <= other < firsts[file + 1] and (other != row or sizes[file] == 1)
     assert batch_rows(4, 0, batch_size, files) != batch_rows(3, 0, batch_size, files)
+
+
+@pytest.mark.parametrize("n, size", [(10, 3), (500, 256), (7, 6), (1319, 1), (40, 40), (40, 0), (5, 9), (0, 4), (1000, 10)])
+def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
+    """Of four tasks one behind the other each has its share, give or take one row; a seed decides, and always alike."""
+    seen = set()
+    for seed in range(20):
+        rows = spread(n, size, seed)
+        assert rows == spread(n, size, seed) == sorted(set(rows)) and len(rows) == (min(n, size) or n)
+        for task in range(4):
+            first, end = n * task // 4, n * (task + 1) // 4
+            share = sum(first <= row < end for row in rows)
+            assert abs(share - len(rows) * (end - first) / max(n, 1)) < 2
+        seen.update(rows)
+    assert all(0 <= row < n for row in seen) and (len(seen) == n or n > 20 * size > 0 or len(seen) > 0.9 * n)
 
 
 def test_micro_batches_by_enumeration():

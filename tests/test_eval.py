@@ -2,6 +2,7 @@
 import itertools
 import json
 import os
+import shutil
 import statistics
 
 import pytest
@@ -78,6 +79,12 @@ def done(tmp_path_factory):
     tiny.jsonl(f"{folder}/ran/log.jsonl", [dict(iteration=0)])
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
+    for name, length in (("short", 3), ("longer", 6), ("moved", 5)):  # policies of runs; of the last one the card alone is left
+        shutil.copytree(world.policy, f"{folder}/runs/{name}/policy")
+        with open(f"{folder}/runs/{name}/{'policy/README.md' if name == 'moved' else 'config.json'}", "w") as f:
+            f.write(f"Settings:\n\n    max_new_tokens = {length}\n" if name == "moved" else
+                    json.dumps(dict(out_dir="out", max_new_tokens=length), indent=name == "short" and 2 or None))
+
     def call(ranks=1, **more):
         return [one_run("tools/eval.py", *[arguments(keys | more)] * ranks)]
 
@@ -87,7 +94,10 @@ def done(tmp_path_factory):
         log=dict(out=f"{folder}/ran/log"), task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
-    cases = {"one": call(), "two": call(2), "plain": call(
+    lengths = {name: call(policies=f"{folder}/runs/{name}/policy", max_new_tokens=given, limit=5)
+               for name, given in (("short", 0), ("moved", 0), ("longer", 2))}
+    lengths["both"] = call(2, policies=",".join(f"{folder}/runs/{name}/policy" for name in ("short", "longer")), max_new_tokens=0)
+    cases = lengths | {"one": call(), "two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
     return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
 
@@ -139,6 +149,21 @@ def test_the_figures_are_those_of_the_samples(done):
         assert its[f"best@1 {name}"]["mean"] == pytest.approx(statistics.mean(s[name] for row in by_row for s in row))
     assert its["pass@1"] == its["accuracy"]
     assert len({r["text"] for r in mine if r["mode"] == "sampled"}) > 12
+
+
+@pytest.mark.parametrize("name, longest", dict(short=3, moved=5, longer=2, both=6).items())
+def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
+    """Unless the command line says another length; of several runs the longest. And a limit takes rows from all over the file."""
+    assert set(done[1][name][0]["codes"]) == {0}, done[1][name]
+    table, records = read(done[0], name)
+    assert max(record["length"] for record in records) == longest == table["config"]["max_new_tokens"]
+    rows = sorted({record["row"] for record in records})
+    if name != "both":
+        edges = [12 * i // 5 for i in range(6)]
+        assert table["prompts"] == 5 and [sum(row >= edge for edge in edges) for row in rows] == [1, 2, 3, 4, 5]
+        with open(f"{done[0]}/world/rl_val.jsonl", encoding="utf-8") as f:
+            prompts = [json.loads(line)["prompt"] for line in f]
+        assert all(record["prompt"] == prompts[record["row"]] for record in records)
 
 
 def test_a_policy_against_itself_is_a_tie(done):

@@ -2,6 +2,7 @@
 What must not happen, made to happen: ranks that start from different things, that hang or have a bug, slow and full disks, a
 second signal. (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.)
 """
+import glob
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.tokenizers import load_tokenizer
 from model import load_model
@@ -181,6 +183,146 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(hurt):
     assert is_one_line(full["stderr"][0], r"cannot be written \(.*[Ff]ile too large.*resume with the same command"), full
     assert "checkpoint-000001" in again["stdout"][0], again
     assert not [f for f in os.listdir(f"{folder}/full disk/out") if f.startswith((".tmp", ".old"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is edited, damaged or cut between a run and its resume
+
+COPY = """
+import os, shutil
+for source, name in ((f"{ROOT}/rules.py", "mine.py"), (f"{ROOT}/rules.py", "too.py"), (f"{ROOT}/question.txt", "ask.txt"),
+                     (f"{ROOT}/rl_val.jsonl", "val.jsonl"), (f"{ROOT}/sft_val.jsonl", "shown.jsonl")):
+    shutil.copy(source, name)
+open("chat.jinja", "w").write("{{ messages }}")
+for name in ("judge", "reward", "policy"):
+    shutil.copytree(f"{ROOT}/{name}", f"my_{name}")
+"""
+FLIP = """
+def flip(file):
+    with open(file, "r+b") as f:
+        f.seek(-3, 2)
+        last = f.read(1)
+        f.seek(-3, 2)
+        f.write(bytes([last[0] ^ 1]))
+def add(file, text):
+    with open(file, "a") as f:
+        f.write(text)
+def without(file, *places):
+    lines = open(file).read().splitlines(True)
+    open(file, "w").writelines(line for i, line in enumerate(lines) if i not in places)
+"""
+TEXTS = dict(reward_functions="mine.py:letters,0.5*too.py:odd,judge", judge_path="my_judge", judge_template="ask.txt",
+             ref_path="my_policy", eval_path="val.jsonl", eval_interval=1, keep_best=True, chat_template="chat.jinja")
+PAIRS = dict(teacher="my_reward", demonstrations_path="shown.jsonl")
+BACK = "shutil.copy(f'{ROOT}/%s/model.safetensors', 'my_%s')"
+CHAINS = {  # script: one run after the other in one folder; what is done before each, what is then said, whether it is refused
+    "grpo": [
+        (COPY, [], False),
+        ("flip('my_judge/model.safetensors')", ["judge_path", "my_judge"], True),
+        (BACK % ("judge", "judge") + "; add('ask.txt', '?')", ["judge_template", "ask.txt"], True),
+        ("shutil.copy(f'{ROOT}/question.txt', 'ask.txt'); flip('my_policy/model.safetensors')", ["ref_path", "my_policy"], True),
+        (BACK % ("policy", "policy"), [], False),
+        ("add('mine.py', '# better\\n'); add('too.py', '\\nx = 1\\n'); without('val.jsonl', 3); add('chat.jinja', '!')",
+         ["chat.jinja", "mine.py", "too.py", "val.jsonl"], False),
+        ("flip('out/best_policy/model.safetensors')", ["out/best_policy"], False),
+        ("shutil.rmtree('out/best_policy')", ["out/best_policy"], False),
+        ("", [], False),
+        ("without('out/samples.jsonl', 2, 3)", ["out/samples.jsonl"], False),
+        ("without('out/log.jsonl', 0)", ["out/log.jsonl", "out/samples.jsonl"], False),
+        ("os.truncate('out/log.jsonl', 40); os.remove('out/samples.jsonl')", ["out/log.jsonl"], False)],
+    "rm": [
+        (COPY, [], False),
+        ("flip('my_reward/model.safetensors')", ["teacher", "my_reward"], True),
+        (BACK % ("reward", "reward") + "; without('shown.jsonl', 0)", ["shown.jsonl"], False),
+        ("os.remove('out/log.jsonl')", ["out/log.jsonl"], False)]}
+
+
+@pytest.fixture(scope="module")
+def edited(world, tmp_path_factory):
+    folder, jobs = str(tmp_path_factory.mktemp("edited")), {}
+    for script, chain in CHAINS.items():
+        for number, (edit, *_) in enumerate(chain):
+            iterations = 2 + max(0, number - dict(grpo=4, rm=1)[script])
+            keys = (TEXTS if script == "grpo" else PAIRS) | dict(max_iters=iterations, lr_decay="constant")
+            run = getattr(world, script)("out", **keys), f"import os, shutil\nROOT = {world.root!r}\n{FLIP}{edit}"
+            jobs[f"{script} {number}"] = one_run(f"{script}.py", run) | dict(folder=script)
+    return folder, tiny.in_a_row(folder, jobs)
+
+
+@pytest.mark.parametrize("script", CHAINS)
+def test_what_is_edited_damaged_or_cut_before_a_resume_is_said(edited, script):
+    """Once, and nothing else is; where it would be another run, it is refused."""
+    folder, results = edited
+    for number, (_, words, refused) in enumerate(CHAINS[script]):
+        outcome, = results[f"{script} {number}"]
+        if refused:
+            assert outcome["kind"] == "BadInput" and all(word in outcome["message"] for word in words), outcome
+            continue
+        said = sorted(line for line in outcome["stdout"].splitlines() if line.startswith("warning: "))
+        assert outcome["kind"] == "" and len(said) == len(words), (number, outcome)
+        assert all(any(word in line for line in said) for word in words), (words, said)
+    if script == "grpo":  # what was damaged was replaced
+        best = load_model(f"{folder}/grpo/out/best_policy")
+        assert all(p.isfinite().all() for p in best.parameters()) and load_tokenizer(best.path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a number that is wrong, in a model or an optimizer, in the middle of iteration 1
+
+NAN = tiny.NOW + """
+import torch
+import parallel
+held, broadcast, draw, adamw = [], parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step
+adamw = getattr(adamw, "plain", adamw)  # another run of this process may have been here
+def remember(models):
+    held[:] = models = list(models)
+    broadcast(models)
+def part_of(p):
+    return p.to_local() if hasattr(p, "to_local") else p
+def spoil(seed, iteration, *rest):  # the audit of iteration 1 has passed
+    if iteration == 1 and RANK == RANKS - 1 and MODEL is not None:
+        part_of(list(held[MODEL].parameters())[-1].data).view(-1)[0] = float("nan")
+    return draw(seed, iteration, *rest)
+def step(self, *args, **kwargs):
+    if now == 1 and STATE and RANK == RANKS - 1:
+        for state in list(self.state.values())[-1:]:
+            part_of(state[STATE]).view(-1)[0] = float("nan")
+    return adamw(self, *args, **kwargs)
+step.plain = adamw
+parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step = remember, spoil, step
+"""
+BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, what is not finite)
+    "policy": ("ppo.py", {}, 1, 0, "", "policy's hf.lm_head.weight"),
+    "sharded": ("grpo.py", dict(zero_stage="3"), 2, 0, "", "policy's hf.lm_head.weight"),
+    "value model": ("ppo.py", {}, 1, 3, "", "value_model's hf.score.weight"),
+    "rm": ("rm.py", {}, 1, 0, "", "reward_model's hf.score.weight"),
+    "first moment": ("grpo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
+    "a moment at stage 1": ("grpo.py", dict(zero_stage="1"), 2, None, "exp_avg", "optimizer's state of policy's hf."),
+    "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's score.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(world, tmp_path_factory):
+    jobs = {}
+    for name, (script, keys, ranks, number, state, _) in BROKEN.items():
+        code = f"RANKS, MODEL, STATE = {ranks}, {number}, {state!r}\n"
+        code += NAN
+        keys = dict(max_iters=3, checkpoint_interval=1, sync_check_interval=1000) | keys
+        jobs[name] = one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
+    folder = str(tmp_path_factory.mktemp("broken"))
+    return folder, tiny.in_a_row(folder, jobs)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_number_that_is_not_finite_is_named_by_model_and_parameter(broken, name):
+    """And what a run that resumes begins with has none."""
+    folder, results = broken
+    for outcome in results[name]:
+        assert outcome["kind"] == "Stop" and re.search(r"^iteration [12]: ", outcome["message"]), outcome
+        assert BROKEN[name][-1] in outcome["message"] and "sampler_logprobs" not in outcome["message"]
+    saved = glob.glob(f"{folder}/{name}/out/checkpoint-*/**/*.safetensors", recursive=True)
+    assert saved and all(t.isfinite().all() for file in saved for t in load_file(file).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

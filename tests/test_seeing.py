@@ -75,10 +75,12 @@ def test_samples(done):
     files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
     assert open(files[0], "rb").read() == open(files[1], "rb").read()
     assert [line["iteration"] for line in lines(files[1])] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    prompts = [row["prompt"] for row in lines(world.rl_val)][:3]
+    prompts = [row["prompt"] for row in lines(world.rl_val)]
     for name in ("whole", "grpo"):
         samples = lines(f"{folder}/{name}/out/samples.jsonl")
-        assert [(s["row"], s["prompt"]) for s in samples] == list(enumerate(prompts)) * 5
+        rows = [s["row"] for s in samples[:3]]
+        assert [row // (len(prompts) // 3) for row in rows] == [0, 1, 2]  # from all over the file
+        assert [(s["row"], s["prompt"]) for s in samples] == [(row, prompts[row]) for row in rows] * 5
     for sample in samples:  # of grpo, which has two rewards
         scores = sample["scores"]
         letters = sum(ch.isascii() for ch in sample["text"]) / 8
@@ -87,6 +89,57 @@ def test_samples(done):
         assert 1 <= sample["length"] <= 8 and (sample["finished"] or sample["length"] == 8)
     first = [s["scores"]["kl"] for s in samples[:3]]
     assert first == pytest.approx([0, 0, 0], abs=1e-5) and abs(samples[-1]["scores"]["kl"]) > 1e-3
+
+
+# what a run warns of, once. PPO with accuracies, scores and KLs of our own; 12 held-out prompts
+
+SEEN = """
+from engine import report
+summarize = report.summarize
+def told(batch, prefix, *rest):
+    figures = summarize(batch, prefix, *rest)
+    figures.pop("eval/accuracy", None)
+    if prefix == "eval" and ACCURACIES:
+        figures["eval/accuracy"] = ACCURACIES.pop(0)
+    if prefix == "objective" and KLS:
+        figures["objective/kl"] = KLS.pop(0)
+    return figures
+report.summarize = told
+with open("mine.py", "w") as f:
+    f.write(f"scores = {SCORES}\\ndef given(batch):\\n    return [scores.pop(0)] * len(batch['completions'])\\n")
+"""
+CLIMB, FALL = [0, 0, 1, 1, 2, 2, 3], [3, 3, 2, 2, 1, 1, 0]  # of the evaluation and the rollout of each iteration
+WARNED = {  # accuracies at iterations 0 to 3, scores, KLs of iterations 0 to 2, what is said
+    "hacked": ([0.8, 0.8, 0.2, 0.1], CLIMB, [0, 1, 2], ["accuracy"]),
+    "first up, then down": ([0.6, 0.9, 0.1, 0.9], CLIMB, [0, 1, 2], ["accuracy"]),
+    "chance": ([0.8, 0.7, 0.65, 0.7], CLIMB, [0, 1, 2], []),
+    "both fall": ([0.8, 0.5, 0.2, 0.1], FALL, [0, 1, 2], []),
+    "never right": ([0.0, 0.0, 0.0, 0.0], CLIMB, [0, 1, 2], []),
+    "no answers": ([], CLIMB, [0, 1, 2], []),
+    "far": ([0.3, 0.5, 0.8, 0.9], CLIMB, [0, 45, 300], ["nats"]),
+    "not so far": ([0.3] * 4, CLIMB, [0, 8, 15], []),
+    "all of it": ([0.9, 0.9, 0.1, 0.1], CLIMB, [0, 99, 99], ["nats", "accuracy"]),
+}
+
+
+@pytest.fixture(scope="module")
+def warned(done, tmp_path_factory):
+    jobs, world = {}, done[1]
+    for name, (accuracies, scores, kls, _) in WARNED.items():
+        keys = dict(reward_functions="mine.py:given", value_init="policy", eval_interval=1, eval_size=0, ppo_epochs=1)
+        for part, (iterations, first) in enumerate([(3, 0)] if name != "hacked" else [(3, 0), (5, 3)]):  # and once more, resumed
+            code = f"ACCURACIES, SCORES, KLS = {accuracies[first:] * 3}, {scores[2 * first:] * 5}, {kls * 2}\n{SEEN}"
+            jobs[f"{name} {part}"] = one_run("ppo.py", (world.ppo("out", max_iters=iterations, **keys), code)) | dict(folder=name)
+    return tiny.in_a_row(str(tmp_path_factory.mktemp("warned")), jobs)
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_an_accuracy_that_falls_and_a_large_kl_are_said_once(warned, name):
+    parts = [warned[key][0] for key in (f"{name} 0", f"{name} 1") if key in warned]
+    assert {part["kind"] for part in parts} == {""}, parts
+    lines = [line for part in parts for line in part["stdout"].splitlines() if line.startswith("warning: ")]
+    lines = [line for line in lines if "mine.py" not in line]  # the second part of a run has another one
+    assert [word in line for word, line in zip(WARNED[name][-1], lines, strict=True)] == [True] * len(lines), lines
 
 
 # trackers

@@ -124,6 +124,8 @@ class World:
             eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
             ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
             timeout=60, reward_timeout=30, device_type="cpu")
+        if "reward_model" not in keys.get("reward_functions", "reward_model"):
+            del defaults["reward_path"]  # given and not used, it is refused
         return arguments(defaults | keys)
 
     def grpo(self, out_dir, **keys):
@@ -134,6 +136,8 @@ class World:
             batch_size=15, group_size=3, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
             num_iterations=2, num_minibatches=2, max_iters=3,
             learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device_type="cpu")
+        if "reward_model" not in keys.get("reward_functions", "reward_model"):
+            del defaults["reward_path"]
         return arguments(defaults | keys)
 
     def judged(self, **keys):
@@ -148,6 +152,7 @@ class World:
         defaults = dict(
             out_dir=out_dir, train_path=self.sft_train, val_path=self.sft_val, tokenizer_path=self.tokenizer, n_head=2,
             d_model=16, d_ff=32, context=32, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, eval_size=5,
+            learning_rate=3e-3,
             timeout=60, device_type="cpu")
         return arguments(defaults | keys)
 

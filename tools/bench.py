@@ -182,7 +182,7 @@ def iterations(script, folder, keys):
         reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
         prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
     if script == "grpo":
-        keys["reward_functions"] = os.path.join(folder, "rule.py:score")
+        keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
         done = subprocess.run(command + [f"--{key}={value}" for key, value in keys.items()],

@@ -6,7 +6,7 @@ python tools/eval.py --policies=out/arithmetic_ppo/policy
 python tools/eval.py --policies=out/arithmetic_sft/policy,out/arithmetic_ppo/policy \\
     --samples=8 --reward_path=out/arithmetic_rm/reward_model
 torchrun --nproc_per_node=8 tools/eval.py --policies=out/gsm8k_grpo/policy \\
-    --prompts_path=data/gsm8k/test.jsonl --samples=16 --max_new_tokens=1024 --dtype=bfloat16
+    --prompts_path=data/gsm8k/test.jsonl --samples=16 --dtype=bfloat16
 
 Each prompt is answered once greedily, and `samples` times at the temperature. It prints a table,
 and leaves OUT.json, the table with all its digits, and OUT.jsonl, a line for each response. With
@@ -28,7 +28,7 @@ from statistics import fmean  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from data import encode_for_all  # noqa: E402
+from data import encode_for_all, spread  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.checkpoint import write_json  # noqa: E402
 from engine.curves import short_names  # noqa: E402
@@ -37,8 +37,8 @@ from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa:
 from options.judging import Judge  # noqa: E402
 from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
-from errors import BadConfig, warn  # noqa: E402
-from folders import check_writable  # noqa: E402
+from errors import BadConfig, say, warn  # noqa: E402
+from folders import check_writable, response_length  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import add_up, reward_terms, score_responses, whole_responses  # noqa: E402
@@ -49,12 +49,12 @@ from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
 prompts_path = "data/arithmetic/rl_val.jsonl"  # "prompt", and "answer" for accuracy; docs/data.md
 fields = ""  # the data's names for ours: "question>prompt,solution>answer"
-limit = 0  # how many prompts of the file, 0 = all [>= 0]
+limit = 0  # how many prompts, from all over the file, 0 = all [>= 0]
 out = "out/eval"  # OUT.json and OUT.jsonl are written, and replaced if they are there
 # sampling
 samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
 greedy = True  # also one response to each prompt at temperature 0
-max_new_tokens = 48  # longest response [1..1000000]
+max_new_tokens = 0  # longest response; 0 = as in the run that left a policy [0..1000000]
 temperature = 1.0  # of the samples [> 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
@@ -116,7 +116,10 @@ by = known[-1] if terms else right_by  # who wins, and which of k samples is the
 
 if not prompts_path:
     raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
-rows = build.read_prompts(prompts_path, terms, fields)[:limit or None]
+rows = build.read_prompts(prompts_path, terms, fields)
+picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
+config["max_new_tokens"] = max_new_tokens = max_new_tokens or max(map(response_length, paths)) or 48
+say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
 out = out.removesuffix(".jsonl").removesuffix(".json")
 read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
 read += [*paths, reward_path, judge_path]  # folders: nothing in them is replaced
@@ -165,7 +168,7 @@ records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
     for mode, heat, count in modes:
-        picks = [(i, sample) for i in range(len(rows)) for sample in range(count)]
+        picks = [(i, sample) for i in picked for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
         for first in range(0, len(batches), world_size):
             # every rank goes through as many batches, for scoring may be a collective; the last
@@ -210,8 +213,9 @@ records.sort(key=lambda r: (names.index(r["policy"]), r["mode"], r["row"], r["sa
 
 by_prompt = {}  # (policy, mode) -> for each prompt, the records of its responses
 for record in records:
-    prompts = by_prompt.setdefault((record["policy"], record["mode"]), [[] for _ in rows])
+    prompts = by_prompt.setdefault((record["policy"], record["mode"]), {i: [] for i in picked})
     prompts[record["row"]].append(record)
+by_prompt = {key: list(prompts.values()) for key, prompts in by_prompt.items()}
 
 
 def scores_of(prompt, name):
@@ -276,7 +280,7 @@ def write():
     with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-    write_json(f"{out}.json", dict(config=config, prompts=len(rows), policies=figures,
+    write_json(f"{out}.json", dict(config=config, prompts=len(picked), policies=figures,
                                    win_rates=duels))
 
 
@@ -287,7 +291,7 @@ def shown(middle, error, form):
 
 if rank == 0:
     wide = max(16, *(len(name) + 2 for name in names))
-    print(f"\n{len(rows)} prompts, with 95 % confidence intervals of the means over prompts")
+    print(f"\n{len(picked)} prompts, with 95 % confidence intervals of the means over prompts")
     print(f"{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
     for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
         form = ".1f" if metric.endswith("length") else ".3f"

@@ -26,6 +26,7 @@ from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
+from folders import response_length  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
 from rewards import read_texts, score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
@@ -39,7 +40,7 @@ fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
-max_new_tokens = 48  # longest response [1..1000000]
+max_new_tokens = 0  # longest response; 0 = as in the run that left the policy [0..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
 top_p = 1.0  # of these the most likely ones, up to this probability together [0.001..1]
@@ -57,6 +58,7 @@ config, _ = configure(globals())
 
 if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
+max_new_tokens = max_new_tokens or response_length(policy_path) or 48
 device = torch.device(choose_device(device_type))
 autocast, weights_dtype, matrices = precisions(dtype, True, device)
 truncation = warpers(top_k, top_p, min_p) if temperature else None
