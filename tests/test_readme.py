@@ -42,16 +42,28 @@ def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
         assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES[f"{folder}/README.md"], re.MULTILINE)) == files(*those)
 
 
-def imports_of(path):
-    """The files of the house that a file imports, wherever in it the import stands."""
-    names = []
-    for node in ast.walk(ast.parse(read(path))):
+def imports_of(path, inside=False):
+    """The files of the house that a file imports at its top; or inside functions and under an if."""
+    names, tree = [], ast.parse(read(path))
+    for node in [n for n in ast.walk(tree) if n not in tree.body] if inside else tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
     paths = [name.replace(".", "/") for name in names]
     return {file for p in paths for file in (f"{p}.py", f"{p}/__init__.py") if file in HOUSE}
+
+
+def test_options_are_imported_where_their_key_is_read():
+    """The core imports none at its top; an option imports the core, and of options only the one that it is made of."""
+    core = [path for path in HOUSE if not path.startswith(("options/", "grading/", "tools/"))]
+    for path in core:
+        assert not [file for file in imports_of(path) if file.startswith(("options/", "grading/"))], path
+        slow = {"decoding_cache.py"}  # it imports transformers, which takes seconds
+        assert not [file for file in imports_of(path, inside=True) - slow
+                    if not file.startswith(("options/", "grading/", "engine/__init__"))], path
+    pairs = {(path, file) for path in files("options/*.py") for file in imports_of(path) if file.startswith("options/")}
+    assert pairs == {("options/roles.py", "options/messages.py")}
 
 
 def test_imports_only_point_down():
